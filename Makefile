@@ -15,21 +15,21 @@ FOLDERS := areno benchmarks docs examples tests training  # not what else lies h
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 QUICK := $(PYTEST) -n $(WORKERS) --dist loadgroup -m "not long"
 
-.PHONY: demo test quick test-all lint types bench setup clean help
+.PHONY: demo docs test quick test-all lint types bench setup clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.run-ready
 	@$(BIN)/areno quickstart $(ARGS)
 
-test: lint
+test: lint docs
 	@$(MAKE) --no-print-directory -j2 types quick
 
 quick: $(VENV)/.dev-ready
 	@echo "== tests"
 	@$(QUICK)
 
-test-all: lint types $(VENV)/.real-model $(VENV)/.cluster
+test-all: lint docs types $(VENV)/.real-model $(VENV)/.cluster
 	@echo "== tests"
 	@ARENO_THOROUGH_TESTS=1 $(QUICK)
 	@echo "== long tests, one at a time: some of them promise a time"
@@ -39,9 +39,14 @@ lint: $(VENV)/.dev-ready
 	@echo "== lint"
 	@$(BIN)/ruff check $(FOLDERS)
 	@$(BIN)/ruff format --check --quiet $(FOLDERS) || { echo "run: make format"; exit 1; }
+	@$(BIN)/codespell areno benchmarks docs examples *.md
 
 format: $(VENV)/.dev-ready
 	@$(BIN)/ruff check --fix --quiet $(FOLDERS) ; $(BIN)/ruff format --quiet $(FOLDERS)
+
+docs: $(VENV)/.dev-ready
+	@echo "== documentation site in docs/_build"
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
 types: $(VENV)/.dev-ready
 	@echo "== types"

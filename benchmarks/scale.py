@@ -105,8 +105,8 @@ def update(path: str, replicas: int, updates: int) -> dict[str, float]:
     """A broadcast to so many replicas that do nothing else."""
     from areno.engine.engine import Engine
     from areno.engine.engine_config import EngineConfig
-    from areno.rollouts.fleet.delivery import WeightOptions
     from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+    from areno.rollouts.fleet.weight_transfer import WeightOptions
 
     config = EngineConfig(kv_cache_tokens=4096, decode="eager")
     trainer = Engine(path, config)

@@ -27,8 +27,18 @@ REWARD = "def reward_fn(record):\n    text = record.completion\n    return sum(c
 LOADER = "def load_training_dataset(path, *, default_loader, **_):\n    return default_loader(path)\n"
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+Side = tuple[str | Path, Path, dict[str, str]]
+"""Interpreter, worker and environment."""
+
+PAIR: dict[str, Side] = {
+    "areno": (sys.executable, ARENO, {}),
+    "trl": (PEERS / "trl/bin/python", ROOT / "benchmarks/workers/trl_steps.py", {}),
+}
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Options of the workload."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -37,16 +47,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--activation-checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--save", default="")
-    return parser.parse_args()
+    return parser
 
 
-def measure(algo: str, args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
-    """Both sides, turn and turn about; medians over all counted steps."""
-    sides = {
-        "areno": (sys.executable, ARENO),
-        "trl": (PEERS / "trl/bin/python", ROOT / "benchmarks/workers/trl_steps.py"),
-    }
+def write_task(folder: Path) -> tuple[Path, int]:
+    """Model, data, reward and loader of the runs; returns the model and its number of parameters."""
+    model = folder / "model"
+    parameters = make_checkpoint(model)
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, problems(600))))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "loader.py").write_text(LOADER)
+    return model, parameters
+
+
+def measure(
+    algo: str, args: argparse.Namespace, folder: Path, model: Path, sides: dict[str, Side]
+) -> dict[str, dict[str, Any]]:
+    """All sides, turn and turn about; medians over all counted steps."""
     rows = args.prompts * args.samples
     settings = {
         "algo": algo,
@@ -64,9 +81,9 @@ def measure(algo: str, args: argparse.Namespace, folder: Path, model: Path) -> d
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for repeat in range(args.repeats):
-        for name, (python, script) in sides.items():
+        for name, (python, script, env) in sides.items():
             run_dir = folder / f"{algo}-{name}-{repeat}"
-            runs[name].append(run_worker(python, script, {**settings, "run_dir": str(run_dir)}))
+            runs[name].append(run_worker(python, script, {**settings, "run_dir": str(run_dir)}, env))
     return {name: combine(results) for name, results in runs.items()}
 
 
@@ -83,15 +100,14 @@ def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("--save", default="")
+    args = parser.parse_args()
     if not (PEERS / "trl/bin/python").exists():
         sys.exit("TRL is not set up; run: bash benchmarks/peers.sh trl")
     with tempfile.TemporaryDirectory() as name:
-        folder, model = Path(name), Path(name) / "model"
-        parameters = make_checkpoint(model)
-        (folder / "data.jsonl").write_text("\n".join(map(json.dumps, problems(600))))
-        (folder / "reward.py").write_text(REWARD)
-        (folder / "loader.py").write_text(LOADER)
+        folder = Path(name)
+        model, parameters = write_task(folder)
         report: dict[str, Any] = {
             "benchmark": "train_step",
             "machine": machine(),
@@ -103,7 +119,7 @@ def main() -> None:
         built = run_worker(sys.executable, ARENO, {"build": True, "model": str(model)})
         report["decode_step_build_s"] = round(built["seconds"], 1)
         for algo in ("grpo", "sft"):
-            sides = measure(algo, args, folder, model)
+            sides: dict[str, Any] = measure(algo, args, folder, model, PAIR)
             sides["speed_ratio"] = round(sides["trl"]["step_s"] / sides["areno"]["step_s"], 2)
             sides["memory_ratio"] = round(sides["areno"]["peak_mib"] / sides["trl"]["peak_mib"], 2)
             report[algo] = sides

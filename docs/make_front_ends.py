@@ -12,15 +12,14 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("front-ends.md")
 ALWAYS = "always"
-"""There is nothing to set."""
+"""No setting is needed."""
 
 _HEAD = """\
-# One feature, two spellings
+# Options and settings side by side
 
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
-`areno train` takes options, `areno run` a YAML file and settings. Both describe the same runs, and the same loop does them.
-A dash means that this side does not have it yet.
+`areno train` takes options, `areno run` a YAML file and settings. Both run the same training loop.
 
 | What | `areno train` | `areno run` |
 |---|---|---|
@@ -82,6 +81,7 @@ FEATURES = (
     Feature("generating and training in turn on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
     Feature("rollout replicas", ("--rollout-replicas",), ("rollout.backend",)),
     Feature("speculative decoding", ("--speculate",), ("rollout.speculate",)),
+    Feature("routing replay", ("--return-routed-experts",), ("rollout.return_routed_experts",)),
     Feature("evaluation", ("--eval-dataset-path", "--eval-interval"), ("valid_dataset.path", "evaluator.freq_steps")),
     Feature("evaluation before training", ("--eval-before-train",), ("evaluator.eval_before_train",)),
     Feature("best checkpoint", ("--keep-best",), ("evaluator.keep_best",)),

@@ -2,7 +2,7 @@
 
 import sys
 
-from areno.experiments.run import legacy_program
+from areno.experiments.run_experiment import legacy_program
 
 if __name__ == "__main__":
     sys.exit(legacy_program(asynchronous=True))

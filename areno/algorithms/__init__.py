@@ -3,7 +3,7 @@
 from typing import Any
 
 from areno.config import AlgorithmSpec
-from areno.loss_fns.family import PolicyLoss, policy_loss_fn
+from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
@@ -11,7 +11,7 @@ def family(name: str, **presets: Any) -> AlgorithmSpec:
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,
-        options=PolicyLoss,
+        options=PolicyLossConfig,
         presets=presets,
         min_samples=2,
         uses=("kl_coef", "kl_loss_type", "ref_ckpt"),

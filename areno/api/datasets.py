@@ -69,7 +69,9 @@ def load_training_dataset(
     malformed; UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
     """
     default_loader = partial(load_rows, option=option, split=split)
-    rows = default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)
+    rows: Any = (
+        default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)
+    )
     origin = f"{option} {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
@@ -82,7 +84,8 @@ def load_training_dataset(
         raise UsageError(f"{origin}: {type(rows).__name__} has no row 0{splits}; it must support rows[i]") from error
     if not isinstance(first, Mapping):
         raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
-    return rows
+    checked: Sequence[Mapping[str, Any]] = rows
+    return checked
 
 
 def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:

@@ -30,8 +30,8 @@ from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import ProgressDisplay
 from areno.observability.logs import setup_logging
-from areno.storage.layout import is_run
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import is_run
 from areno.storage.run_lock import run_lock
 from areno.training.checkpoints import Checkpoints
 from areno.training.objectives.base import Needs, row_problem
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
-    *("kv_cache_tokens", "trust_remote_code"),
+    *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
 """Options that a backend takes by the same name."""
 
@@ -187,9 +187,9 @@ def run_evaluation(
 
 def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DataTrainer:
     spec = get_algorithm(options.algo)
-    return spec.resolve_trainer_cls()(
-        options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=spec.make_loss_fn(options)
-    )
+    loss_fn = spec.make_loss_fn(options)
+    make: Callable[..., DataTrainer] = spec.resolve_trainer_cls()
+    return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
 def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began: float) -> int:

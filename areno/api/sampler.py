@@ -17,6 +17,7 @@ from areno.errors import EngineError
 from areno.observability import log_lines
 from areno.text.chat import encode_generation_prompt
 from areno.types import Request, RolloutResult, SamplingParams
+from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger("areno.api.backend.areno.backend")  # the documented name
 
@@ -241,6 +242,7 @@ class Sampler:
         *,
         temperatures: float | Sequence[float] = 1.0,
         micro_bs: int = 8,
+        routed_experts: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
         """Log-probs of fixed rows under a role; ``actor`` is the policy that is trained.
 
@@ -249,6 +251,8 @@ class Sampler:
             token_rows: token ids; rows need not be of one length.
             temperatures: softmax temperature of all rows, or one per row.
             micro_bs: rows of one forward pass; it does not change the result.
+            routed_experts: of the actor with ``return_routed_experts``: the experts that each row's tokens go to, as
+                ``TrainSequence.routed_experts`` has them.
 
         Returns:
             Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
@@ -257,7 +261,8 @@ class Sampler:
             EngineError: there is no such role, or it predicts something else.
         """
         rows, warmth = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
-        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs))
+        routed: dict[str, Any] = {} if routed_experts is None else {"routed": routed_experts}
+        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs), **routed)
 
 
 def running_sequences(sequences: int | None) -> int | None:

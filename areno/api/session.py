@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from areno.api.agentic.data import AgentItem, AgentTrajectory
     from areno.api.agentic.samples import AgentSample
     from areno.api.sampler import Sampler
-    from areno.rollouts.conversation.server import AgentServer
+    from areno.rollouts.conversation.agent_server import AgentServer
     from areno.rollouts.conversation.spans import LossMaskPolicy
 
 
@@ -119,7 +119,7 @@ class RolloutSession:
         from areno.config.packages import require_packages
 
         require_packages("serve", "agents need")
-        from areno.rollouts.conversation.server import AgentServer
+        from areno.rollouts.conversation.agent_server import AgentServer
 
         backend = self.trainer.backend
         return AgentServer(

@@ -9,8 +9,8 @@ from typing import Any
 from areno.config.parser import TypedParser
 from areno.errors import UsageError
 from areno.observability.chart import printable
-from areno.storage.layout import is_run
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import is_run
 
 _SHOWN = 60
 _GIVEN_TEXT = 400

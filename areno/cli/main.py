@@ -15,6 +15,7 @@ from areno.errors import ArenoError, UsageError, exit_code, ran_out_of_memory
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
+    "convert": "Print the areno train command for a configuration of TRL or verl.",
     "export": "Write a full checkpoint: an adapter added to its base model.",
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areno.storage.layout import CONFIG, is_experiment, is_run
+from areno.storage.run_layout import CONFIG, is_experiment, is_run
 
 RESUME = "--resume"
 USAGE = """\
@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
         words = ["--config", str(resumed[0] / CONFIG), *resumed[1]]
     elif not words[0].startswith("-") and "=" not in words[0]:
         words.insert(0, "--config")
-    from areno.experiments.run import main
+    from areno.experiments.run_experiment import main
 
     main(words, resumed and resumed[0])
     return 0

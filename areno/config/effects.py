@@ -72,6 +72,8 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
         for name in servers if options.rollout_backend == "areno" else ():
             yield name, "has no effect on areno's own engine; give --rollout-backend vllm or sglang too"
+        if options.rollout_backend != "areno":
+            yield "return_routed_experts", "has no effect on servers, whose routing areno does not read; leave it out"
         if options.rollout_url:
             for name in servers[1:]:
                 yield name, "has no effect on servers that run already; leave it out"

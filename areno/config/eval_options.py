@@ -18,7 +18,7 @@ from areno.config.splits import TEST
 from areno.config.train_options import TrainOptions
 from areno.config.update_options import UpdateOptions
 from areno.config.validate import decoding_problems, shared_problems, value_problems
-from areno.storage.layout import newest_model
+from areno.storage.run_layout import newest_model
 
 _EVAL = CommandText(
     "areno eval",

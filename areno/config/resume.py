@@ -17,8 +17,8 @@ from areno.config.parser import Problems, build_options, convert_values, extra_o
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config, stored_value
 from areno.errors import CheckpointError, UsageError
-from areno.storage.checkpoints import CheckpointFolder
-from areno.storage.layout import is_run
+from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.run_layout import is_run
 
 RUNS_ROOT = Path("runs")
 """Where runs without ``--run-dir`` live, and where ``--resume`` alone looks for them."""

@@ -57,6 +57,11 @@ class RolloutOptions:
         maximum=63,
         help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
     )
+    return_routed_experts: bool = _rollout(
+        False,
+        help="Record which experts each token was routed to, and route it there in training too: a mixture of experts then has "
+        "no gap from routing. Decoding is eager.",
+    )
     drop_rollout_state: bool = _rollout_free(
         False, help="Free the KV cache after each rollout, for less memory and a slower start."
     )

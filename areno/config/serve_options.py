@@ -15,7 +15,7 @@ from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions
 from areno.config.train_options import TrainOptions
 from areno.config.validate import shared_problems, value_problems
-from areno.storage.layout import newest_model
+from areno.storage.run_layout import newest_model
 
 SERVE = CommandText(
     "areno serve",

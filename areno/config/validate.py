@@ -25,8 +25,8 @@ from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
-from areno.storage.checkpoints import CheckpointFolder
-from areno.storage.layout import is_run
+from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.run_layout import is_run
 
 
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from areno.engine.rollout.load import EngineLoad
     from areno.engine.train.microbatch import MicroBatching
     from areno.loss_fns.pack import LossFn
+    from areno.types.routing import RoutingRecord
 
 T = TypeVar("T")
 
@@ -88,9 +89,17 @@ class Backend(Generator, Protocol):
         """Loss and statistics of a role that is trained, without training."""
 
     def score_logprobs(
-        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
+        self,
+        role: str,
+        rows: Sequence[Sequence[int]],
+        temperatures: float | Sequence[float] = 1.0,
+        micro_bs: int = 8,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
+        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
+
+        ``routed`` has for each row the experts that its tokens go to, see :mod:`areno.types.routing`; only of the actor.
+        """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""

@@ -24,6 +24,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
+from areno.engine.model.routers import follow_routers, refuse_without_experts
 from areno.engine.native import keep_freed_memory
 from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
@@ -42,6 +43,7 @@ from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
 from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,16 @@ class Engine:
             use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
+        if config.return_routed_experts:
+            refuse_without_experts(path, config.trust_remote_code)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
+        if config.return_routed_experts:
+            follow_routers(self.actor.model, path, config.peers.pipeline.everyone)
         if config.device.type == "cpu":
             keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
@@ -79,9 +85,9 @@ class Engine:
             cached = prove_decoding(model, self.path)
         if config.speculate:
             self._refuse_speculation(goes_back=bool(cached.layers))
-        self._token_bytes = cached.bytes_per_token
+        self._token_bytes = cached.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
         budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
-        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
+        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, self._token_bytes)
         peers, interval = config.peers, config.decode_progress_interval_s
         progress = DecodeProgress(interval, peers.replica, peers.layout.dp_size) if peers.leads else None
         common: dict[str, Any] = {
@@ -91,6 +97,7 @@ class Engine:
             "max_running": config.max_running,
             "progress": progress,
             "prefix_tokens": budget // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
+            "records": model.routers,
         }
         if config.peers.layout.tp_size > 1:
             from areno.engine.parallel.lockstep import FollowingLoop, LeadingLoop
@@ -103,7 +110,7 @@ class Engine:
             return PagedRolloutLoop(model, eager_decode=eager, **common)
         builds = config.builds_decode and config.peers.replica == 0
         more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
-        mode: DecodeMode = "eager" if config.peers.layout.fsdp else config.decode
+        mode: DecodeMode = "eager" if config.peers.layout.fsdp or config.return_routed_experts else config.decode
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=mode, **more, **common)
         loop.idle_s = _IDLE_S if config.trains == "nothing" else None
         if config.decode == "compiled" and model.adapter is not None:
@@ -320,10 +327,18 @@ class Engine:
         return self.roles[name]
 
     def score_logprobs(
-        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
+        self,
+        role: str,
+        rows: Sequence[Sequence[int]],
+        temperatures: float | Sequence[float] = 1.0,
+        micro_bs: int = 8,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        return self.score("logprobs", role, rows, micro_bs, temperatures)
+        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
+
+        ``routed`` has for each row the experts that its tokens go to, see :mod:`areno.types.routing`; only of the actor.
+        """
+        return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""
@@ -334,11 +349,17 @@ class Engine:
         return self.score("rewards", role, rows, micro_bs)
 
     def score(
-        self, what: Scored, role: str, rows: TokenRows, micro_bs: int, temperatures: float | Sequence[float] = 1.0
+        self,
+        what: Scored,
+        role: str,
+        rows: TokenRows,
+        micro_bs: int,
+        temperatures: float | Sequence[float] = 1.0,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
         """Log-probs, values or rewards of rows by a role, once generation has ended."""
         self.wait_idle()
-        return self.role(role).score(what, rows, micro_bs, temperatures)
+        return self.role(role).score(what, rows, micro_bs, temperatures, routed)
 
     def wait_idle(self) -> None:
         """Wait for running generation; afterwards weights and adapter are apart again."""

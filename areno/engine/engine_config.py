@@ -33,6 +33,7 @@ class EngineConfig:
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
     builds_decode: bool = True  # ``auto`` may build the step; else it only takes what another process has built
+    return_routed_experts: bool = False  # with each sample, for training to choose them again; decoding is eager
     speculate: int = 0  # tokens that prompt lookup may guess ahead; 0 guesses none
     kv_cache_tokens: int | None = None  # None: what training leaves of a GPU, or a share of free memory
     prefix_cache_tokens: int | None = 0  # of finished contexts, beside the budget; None is a quarter of it

@@ -28,6 +28,7 @@ from areno.engine.train.outputs import ModelKind
 from areno.engine.train.state_files import SavedState, save_state
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
+from areno.types.routing import RoutingRecord
 
 _CAN = {"policy": "log-probs", "value": "values", "reward": "rewards"}
 
@@ -93,7 +94,12 @@ class Role:
                 )
 
     def score(
-        self, what: Scored, rows: TokenRows, micro_bs: int, temperatures: float | Sequence[float] = 1.0
+        self,
+        what: Scored,
+        rows: TokenRows,
+        micro_bs: int,
+        temperatures: float | Sequence[float] = 1.0,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
@@ -109,7 +115,7 @@ class Role:
         self.check(rows)
         plain = self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
         with plain, self.model.gathered():
-            return score(self.model, what, rows, micro_bs, each, self.pipeline)
+            return score(self.model, what, rows, micro_bs, each, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to the CPU, so that they can be written while training goes on.

@@ -16,6 +16,8 @@ from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.progress import PROGRESS
 from areno.engine.train.outputs import last_tokens
+from areno.engine.train.replay import replay_of
+from areno.types.routing import RoutingRecord
 
 # Most tokens of one scoring forward pass, whatever the number of rows.
 MAX_TOKENS = 16384
@@ -50,8 +52,11 @@ def score(
     micro_bs: int,
     temperatures: Sequence[float],
     pipeline: Pipeline | None = None,
+    routed: Sequence[RoutingRecord | None] | None = None,
 ) -> list[Any]:
     """Score rows with a policy (log-probs), or a critic or reward model (values and rewards).
+
+    ``routed`` has for each row the experts that its tokens go to where the model's routers follow a routing.
 
     Returns:
         ``logprobs``: per row that of each token given the tokens before it, under the row's temperature; entry 0 is 0.0.
@@ -59,7 +64,7 @@ def score(
         another stage of a ``pipeline`` has the last layers.
     """
     results: list[Any] = []
-    batches = _batches(model, rows, micro_bs, temperatures)
+    batches = _batches(model, rows, micro_bs, temperatures, routed)
     if pipeline is not None:
         every = list(batches)
 
@@ -75,10 +80,18 @@ def score(
     return results
 
 
-def _batches(model: PackedModel, rows: TokenRows, micro_bs: int, temperatures: Sequence[float]) -> Iterator[_Batch]:
+def _batches(
+    model: PackedModel,
+    rows: TokenRows,
+    micro_bs: int,
+    temperatures: Sequence[float],
+    routed: Sequence[RoutingRecord | None] | None,
+) -> Iterator[_Batch]:
     done = 0
     for some in _micro_batches(rows, micro_bs):
         plan = PackedPlan([len(row) for row in some], model.device)
+        if model.routers is not None and routed is not None:
+            plan.routing = replay_of(routed[done : done + len(some)], plan.lengths, model.routers, model.device)
         tokens = torch.tensor([token for row in some for token in row], device=model.device)
         yield _Batch(some, temperatures[done : done + len(some)], tokens, plan)
         done += len(some)

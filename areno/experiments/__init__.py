@@ -1,5 +1,6 @@
-"""Experiments: YAML files, and the family of algorithms on one loss.
+"""Experiments (``areno run``): YAML configurations of all algorithms on one policy loss.
 
-- ``run``: from a command line to the end; ``trainers``: what a step does; ``checks``: what a configuration names.
-- ``name_resolve``: how processes on several machines find each other; ``folders``: where a run is kept.
+- ``run_experiment``: runs an experiment from its command line; ``trainers``: the training steps.
+- ``checks``: validates what a configuration names; ``folders``: the directories of a run; ``plan``: its memory.
+- ``cluster``: workers on Ray and Slurm; ``submit``: submission to Slurm.
 """

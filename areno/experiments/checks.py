@@ -1,4 +1,4 @@
-"""What an experiment's configuration names is looked up before a model is loaded: all problems in one message."""
+"""Checks that everything named in an experiment's configuration exists, before a model is loaded."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,18 +20,22 @@ BUILT_IN_WORKFLOWS = ("rlvr", "multi_turn")
 
 
 def check_inputs(config: BaseExperimentConfig) -> None:
-    """Check that models, data and functions exist, and that files can be written; one :class:`UsageError` names all."""
+    """Check that models, data and functions exist, and that files can be written.
+
+    Raises:
+        UsageError: lists all problems.
+    """
     Problems.raise_all((*place_problems(config), *function_problems(config), *package_problems(config)))
 
 
 NO_REWARD = (
     "reward.fn is missing: name the reward function as file.py:NAME or module.NAME, or a reward model as reward.path"
 )
-"""What a built-in workflow lacks."""
+"""Error of a built-in workflow without a reward."""
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Say which functions and classes that the configuration names cannot be found, or cannot be called."""
+    """Yield a problem for each configured function or class that cannot be found or called."""
     for name in DATASETS:
         section = getattr(config, name)
         if section is not None and (loader := section.dataset_kwargs.get(LOADER)):
@@ -47,27 +51,27 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield _problem(config.reward_section.fn, "reward.fn")
     elif not config.reward_section.path:
         yield NO_REWARD
-    own = agent or workflow.path not in BUILT_IN_WORKFLOWS
-    if own and config.reward_section.weights and not config.reward_section.normalize_parts:
-        yield "reward.weights has no effect with a workflow of your own, which gives rewards; give its AsyncReward weights"
+    custom = agent or workflow.path not in BUILT_IN_WORKFLOWS
+    if custom and config.reward_section.weights and not config.reward_section.normalize_parts:
+        yield "reward.weights has no effect with a custom workflow, which sets rewards itself; give weights to its AsyncReward"
     if workflow.dynamic_filter_fn:
         yield _problem(workflow.dynamic_filter_fn, "workflow.dynamic_filter_fn")
 
 
 def parser_problems(agent: AgentConfig) -> Iterator[str]:
-    """Say which parsers of an agent's answers are unknown."""
-    for name, known in {
+    """Yield a problem for each unknown parser of an agent's answers."""
+    for name, parsers in {
         "tool_call_parser": list_tool_call_parsers(),
         "reasoning_parser": list_reasoning_parsers(),
     }.items():
         value = getattr(agent, name)
-        if value not in ("auto", *known) and value.replace("-", "_") not in known:
-            near = nearest(value, known)
-            yield f"rollout.agent.{name} {value!r} is unknown{near}; choose auto, {', '.join(known)}"
+        if value not in ("auto", *parsers) and value.replace("-", "_") not in parsers:
+            near = nearest(value, parsers)
+            yield f"rollout.agent.{name} {value!r} is unknown{near}; choose auto, {', '.join(parsers)}"
 
 
 def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Say which parsers are unknown, and which packages and logins are missing, without importing anything heavy."""
+    """Yield a problem for each unknown parser, missing package and missing login, without heavy imports."""
     if isinstance(config, PPOConfig):
         yield from parser_problems(config.rollout.agent)
         if config.rollout.agent.agent_cls_path and (missing := missing_packages("serve")):
@@ -82,11 +86,11 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"stats_logger.{name}.mode={mode} {problem}; or set stats_logger.{name}.mode=disabled"
 
 
-def _problem(named: Any, option: str, *, callable_: bool = True) -> str:
+def _problem(name: Any, option: str, *, callable_: bool = True) -> str:
     try:
-        found = named_object(named, option=option) if isinstance(named, str) else named
+        value = named_object(name, option=option) if isinstance(name, str) else name
     except UsageError as error:
         return str(error)
-    if callable_ and not callable(found):
-        return f"{option} {named!r} is a {type(found).__name__}; give a function"
+    if callable_ and not callable(value):
+        return f"{option} {name!r} is a {type(value).__name__}; give a function"
     return ""

@@ -1,4 +1,4 @@
-"""The workers of an experiment on a Ray cluster or in a Slurm job: what each role needs, and who starts them."""
+"""The workers of an experiment on a Ray cluster or in a Slurm job: the resources of each role, and their launcher."""
 
 import uuid
 from dataclasses import replace
@@ -22,9 +22,10 @@ _NODES_MEMORY_GB = SchedulingSpec().mem
 
 
 def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
-    """What the cluster of ``scheduler.type`` has; None where the experiment runs on one machine.
+    """The resources of the cluster of ``scheduler.type``; None for an experiment on one machine.
 
-    Raises UsageError: there is no such cluster, or it has fewer nodes than ``cluster.n_nodes``.
+    Raises:
+        UsageError: there is no such cluster, or it has fewer nodes than ``cluster.n_nodes``.
     """
     kind, cluster = config.scheduler.type, config.cluster
     if kind not in CLUSTERS:
@@ -32,9 +33,9 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
     nodes: int
     if kind == "ray":
         connect("scheduler.type=ray")
-        found = ray_cluster.nodes()
-        nodes, cores = len(found), int(sum(node.get("CPU", 0) for node in found.values()))
-        gpus = int(sum(node.get("GPU", 0) for node in found.values()))
+        resources = ray_cluster.nodes().values()
+        nodes, cores = len(resources), int(sum(node.get("CPU", 0) for node in resources))
+        gpus = int(sum(node.get("GPU", 0) for node in resources))
         if cluster.n_gpus_per_node == 0:
             gpus = 0
     else:
@@ -42,15 +43,17 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
         gpus = nodes * (cluster.n_gpus_per_node or 0)
     if nodes < cluster.n_nodes:
         raise UsageError(
-            f"cluster.n_nodes={cluster.n_nodes}: the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; add nodes, or lower it"
+            f"cluster.n_nodes={cluster.n_nodes}, but the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; lower it, or add "
+            "nodes"
         )
     return Machine(gpus=gpus, cores=cores, flash_attention=False, threads=None, nodes=nodes)
 
 
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
-    """Who starts the workers of an experiment whose settings are settled; None on one machine. To be closed.
+    """The launcher for the workers of an experiment with settled settings; None on one machine. The caller closes it.
 
-    Raises UsageError: the cluster has not what the roles need.
+    Raises:
+        UsageError: the cluster lacks resources that the roles need.
     """
     if not machine.nodes:
         return None
@@ -62,7 +65,7 @@ def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | 
 
 
 def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
-    """What the workers of the actor need, and those of rollout where it has processes of its own."""
+    """Resources of the actor's workers, and of the rollout workers if rollout has its own processes."""
     actor = ModelAllocation.from_str(config.actor.backend, "actor").parallel
     needs = {"actor": _need(config.actor.scheduling_spec[0], actor.world_size, actor.tensor, gpus)}
     if isinstance(config, PPOConfig) and not takes_turns(config) and not config.rollout.api_url:
@@ -71,7 +74,7 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
         shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
         beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
-        if server_of(config):  # one process, with the devices of all its ranks
+        if server_of(config):  # one process with the devices of all ranks
             need = _need(spec, parallel.data, 1, gpus, beside)
             needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
         else:
@@ -102,10 +105,10 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside:
 
 
 def name_options(config: BaseExperimentConfig) -> NameOptions:
-    """Where names are kept; files lie below ``cluster.fileroot`` unless another folder is given."""
+    """Options of the name store; its files are below ``cluster.fileroot`` unless another folder is configured."""
     section = config.cluster.name_resolve
     root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
-    if root in (entry.default, entry.info.documented):  # of one machine alone
+    if root in (entry.default, entry.info.documented):  # the default is local to one machine
         root = str(Path(config.cluster.fileroot).expanduser().resolve() / "name_resolve")
     return NameOptions(section.type, root, section.etcd3_addr, section.ray_actor_name)
 

@@ -1,9 +1,9 @@
-"""Where an experiment keeps its files: the documented folders below ``fileroot``.
+"""The directories of an experiment below ``fileroot``, as documented.
 
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
-    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery points
+    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for restart points
 
-``checkpoints`` in the run directory is a link to the second one, so that tools that read run directories find both.
+``checkpoints`` in the run directory links to the second one, for tools that read run directories.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
-from areno.storage.layout import EXPERIMENT
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import EXPERIMENT
 from areno.storage.run_lock import run_lock
 
 _log = logging.getLogger(__name__)
 
 
 def _user() -> str:
-    """Name for the paths; a container's user may have none."""
+    """User name for paths, or the user id if there is no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -37,34 +37,34 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """The run directory of an experiment with its log, which the block writes to; its first line says where that is.
+    """Open the run directory and its log for the block; the first log line names the directory.
 
-    Needs no torch, whose loading takes seconds. Inside of another such block only the directory is given.
+    Does not import torch, which takes seconds. Nested calls only return the directory.
     """
     run_dir = ExperimentFolders.of(config).create()
     if LoggingSetup.active is not None:
         yield run_dir
         return
     with _locked(config), setup_logging(run_dir):
-        _log.info("%s/%s: everything is written to %s", config.experiment_name, config.trial_name, run_dir.path)
+        _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
         yield run_dir
 
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """The trial for this process alone, also where its checkpoints have roots of their own."""
-    others = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
-    places = [ExperimentFolders.of(config).logs]
-    places += [ExperimentFolders.of(config, root).checkpoints for root in sorted(others)]
-    with ExitStack() as held:
-        for place in places:
-            held.enter_context(run_lock(place, "or choose another trial_name"))
+    """Lock the trial's directories for this process, including separate checkpoint roots."""
+    roots = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
+    folders = [ExperimentFolders.of(config).logs]
+    folders += [ExperimentFolders.of(config, root).checkpoints for root in sorted(roots)]
+    with ExitStack() as locks:
+        for folder in folders:
+            locks.enter_context(run_lock(folder, "or choose another trial_name"))
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The folders of one trial, of whoever runs the program unless a user is given; asking for a path makes nothing."""
+    """The directories of one trial, of the current user by default; properties do not create them."""
 
     fileroot: str | Path
     experiment: str
@@ -73,7 +73,7 @@ class ExperimentFolders:
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, root: str = "") -> ExperimentFolders:
-        """Those of an experiment, below ``cluster.fileroot`` unless another root is given."""
+        """The directories of an experiment, below ``root`` or else ``cluster.fileroot``."""
         return cls(root or config.cluster.fileroot, config.experiment_name, config.trial_name)
 
     def _below(self, kind: str) -> Path:
@@ -91,16 +91,16 @@ class ExperimentFolders:
 
     @property
     def recover(self) -> Path:
-        """Root of recovery points."""
+        """Root of restart points."""
         return self.checkpoints / EXPERIMENT.checkpoints
 
     @property
     def run_dir(self) -> RunDirectory:
-        """The run directory as areno's tools know it; its log is ``main.log``."""
+        """The files in the run directory; its log is ``main.log``."""
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
-        """Make the run directory, with a link to the checkpoints; :class:`UsageError` if that is not possible."""
+        """Create the run directory with a link to the checkpoints; UsageError on failure."""
         run_dir = self.run_dir
         try:
             if self.fileroot == DEFAULT_FILEROOT:
@@ -108,13 +108,13 @@ class ExperimentFolders:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             if not run_dir.checkpoints_path.is_symlink() and not run_dir.checkpoints_path.exists():
-                # Relative, so that a copied or mounted fileroot stays whole.
+                # Relative, so that the link survives copying or mounting the fileroot.
                 run_dir.checkpoints_path.symlink_to(
                     os.path.relpath(self.checkpoints, self.logs), target_is_directory=True
                 )
         except OSError as error:
             raise UsageError(
-                f"fileroot {self.fileroot}: {error.filename or self.logs} cannot be made ({error.strerror or error}); "
-                "choose another cluster.fileroot"
+                f"cluster.fileroot {self.fileroot}: cannot create {error.filename or self.logs} "
+                f"({error.strerror or error}); choose another cluster.fileroot"
             ) from error
         return run_dir.create()

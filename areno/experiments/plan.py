@@ -1,4 +1,4 @@
-"""The memory of an experiment before it begins: the engine that trains, and each rollout replica. Loads no model."""
+"""Plans the memory of an experiment, of the training engine and of each rollout replica, without loading a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 
 
 class ExperimentSizes(Sizes):
-    """Those of an engine of ``areno run``; ``config`` leaves nothing to the machine."""
+    """Sizes of an engine of ``areno run``, from a fully resolved ``config``."""
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
         self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
@@ -51,13 +51,13 @@ class ExperimentSizes(Sizes):
         )
 
     def _prompt(self) -> int:
-        longest = self.experiment.train_dataset.max_length
         if not self.policy:
             return 1
-        return longest or max(self.experiment.gconfig.max_tokens - self.experiment.gconfig.max_new_tokens, 1)
+        gconfig = self.experiment.gconfig
+        return self.experiment.train_dataset.max_length or max(gconfig.max_tokens - gconfig.max_new_tokens, 1)
 
     def roles(self) -> list[HeldRole]:
-        """Models beside the actor; those that are its own weights, or another frozen one's, take nothing."""
+        """Models besides the actor, without those that share weights with the actor or with another frozen model."""
         config, held = self.experiment, []
         if not self.trains:
             return []
@@ -68,12 +68,12 @@ class ExperimentSizes(Sizes):
             section = getattr(config, name)
             optimizer = engines.optimizer_of(section) if role.trainable else None
             held.append(HeldRole(name, role.path, role.predicts, f"{name}.path", optimizer))
-        own = {self.path} if self.config.adapter is not None else set()
-        frozen = {role.path: role for role in reversed(held) if role.optimizer is None and role.path not in own}
+        base = {self.path} if self.config.adapter is not None else set()
+        frozen = {role.path: role for role in reversed(held) if role.optimizer is None and role.path not in base}
         return [role for role in held if role.optimizer is not None or frozen.get(role.path) is role]
 
     def longest_row(self, context: int | None) -> int:
-        """See :meth:`Sizes.longest_row`; where no setting bounds rows, the model does."""
+        """See :meth:`Sizes.longest_row`; without a configured limit, the model's context applies."""
         section, longest = self.experiment.train_dataset, None
         if self.policy:
             gconfig = self.experiment.gconfig
@@ -116,36 +116,34 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """The engines of an experiment: ``actor`` trains, each ``rollout`` generates, None where the actor's does, or none."""
+    """Memory of an experiment: ``actor`` trains, each ``rollout`` replica generates; None without separate replicas."""
 
     actor: MemoryPlan
     rollout: MemoryPlan | None
-    titles: tuple[str, str]  # what the two are called
-    transfer: int  # bytes of shared memory through which new weights go
-    together: bool  # both lie in one memory, and must fit into it at once
-    share: int = (
-        0  # bytes of the fullest rank of a layout that divides weights, which are planned whole; 0 where none does
-    )
+    titles: tuple[str, str]  # of the two plans
+    transfer: int  # bytes of shared memory for weight transfers
+    together: bool  # both share one memory, and must fit into it together
+    share: int = 0  # bytes on the fullest rank if the layout shards weights, else 0; the plans assume unsharded weights
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak, of all that share one memory."""
+        """Peak bytes, summed over the plans that share one memory."""
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
     @property
     def available(self) -> int:
-        """Bytes that are free now."""
+        """Free bytes."""
         return self.actor.available
 
     @property
     def fits(self) -> bool:
-        """Whether that is enough."""
+        """Whether the available memory suffices."""
         return self.needed <= self.available
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment, of which so many bytes are ``available``; None asks the machine."""
+    """Plan the memory of an experiment with ``available`` bytes; None takes the free memory of this machine."""
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
@@ -174,7 +172,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes of the fullest rank in training, where the layout divides weights; a process takes more."""
+    """Bytes on the fullest training rank if the layout shards weights, without the overhead of the process."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -187,20 +185,20 @@ def _share(sizes: ExperimentSizes, longest: int) -> int:
 
 
 def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
-    """A copy with nothing left to the machine."""
+    """A copy with all machine-dependent settings resolved."""
     config = settled(config)
     resolve_for_machine(config, engines.this_machine())
     return config
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """What an engine that generates needs besides, when so many share the requests."""
+    """Further engine options for generation, with the requests divided between the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """What may be changed, the least painful first; ``longest`` is the longest row."""
+    """Changes that reduce memory, the least costly first; ``longest`` is the longest row."""
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
@@ -218,7 +216,7 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 
 def _largest_pass(config: Any, longest: int) -> int:
-    """Tokens of a replica's largest microbatch as the settings are."""
+    """Tokens of a replica's largest microbatch with the current settings."""
     layout = engines.training_layout(config.actor)
     return sum(
         ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]
@@ -226,9 +224,9 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """The largest sizes with which an experiment fits; empty where none does.
+    """The largest sizes with which an experiment fits into memory; empty if none fits.
 
-    The cache of rollout is to hold all answers at their longest; then microbatches are as large as what is left.
+    First sizes the rollout cache to hold all answers at maximum length, then uses the rest for microbatches.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):
@@ -247,9 +245,12 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 
 
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
-    """The plan of an experiment as its command line gives it, and that plan as a table, or as data: bytes by name.
+    """Plan an experiment given by its command line; returns the plan, and it as a table or as data (bytes by name).
 
-    With ``tune`` it also finds the largest sizes that fit. Raises :class:`UsageError` if the models cannot be read.
+    With ``tune`` it also finds the largest sizes that fit.
+
+    Raises:
+        UsageError: the models cannot be read.
     """
     words = ["--config", *words]
     cls = experiment_class(words)
@@ -290,12 +291,12 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The actor's weights are planned as if they were whole on each rank, an upper bound. Divided as its backend says, "
-            f"the fullest rank trains in about {plan.share / 2**20:,.1f} MiB and its process (docs/layouts.md)."
+            "The plan of the actor assumes unsharded weights on each rank, an upper bound. Sharded as actor.backend says, the "
+            f"fullest rank trains in about {plan.share / 2**20:,.1f} MiB plus the process itself (docs/layouts.md)."
         )
     if plan.transfer:
-        lines.append(f"Shared memory for new weights: {plan.transfer / 2**20:,.1f} MiB.")
-    remedy = "No setting makes it fit: take a smaller model, or a machine with more memory"
+        lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")
+    remedy = "No setting makes it fit: use a smaller model, or a machine with more memory"
     lines.append(verdict(plan.needed, plan.available, change, remedy))
     if sizes is not None:
         lines.append(f"Largest sizes that fit: {' '.join(sizes)}" if sizes else "No sizes fit.")

@@ -1,4 +1,4 @@
-"""Submit an experiment to Slurm: one job, in which ``areno run`` starts the workers as steps."""
+"""Submits an experiment to Slurm as one job, in which ``areno run`` starts the workers as job steps."""
 
 import os
 import shlex
@@ -16,15 +16,15 @@ from areno.launch import slurm
 from areno.launch.spread import most_on_a_node, spread
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
-# Before the end of the time limit: long enough for a step and a checkpoint.
+# SIGTERM before the time limit: time for a step and a checkpoint.
 _WARNING_S = 120
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
-    """The script of the job, which runs ``command`` on its first node."""
+    """The job script, which runs ``command`` on the first node."""
     cluster, folder = config.cluster, ExperimentFolders.of(config).logs
-    nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # the real names are known in the job only
+    nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # real names are known only inside the job
     gpus = cluster.n_gpus_per_node or 0
     needs = needs_of(config, gpus=gpus > 0)
     anywhere = {role: replace(need, nodelist=None, exclude=None) for role, need in needs.items()}
@@ -37,7 +37,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
         "ntasks-per-node": "1",
         "cpus-per-task": str(cores),
         "gres": f"gpu:{taken}" if taken else "",
-        # Each role's nodes must be among the job's, and only what no role may use is excluded.
+        # The job needs the nodes of all roles, and may exclude only nodes that every role excludes.
         "nodelist": "" if None in listed else ",".join(sorted(filter(None, listed))),
         "exclude": _common({need.exclude or "" for need in needs.values()}),
         "mem": f"{-(-sum(memory) // cluster.n_nodes)}G" if len(memory) == len(needs) else "",
@@ -53,7 +53,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
             "#!/bin/bash",
             *lines,
             f"cd {shlex.quote(os.getcwd())}",
-            "# A step of its own, so that scancel and a requeue send it SIGTERM, at which it saves.",
+            "# A separate step, so that scancel and requeueing send it SIGTERM, on which it saves.",
             f'{shlex.join(driver)} --nodelist="$SLURMD_NODENAME" {shlex.join(command)} &',
             "step=$!",
             "# SIGTERM to srun itself would kill the step.",
@@ -65,44 +65,46 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
 
 
 def _common(values: set[str]) -> str:
-    """The value that all have; nothing where they differ."""
+    """The common value, or an empty string if they differ."""
     return next(iter(values)) if len(values) == 1 else ""
 
 
 def driver_command(words: Sequence[str]) -> list[str]:
-    """The command that runs an experiment with these arguments of ``areno run``."""
+    """The command line of ``areno run`` with the given arguments."""
     return [sys.executable, "-m", "areno", "run", *words]
 
 
 def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
-    """Submit the experiment, show what it prints until it ends, and return its exit code. Ctrl-C cancels it.
+    """Submit the experiment, show its output until it ends, and return its exit code. Ctrl-C cancels the job.
 
-    Raises EngineError: Slurm has refused it, or does not answer for long; UsageError: Slurm is not there.
+    Raises:
+        EngineError: Slurm rejected the job, or did not answer in time.
+        UsageError: Slurm is not available.
     """
     folder = ExperimentFolders.of(config).create().path
     script, output = folder / SCRIPT, folder / OUTPUT
     script.write_text(batch_script(config, driver_command(words)), encoding="utf-8")
     shown = output.stat().st_size if output.exists() else 0
     job = slurm.run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
-    sys.stderr.write(f"job {job} was submitted ({script}); its output is {output}\n")
+    sys.stderr.write(f"job {job} was submitted ({script}); its output goes to {output}\n")
     try:
         code = None
         while code is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             code = slurm.exit_code_of(job)
             shown = _show(output, shown)
         return code
     except KeyboardInterrupt:
         slurm.run(["scancel", job])
-        sys.stderr.write(f"job {job} was cancelled; it saves what it has, as far as it was told to\n")
+        sys.stderr.write(f"job {job} was cancelled; waiting until it has saved\n")
         while slurm.exit_code_of(job) is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         _show(output, shown)
         return 128 + signal.SIGINT
 
 
 def _show(output: Path, shown: int) -> int:
-    """Print what a file has got since its first bytes; returns how many it has now."""
+    """Print the file from byte ``shown`` on, and return its new size."""
     if not output.exists():
         return shown
     with open(output, "rb") as file:

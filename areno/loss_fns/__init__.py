@@ -2,7 +2,7 @@
 
 from areno.loss_fns.advantages import compute_group_advantages
 from areno.loss_fns.dpo import dpo_loss_fn
-from areno.loss_fns.family import PolicyLoss, policy_loss_fn
+from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.gae import compute_gae, whiten
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
@@ -23,7 +23,7 @@ __all__ = [
     "LossFn",
     "Mean",
     "Norm",
-    "PolicyLoss",
+    "PolicyLossConfig",
     "Range",
     "RejectionSampling",
     "RewardShaping",

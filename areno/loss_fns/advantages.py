@@ -1,8 +1,8 @@
-"""Advantages from rewards: one number per sample, from the rewards of the samples that it is compared with.
+"""Advantage estimators: one number per sample, from the rewards of its comparison group.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds each sample's
-prompt. Equal rewards give exactly zero in all of them, whatever their value: a mean that is not representable must not
-turn rounding into a learning signal. Lengths that differ and rewards that are not finite raise ``ValueError``.
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds the prompt index
+of each sample. Equal rewards always give exactly zero, so that rounding of the mean never becomes a learning signal.
+Mismatched lengths and non-finite rewards raise ``ValueError``.
 """
 
 import math
@@ -13,7 +13,7 @@ from areno.types import part_columns
 
 
 def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> list[float]:
-    """Rewards of one prompt's samples, standardised: (r - mean) / (std + eps), population deviation.
+    """Standardise the rewards of one prompt's samples: (r - mean) / (std + eps), with the population std.
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Equal rewards give exactly zero.
     """
@@ -23,7 +23,7 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:
-    """Rewards less their mean; exactly zero where all are equal."""
+    """Rewards minus their mean; exactly zero if all are equal."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -53,34 +53,37 @@ def _per_group(
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """:func:`compute_group_advantages` of each prompt's samples."""
+    """Apply :func:`compute_group_advantages` to the samples of each prompt."""
     return _per_group(rewards, groups, compute_group_advantages)
 
 
 def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean of the prompt's samples, not divided (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    """r - mean over the prompt's samples, not divided by std (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     return _per_group(rewards, groups, _centred)
 
 
 def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean of the prompt's other samples; 0 for one without others (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    """r - mean over the prompt's other samples; 0 for a single sample (RLOO, Ahmadian et al. 2024, arXiv:2402.14740)."""
     return _per_group(rewards, groups, _leave_one_out)
 
 
 def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """:func:`compute_group_advantages` of all samples of the step together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    """Standardise over all samples of the step (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
     return _per_group(rewards, [0] * len(groups), compute_group_advantages)
 
 
 def normalised_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
     """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of part k over the prompt's samples.
 
-    With :func:`batch_advantages` behind, it is GDPO (Liu et al. 2026, arXiv:2601.05242). Raises RewardError: no parts.
+    Followed by :func:`batch_advantages` this is GDPO (Liu et al. 2026, arXiv:2601.05242).
+
+    Raises:
+        RewardError: the rewards have no parts.
     """
     columns = part_columns(rewards)
     if not columns:
         raise RewardError(
-            "the reward has no parts: return a dictionary, or leave out --reward-normalize-parts (reward.normalize_parts)"
+            "the reward has no parts: return a dictionary, or omit --reward-normalize-parts (reward.normalize_parts)"
         )
     scores = [[weights.get(name, 1.0) * z for z in group_advantages(part, groups)] for name, part in columns.items()]
     return [math.fsum(parts) for parts in zip(*scores, strict=True)]

@@ -46,7 +46,7 @@ def dpo_loss_fn(
         beta: sharpness of the margin, above 0.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
-        length_normalised: compare means over tokens, so that a long answer counts no more than a short one.
+        length_normalised: compare means over tokens, so that long answers do not weigh more than short ones.
 
     Returns:
         Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward
@@ -54,7 +54,7 @@ def dpo_loss_fn(
         Quantities: response_len of each sequence, the others of each pair.
 
     Raises:
-        ValueError: an argument is out of its range, the pack lacks the reference, or a sequence has no partner.
+        ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.
     """
     if loss_type not in _SHAPES:
         raise ValueError(f"DPO loss_type {loss_type!r} is unknown; choose one of: {', '.join(_SHAPES)}")
@@ -64,7 +64,7 @@ def dpo_loss_fn(
         raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
-    # Token by token first, then in float64: the sums are large and nearly equal, their difference would lose its digits.
+    # Subtract per token and sum in float64: the two sums are large and nearly equal, so their difference cancels digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
     per_sequence = (sequence_means if length_normalised else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")

@@ -1,7 +1,7 @@
-"""One policy loss with knobs: PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling, distillation.
+"""One configurable policy loss: PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling, distillation.
 
-Which algorithm it is depends on the knobs here and on how rewards became advantages (:mod:`areno.loss_fns.shaping`); the
-table is in docs/algorithms.md. The knobs have the names of the ``actor`` and ``teacher`` sections of an experiment.
+The algorithm follows from the settings here and from reward shaping (:mod:`areno.loss_fns.shaping`); docs/algorithms.md has
+the table. Settings have the names of the ``actor`` and ``teacher`` sections of an experiment.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from areno.loss_fns.stats import Count, Mean, masked_range
 
 
 @dataclass
-class PolicyLoss(PolicyLossOptions):
-    """The knobs, made of plain values, so that a loss travels to other processes.
+class PolicyLossConfig(PolicyLossOptions):
+    """Settings of :func:`policy_loss_fn`, all of them picklable.
 
-    With ``m2_threshold`` the tokens that stay come with the rows: ``packed_keep``.
+    With ``m2_threshold`` the rows carry the token selection as ``packed_keep``.
 
     Raises:
-        ValueError: a knob is out of its range, contradicts another or would have no effect.
+        ValueError: a setting is out of range, contradicts another, or would have no effect.
     """
 
     rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behaviour of the decoupled loss
     rl_loss_weight: float = 1.0  # weight of the policy loss beside distillation; 0 is pure distillation
-    distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 is without one
+    distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 disables distillation
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -40,34 +40,32 @@ class PolicyLoss(PolicyLossOptions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.rl_loss_weight == 0 and self.distill_loss_weight == 0:
-            raise ValueError(
-                "rl_loss_weight and distill_loss_weight are both 0, so nothing would be learned; raise one"
-            )
+            raise ValueError("rl_loss_weight and distill_loss_weight are both 0; set at least one of them above 0")
         for name, text in self.problems():
             raise ValueError(f"{name} {text}")
 
     @property
     def clip(self) -> Clip:
-        """The bounds on the ratio."""
+        """Bounds on the importance ratio."""
         return Clip(self.eps_clip, self.eps_clip_higher, self.c_clip)
 
     def scalars(self) -> dict[str, float]:
-        """Settings that are reported with the statistics of a step."""
-        found = {"eps_clip": self.eps_clip, "use_dual_clip": float(self.c_clip is not None)}
+        """Settings to report with the statistics of a step."""
+        scalars = {"eps_clip": self.eps_clip, "use_dual_clip": float(self.c_clip is not None)}
         if self.c_clip is not None:
-            found["c_clip"] = self.c_clip
+            scalars["c_clip"] = self.c_clip
         if self.rejection_sampling is not None:
-            found["rs_upper"] = self.rejection_sampling.upper
+            scalars["rs_upper"] = self.rejection_sampling.upper
             if self.rejection_sampling.lower is not None and self.rejection_sampling.action == "mask":
-                found["rs_lower"] = self.rejection_sampling.lower
-        return found
+                scalars["rs_lower"] = self.rejection_sampling.lower
+        return scalars
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What the loss and its statistics are made of, per token [A]; tensors are 0 outside the response mask.
+    """Per-token inputs [A] of the loss and its statistics; tensors are 0 outside the response mask.
 
-    Per sequence, ``ratio`` and ``advantage`` are means over the tokens that ``weights`` keep.
+    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights`` keeps.
     """
 
     mask: Tensor
@@ -83,46 +81,47 @@ class _Terms:
 def policy_loss_fn(
     data_pack: DataPack,
     logprobs: Tensor,
-    knobs: PolicyLoss | None = None,
+    knobs: PolicyLossConfig | None = None,
     *,
     version: int | None = None,
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = (1 / N) sum over response tokens of w_t l_t, N = number of response tokens of the optimizer step, left out or not.
+    """L = (1 / N) sum over response tokens of w_t l_t, where N counts all response tokens of the optimizer step, masked or not.
 
-    With rho = pi / pi_p per token, or exp(mean of its logarithm over the tokens that are kept) per sequence, l_t is
+    With rho = pi / pi_p per token, or exp(mean of its logarithm over the kept tokens) per sequence, l_t is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
     - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
     - CISPO: -sg[clip(rho, ...)] A log pi.
 
-    pi_p is the behaviour policy, the one that sampled. Decoupled, it is the proximal one, and w = pi_p / pi_behaviour of
-    each token with or without ``rejection_sampling``; a token left out by it or by M2PO has w = 0 and still counts in N.
+    pi_p is the behaviour policy, which sampled the tokens. In the decoupled loss it is the proximal policy, and each token
+    has the weight w = pi_p / pi_behaviour, with or without ``rejection_sampling``. A token masked by rejection sampling or
+    by M2PO has w = 0 and still counts in N.
 
     Distillation adds distill_loss_weight times the mean over all response tokens of
-    (pi / pi_behaviour) sg[log pi - log pi_teacher], a score function: its gradient is without bias that of the reverse KL
-    divergence of each token from the teacher, alone or joined with the policy loss. ``kl_coef`` adds that weight times the
-    mean over all response tokens of the KL divergence to the reference.
+    (pi / pi_behaviour) sg[log pi - log pi_teacher]. This score-function term has the unbiased gradient of the per-token
+    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean over all response tokens of the KL
+    divergence to the reference.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
-            ``packed_num_sequences``; as the knobs ask for them ``packed_prox_logprobs``, ``packed_versions``,
+            ``packed_num_sequences``; depending on the settings ``packed_prox_logprobs``, ``packed_versions``,
             ``packed_keep``, ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
-        knobs: None takes the defaults.
-        version: version of the weights that this update makes, one more than the engine's; approximations need it.
-        kl_coef: weight of the KL term to the reference; 0 leaves it out.
-        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        knobs: settings; None takes the defaults.
+        version: weight version that this update produces, the engine's plus one; needed by approximations.
+        kl_coef: weight of the KL term; 0 disables it.
+        kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss, and the statistics of every policy loss beside the documented ones of an experiment (``importance_weight``,
-        ``approx_kl``, ..., with ``/avg``, ``/min`` and ``/max``).
+        Loss, and the statistics common to all policy losses plus those documented for experiments (``importance_weight``,
+        ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
 
     Raises:
-        ValueError: the pack or ``version`` lacks what the knobs need.
+        ValueError: the pack lacks a tensor that the settings need, or ``version`` is missing.
     """
-    knobs = knobs or PolicyLoss()
+    knobs = knobs or PolicyLossConfig()
     terms = _terms(data_pack, logprobs, knobs, version)
     losses, metrics = _surrogate(terms, knobs)
     losses = losses * terms.weights.weight.to(losses.dtype) if knobs.use_decoupled_loss else losses
@@ -144,52 +143,54 @@ def policy_loss_fn(
     if knobs.use_decoupled_loss:
         metrics |= _behaviour_statistics(terms)
         if knobs.prox_logp_method == "metrics":
-            versions, made = _versions(data_pack, version)
-            metrics |= approximation_metrics(terms.behaviour, terms.new, terms.proximal, versions, made, terms.mask)
+            versions, new_version = _versions(data_pack, version)
+            metrics |= approximation_metrics(
+                terms.behaviour, terms.new, terms.proximal, versions, new_version, terms.mask
+            )
     return total / policy.count.clamp(min=1), metrics
 
 
-def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLoss, version: int | None) -> _Terms:
+def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: int | None) -> _Terms:
     mask = pack["packed_response_mask"]
     new = torch.where(mask, in_float(logprobs), 0.0)
     behaviour = torch.where(mask, in_float(pack["packed_logprobs"]), 0.0)
     proximal = torch.where(mask, _proximal(pack, new, behaviour, knobs, version), 0.0)
     weights = behaviour_weights(knobs.rejection_sampling, pack, proximal, behaviour)
     if knobs.m2_threshold is not None:
-        remedy = "choose the tokens with areno.loss_fns.shaping.choose_by_second_moment"
-        stays = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
-        weights = BehaviourWeights(weights.weight, weights.keep & stays, weights.outside)
+        remedy = "select the tokens with areno.loss_fns.shaping.select_by_second_moment"
+        selected = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
+        weights = BehaviourWeights(weights.weight, weights.keep & selected, weights.outside)
     log_ratio, advantage = new - proximal, advantages_of(pack)
     if knobs.importance_sampling_level == "sequence":
-        ids, kept = pack["packed_seq_ids"], weights.keep
+        ids = pack["packed_seq_ids"]
         log_ratio, advantage = (
-            torch.where(mask, sequence_means(x, pack, kept)[ids], 0.0) for x in (log_ratio, advantage)
+            torch.where(mask, sequence_means(x, pack, weights.keep)[ids], 0.0) for x in (log_ratio, advantage)
         )
     return _Terms(mask, new, behaviour, proximal, weights, ratio_of(log_ratio), advantage)
 
 
-def _proximal(pack: DataPack, new: Tensor, behaviour: Tensor, knobs: PolicyLoss, version: int | None) -> Tensor:
-    """Log-probs that the ratio is taken against [A]."""
+def _proximal(pack: DataPack, new: Tensor, behaviour: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
+    """Log-probs in the denominator of the ratio [A]."""
     if not knobs.use_decoupled_loss:
         return behaviour
     if knobs.needs_proximal:
         remedy = "give every row prox_logprobs, scored before the update, or set prox_logp_method=loglinear"
         return in_float(required(pack, "packed_prox_logprobs", "the decoupled loss", remedy))
-    versions, made = _versions(pack, version)
+    versions, new_version = _versions(pack, version)
     kind: Any = knobs.prox_logp_method
-    return approximate_proximal(kind, behaviour, new, versions, made)
+    return approximate_proximal(kind, behaviour, new, versions, new_version)
 
 
 def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
-    remedy = "give every row the versions that the engine stamped on its tokens"
+    remedy = "give every row the versions that the engine recorded for its tokens"
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
         raise ValueError("an approximation of the proximal policy needs version, one more than the engine's version")
     return versions, version
 
 
-def _surrogate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
-    """Loss of each token before any weight [A], and the statistics of its kind."""
+def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str, Any]]:
+    """Unweighted loss per token [A], and its statistics."""
     ratio, advantage, clip = terms.ratio, terms.advantage, knobs.clip
     if knobs.use_sapo_loss:
         return _soft_gate(terms, knobs)
@@ -202,7 +203,7 @@ def _surrogate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]
     return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, terms.weights.keep)
 
 
-def _soft_gate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
+def _soft_gate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str, Any]]:
     positive = terms.advantage > 0
     tau = torch.where(positive, knobs.sapo_tau_pos, knobs.sapo_tau_neg).to(terms.ratio.dtype)
     gate = torch.sigmoid(tau * (terms.ratio - 1))
@@ -215,11 +216,11 @@ def _soft_gate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]
 
 
 def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, Any]:
-    kept = terms.weights.keep
-    clipped = clipped & kept
+    keep = terms.weights.keep
+    clipped = clipped & keep
     return {
-        "clip_ratio": masked_range(clipped.float(), kept),
-        "dual_clip_ratio": masked_range(dual.float(), kept),
+        "clip_ratio": masked_range(clipped.float(), keep),
+        "dual_clip_ratio": masked_range(dual.float(), keep),
         "clipped_tokens": Count(clipped.sum()),
         "clipped_new_logp": masked_range(terms.new, clipped),
         "clipped_old_logp": masked_range(terms.behaviour, clipped),
@@ -227,7 +228,7 @@ def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, 
 
 
 def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of the score-function term, and each token's log pi - log pi_teacher [A]."""
+    """Sum of the score-function term over tokens, and log pi - log pi_teacher per token [A]."""
     remedy = "give every row teacher_logprobs, or set distill_loss_weight=0"
     teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
     gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)

@@ -1,6 +1,6 @@
-"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and standardising what it gives.
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
-Plain Python floats, hence float64: a response has thousands of tokens, and each advantage sums over all later ones.
+Computes in Python floats, that is float64: each advantage sums over thousands of later tokens.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from areno.types import TrainSequence
 
-# At or below this deviation, dividing by it would only enlarge rounding.
+# Dividing by a smaller deviation would only amplify rounding errors.
 MIN_DEVIATION = 1e-6
 
 
@@ -21,23 +21,23 @@ def compute_gae(
         rewards: reward of each response token [T].
         values: value before each response token [T].
         gamma: discount of later rewards, 0 to 1.
-        lam: 0 trusts the values most, 1 the rewards most.
-        next_value: value after the last token; 0 for a response that is finished.
+        lam: GAE lambda, 0 to 1; 0 relies on the values, 1 on the rewards.
+        next_value: value after the last token; 0 for a finished response.
 
     Returns:
         Advantages [T] and returns A + V [T].
 
     Raises:
-        ValueError: lengths differ, gamma or lam is not within 0 and 1, or a number is not finite.
+        ValueError: lengths differ, gamma or lam is outside 0 to 1, or a number is not finite.
     """
     if len(rewards) != len(values):
-        raise ValueError(f"GAE needs one value for each reward, got {len(rewards)} rewards and {len(values)} values")
+        raise ValueError(f"GAE needs one value per reward, got {len(rewards)} rewards and {len(values)} values")
     for name, constant in (("gamma", gamma), ("lam", lam)):
         if not 0 <= constant <= 1:
-            raise ValueError(f"{name} must be within 0 and 1, got {constant}")
+            raise ValueError(f"{name} must be between 0 and 1, got {constant}")
     for name, numbers in (("rewards", rewards), ("values", values), ("next_value", [next_value])):
         if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"GAE got {name} that are not finite; the model or function that made them has diverged")
+            raise ValueError(f"GAE got {name} that are not finite; the model or function that computed them diverged")
     advantages = [0.0] * len(rewards)
     later = 0.0
     for t in range(len(rewards) - 1, -1, -1):
@@ -47,7 +47,7 @@ def compute_gae(
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """R_i = r_i + discount R_{i+1}, such as what each turn of a conversation has led to."""
+    """Discounted returns R_i = r_i + discount R_{i+1}, for example of the turns of a conversation."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -65,51 +65,51 @@ def fill_gae(
     lam: float,
     bootstrap: bool,
 ) -> None:
-    """Give a row its old values, returns and advantages at the tokens that are trained on, and 0 at the others.
+    """Set the old values, returns and advantages of a row at its trained tokens, and 0 elsewhere.
 
-    Tokens between them are stepped over: neither gamma nor lam counts them.
+    Untrained tokens in between are skipped: neither gamma nor lam is applied to them.
 
     Args:
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
-        rewards: reward of each token that is trained on, in order.
+        rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: the response goes on after its last trained token, and is worth there what ``values`` says; else 0.
+        bootstrap: take the return after the last trained token from ``values``, for a truncated response; else it is 0.
     """
-    actions = [index for index, counts in enumerate(row.trainable()) if counts]
+    actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]
     following = values[actions[-1]] if bootstrap and actions else 0.0
     advantages, returns = compute_gae(rewards, old, gamma=gamma, lam=lam, next_value=following)
     row.values, row.returns, row.advantages = ([0.0] * len(row.tokens) for _ in range(3))
-    for place, *numbers in zip(actions, old, returns, advantages, strict=True):
-        row.values[place], row.returns[place], row.advantages[place] = numbers
+    for index, *numbers in zip(actions, old, returns, advantages, strict=True):
+        row.values[index], row.returns[index], row.advantages[index] = numbers
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
-    """(x - mean) / std over all tokens that are let through, population deviation.
+    """Standardise over all unmasked tokens: (x - mean) / std, with the population std.
 
-    With a deviation of at most 1e-6 only the mean is removed; equal values give exactly zero.
+    If the std is at most 1e-6, only the mean is subtracted; equal values give exactly zero.
 
     Args:
         rows: one list of per-token numbers per sequence.
-        masks: of the same shape, True for tokens that count.
+        masks: same shape, True for tokens that count.
 
     Returns:
-        Lists of the same shape, 0 where a token does not count.
+        Lists of the same shape, 0 for tokens that do not count.
 
     Raises:
         ValueError: shapes differ.
     """
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError(
-            f"whiten needs a mask of the shape of its rows, got rows of {[len(row) for row in rows]} "
+            f"whiten needs one mask entry per token, got rows of {[len(row) for row in rows]} "
             f"and masks of {[len(mask) for mask in masks]} tokens"
         )
-    kept = [x for row, mask in zip(rows, masks, strict=True) for x, keep in zip(row, mask, strict=True) if keep]
-    if kept and min(kept) == max(kept):
-        mean, deviation = kept[0], 0.0
+    values = [x for row, mask in zip(rows, masks, strict=True) for x, keep in zip(row, mask, strict=True) if keep]
+    if values and min(values) == max(values):
+        mean, deviation = values[0], 0.0
     else:
-        mean = math.fsum(kept) / max(len(kept), 1)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in kept) / max(len(kept), 1))
+        mean = math.fsum(values) / max(len(values), 1)
+        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(len(values), 1))
     scale = deviation if deviation > MIN_DEVIATION else 1.0
     return [
         [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, mask, strict=True)]

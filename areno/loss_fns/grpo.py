@@ -40,12 +40,12 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
-    The ratio is taken against the log-probs that the rollout recorded, so it is 1 on the first pass and clips as soon as
-    the policy has moved. What the mean is depends on ``loss_mean``, for the KL term as for the rest: ``token`` divides the
-    sum over all response tokens of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476);
-    ``sequence`` averages each sequence over its own tokens, then the sequences (Shao et al.); ``dr_grpo`` sums each
-    sequence, divides by the constant ``max_tokens`` and averages the sequences, so that neither a long nor a short answer
-    is favoured (Liu et al. 2025, arXiv:2503.20783). A sequence without response tokens adds 0 and still counts as one.
+    The ratio is taken against the log-probs recorded by the rollout, so it is 1 on the first pass and clips once the policy
+    has moved. ``loss_mean`` selects the mean, of the KL term as well: ``token`` divides the sum over all response tokens of
+    the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence`` averages each sequence over
+    its own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by the constant
+    ``max_tokens`` and averages over sequences, which removes the length bias (Liu et al. 2025, arXiv:2503.20783). A
+    sequence without response tokens contributes 0 and still counts.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
@@ -54,12 +54,12 @@ def grpo_loss_fn(
         clip_eps_high: width above 1; None takes ``clip_eps``.
         dual_clip: bound on a token's loss where its advantage is negative, as a multiple of the advantage.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
-        max_tokens: divisor of ``dr_grpo``; the most tokens that an answer may have.
-        kl_coef: weight of the KL term to the reference; 0 leaves it out.
-        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        max_tokens: divisor of ``dr_grpo``, the maximum response length.
+        kl_coef: weight of the KL term to the reference; 0 disables it.
+        kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:
-        ValueError: an argument is out of its range, or the pack lacks what it needs.
+        ValueError: an argument is out of range, or the pack lacks a required tensor.
     """
     clip = Clip.open(clip_eps, clip_eps_high, dual_clip)
     advantage = advantages_of(data_pack)
@@ -74,7 +74,7 @@ def grpo_loss_fn(
 
 
 def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
-    """The mean named ``loss_mean`` of values [A] that are 0 outside the response mask."""
+    """Average values [A], which are 0 outside the response mask, as ``loss_mean`` says."""
     if loss_mean == "token":
         return over_tokens(values, pack)
     if loss_mean == "sequence":
@@ -82,5 +82,5 @@ def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | N
     if loss_mean != "dr_grpo":
         raise ValueError(f"loss_mean {loss_mean!r} is unknown; choose one of: token, sequence, dr_grpo")
     if max_tokens is None or not max_tokens > 0:
-        raise ValueError(f"loss_mean='dr_grpo' divides by max_tokens, which must be above 0, got {max_tokens}")
+        raise ValueError(f"loss_mean='dr_grpo' needs max_tokens above 0, got {max_tokens}")
     return over_sequences(sequence_sums(values, pack) / max_tokens)

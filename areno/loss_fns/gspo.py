@@ -32,15 +32,15 @@ def gspo_loss_fn(
     """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
 
     The ratio of a sequence is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)); A_i is the mean advantage and KL_i
-    the mean KL of its response tokens. A sequence without any adds 0 and still counts. Bounds and KL term are those of
-    :func:`~areno.loss_fns.grpo.grpo_loss_fn`.
+    the mean KL of its response tokens. A sequence without response tokens contributes 0 and still counts. Clip range and KL
+    term are those of :func:`~areno.loss_fns.grpo.grpo_loss_fn`.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
 
     Raises:
-        ValueError: an argument is out of its range, or the pack lacks what it needs.
+        ValueError: an argument is out of range, or the pack lacks a required tensor.
     """
     clip = Clip.open(clip_eps, clip_eps_high)
     advantage = sequence_means(advantages_of(data_pack), data_pack)

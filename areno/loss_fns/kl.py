@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areno.loss_fns.pack import DataPack, in_float, required
 
-# k3 grows exponentially: its exponent and its value are bounded, so that one token cannot swamp a step.
+# k3 grows exponentially; exponent and value are bounded so that one token cannot dominate a step.
 MAX_EXPONENT = 20.0
 MAX_LOW_VAR_KL = 10.0
 
@@ -33,15 +33,15 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
 
     ``kl`` (also ``k1``): d, unbiased, of either sign; ``abs``: \\|d\\|; ``mse`` (``k2``): d^2 / 2; ``low_var_kl`` (``k3``):
-    exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` pulls by a
-    constant, whichever side of the reference the policy is on; the other three pull towards the reference.
+    exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` has a gradient of
+    constant sign on either side of the reference; the other three pull towards the reference.
 
     Args:
         logprobs: log-probs of the policy, any shape.
         ref_logprobs: log-probs of the reference, same shape.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: ``kind`` is unknown.
     """
     if kind not in _ESTIMATORS:
         raise ValueError(f"KL estimator {kind!r} is unknown; choose one of: {', '.join(_ESTIMATORS)}")
@@ -55,15 +55,15 @@ def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str)
 
 
 def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Tensor | None:
-    """KL to the reference at each token [A]; None where its weight ``coef`` is 0.
+    """KL to the reference at each token [A]; None if its weight ``coef`` is 0.
 
     Raises:
-        ValueError: the weight is negative, the estimator is unknown, or the pack has no reference.
+        ValueError: the weight is negative, the estimator is unknown, or the pack has no reference log-probs.
     """
     if coef == 0:
         return None
     if not coef > 0:
-        raise ValueError(f"kl_coef must not be negative, got {coef}; 0 leaves the KL term out")
+        raise ValueError(f"kl_coef must not be negative, got {coef}; 0 disables the KL term")
     reference = required(
         pack,
         "packed_ref_logprobs",

@@ -1,7 +1,7 @@
-"""Normalising rewards or advantages over a batch or over groups.
+"""Normalisation of rewards or advantages over a batch or over groups.
 
-A group is named by an id on each entry, never by its place in the batch: a prompt that lost an answer is still one group.
-All is computed in float64, about the least value of each group, so that equal numbers give exactly zero.
+Groups are identified by the id of each entry, not by position, so a prompt that lost an answer is still one group.
+Computes in float64, relative to the minimum of each group, so that equal numbers give exactly zero.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,18 @@ class Norm:
     """y = (x - mu) / (sigma + eps) over the entries that count.
 
     Attributes:
-        std_level: sigma is that of the ``batch`` or of the ``group``; None does not divide, and adds no eps.
+        std_level: compute sigma over the ``batch`` or the ``group``; None neither divides nor adds eps.
 
-    sigma is the root mean square of x - mu, whatever mu is: about the means of the groups, or without an own value, or about
-    0 where no mean is taken off.
+    sigma is the root mean square of x - mu with the same mu: a batch or group mean, a leave-one-out mean, or 0.
 
     Raises:
-        ValueError: a level is unknown, eps is negative, or leave-one-out has no mean to leave one out of.
+        ValueError: a level is unknown, eps is negative, or ``mean_leave1out`` is set without a mean.
     """
 
-    mean_level: Level | None = "batch"  # mu is that of the ``batch``, of the entry's ``group``, or 0 (None)
-    mean_leave1out: bool = False  # mu leaves the entry itself out, (S - x) / (n - 1); 0 for an entry alone
+    mean_level: Level | None = "batch"  # compute mu over the ``batch`` or the ``group``; None: mu = 0
+    mean_leave1out: bool = False  # mu excludes the entry itself, (S - x) / (n - 1); 0 for a single entry
     std_level: Level | None = "batch"
-    std_unbiased: bool = True  # sigma divides by n - 1 instead of n, and is 1 for an entry alone
+    std_unbiased: bool = True  # sigma divides by n - 1 instead of n, and is 1 for a single entry
     eps: float = 1e-5  # added to sigma, not negative
 
     def __post_init__(self) -> None:
@@ -49,18 +48,18 @@ class Norm:
         groups: Sequence[int] | Tensor,
         mask: Sequence[bool] | Tensor | None = None,
     ) -> Tensor:
-        """Normalise numbers.
+        """Normalise values.
 
         Args:
-            values: one finite number per entry [N].
-            groups: the group of each [N], any integers.
+            values: one number per entry [N].
+            groups: group id of each entry [N], any integers.
             mask: True for the entries that count [N]; None counts all.
 
         Returns:
-            float64 [N], 0 where an entry does not count; the values as they are where none does.
+            float64 [N], 0 for entries that do not count; the values unchanged if none counts.
 
         Raises:
-            ValueError: lengths differ, or a number that counts is not finite.
+            ValueError: lengths differ, or an entry that counts is not finite.
         """
         x = torch.as_tensor(values, dtype=torch.float64)
         ids = torch.as_tensor(groups, dtype=torch.long, device=x.device)
@@ -72,22 +71,21 @@ class Norm:
             )
         if not keep.any():
             return x
-        kept = x[keep]
-        if not torch.isfinite(kept).all():
-            raise ValueError("a norm needs finite numbers; what made the rewards or advantages has diverged")
+        if not torch.isfinite(x[keep]).all():
+            raise ValueError("a norm needs finite numbers; whatever computed the rewards or advantages diverged")
         return torch.zeros_like(x).masked_scatter(
-            keep, self._normalise(kept, torch.unique(ids[keep], return_inverse=True)[1])
+            keep, self._normalise(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
         )
 
     def _normalise(self, x: Tensor, groups: Tensor) -> Tensor:
-        everyone = torch.zeros_like(groups)
+        one_group = torch.zeros_like(groups)
         centred = x
         if self.mean_level is not None:
-            centred = self._centred(x, groups if self.mean_level == "group" else everyone)
+            centred = self._centred(x, groups if self.mean_level == "group" else one_group)
         if self.std_level is None:
             return centred
-        of = groups if self.std_level == "group" else everyone
-        counts, squares = _sums(torch.ones_like(x), of), _sums(centred.square(), of)
+        ids = groups if self.std_level == "group" else one_group
+        counts, squares = _sums(torch.ones_like(x), ids), _sums(centred.square(), ids)
         if self.std_unbiased:
             sigma = torch.where(counts > 1, (squares / (counts - 1).clamp(min=1)).sqrt(), 1.0)
         else:
@@ -96,10 +94,10 @@ class Norm:
         return torch.where(divisor > 0, centred / divisor, 0.0)
 
     def _centred(self, x: Tensor, groups: Tensor) -> Tensor:
-        """x - mu, from the distances to the least value of each group."""
+        """x - mu, computed from the distances to the minimum of each group."""
         counts = _sums(torch.ones_like(x), groups)
-        least = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
-        above = x - least
+        minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
+        above = x - minimum
         total = _sums(above, groups)
         if not self.mean_leave1out:
             return above - total / counts
@@ -107,5 +105,5 @@ class Norm:
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum over each entry's group, at each entry [N]."""
+    """Sum over the group of each entry [N]."""
     return torch.zeros_like(values).index_add(0, groups, values)[groups]

@@ -1,13 +1,13 @@
-"""What a loss function sees of a microbatch, and how it says what its mean runs over.
+"""The interface of loss functions: their view of a microbatch, and the declaration of what they average over.
 
 A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on the
-*action axis*: the sequences of the microbatch end to end, each without its first token, because nothing predicts that
-one; the length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient. The
-loss of a critic gets values on the same axis in place of log-probs (entry t is the value before the action is taken), the
-loss of a reward model one score per sequence.
+*action axis*: the concatenated sequences of the microbatch, each without its first token, which nothing predicts; the
+length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient. A critic's loss
+receives values on the same axis instead of log-probs (entry t is the value before the action is taken), a reward model's
+loss one score per sequence.
 
 A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units of
-the whole optimizer step, so that the split into microbatches changes nothing. Units are tokens unless declared otherwise
+the optimizer step, so the split into microbatches does not change the result. Units are tokens unless declared otherwise
 with :func:`reduces_over`.
 """
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``; A is the length of the action axis. What is optional is there where the rows have it."""
+    """Keys of ``data_pack``; A is the length of the action axis. Optional keys are present if the rows have the data."""
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]
@@ -40,26 +40,26 @@ class DataPack(TypedDict, total=False):
     packed_tokens: Tensor  # the tokens that the actions chose [A]
     packed_prox_logprobs: Tensor  # log-probs at the start of the update [A]
     packed_teacher_logprobs: Tensor  # log-probs of a teacher [A]
-    packed_versions: Tensor  # int64 [A], version of the weights that made each token
-    packed_keep: Tensor  # bool [A], tokens that were not left out before the update
+    packed_versions: Tensor  # int64 [A], version of the weights that sampled each token
+    packed_keep: Tensor  # bool [A], False for tokens excluded before the update
     rewards: Tensor  # scalar reward of each sequence [packed_num_sequences]
 
 
 _LISTS = {
     "packed_logprobs": (
         "logprobs",
-        "those of a rollout are [0.0] * len(prompt) + sequence.resp_logprobs; for rows that come from elsewhere, "
+        "for rollouts use [0.0] * len(prompt) + sequence.resp_logprobs; for other rows, "
         "trainer.score_logprobs('actor', token_rows) computes the policy's own before the update",
     ),
-    "packed_advantages": ("advantages", "areno.compute_group_advantages makes them of rewards"),
+    "packed_advantages": ("advantages", "areno.compute_group_advantages computes them from rewards"),
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes them"),
     "packed_values": ("values", "trainer.score_values('critic', token_rows) computes them"),
-    "packed_returns": ("returns", "areno.compute_gae makes them of rewards and values"),
+    "packed_returns": ("returns", "areno.compute_gae computes them from rewards and values"),
 }
 
 
 class RowData(dict[str, Any]):
-    """A data pack of rows: a per-token list that they lack is not made up, and a loss that reads it is told what to do."""
+    """A data pack that raises an error with a remedy when a loss reads per-token data that the rows lack."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
@@ -74,9 +74,9 @@ def reduces_over(
     """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighbouring rows).
 
     Args:
-        unit: the unit, or a function that finds it from the keyword arguments bound with ``functools.partial``.
-        entropy: ask the engine for ``packed_entropy``, which costs one more pass over the logits.
-        bounds: ask the engine for ``packed_min_logits`` and ``packed_max_logits``, which cost as much.
+        unit: the unit, or a function of the keyword arguments bound with ``functools.partial`` that returns it.
+        entropy: request ``packed_entropy``, which costs one more pass over the logits.
+        bounds: request ``packed_min_logits`` and ``packed_max_logits``, at the same cost.
     """
 
     def declare(fn: F) -> F:
@@ -87,34 +87,34 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """The declared unit of a loss, also through ``functools.partial``; ``token`` where none is declared."""
+    """The declared unit of a loss, seen through ``functools.partial``; ``token`` if none is declared."""
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Whether a loss says what it averages over, so that its rows may be split at will."""
+    """Whether a loss declares its unit, so that its rows may be split freely into microbatches."""
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 
 def reads_entropy(loss_fn: LossFn) -> bool:
-    """Whether a loss asked for ``packed_entropy``."""
+    """Whether a loss requests ``packed_entropy``."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_entropy", False))
 
 
 def reads_bounds(loss_fn: LossFn) -> bool:
-    """Whether a loss asked for ``packed_min_logits`` and ``packed_max_logits``."""
+    """Whether a loss requests ``packed_min_logits`` and ``packed_max_logits``."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
 def knobs_of(loss_fn: LossFn) -> Any:
-    """What ``functools.partial`` binds as the ``knobs`` of a loss; None if it does not."""
+    """The ``knobs`` that ``functools.partial`` binds to a loss; None if it binds none."""
     return _unwrapped(loss_fn)[1].get("knobs")
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
-    """The function inside nested partials, and the keywords that they bind."""
+    """The function inside nested partials, and the keyword arguments they bind."""
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         bound = loss_fn.keywords | bound
@@ -123,21 +123,22 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """An optional tensor of the pack. Raises ValueError: the pack lacks it."""
+    """Return an optional tensor of the pack; ValueError if it is missing."""
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]
 
 
 def in_float(values: Tensor) -> Tensor:
-    """Values in fp32, or in the fp64 that they came in: losses never compute in half precision."""
+    """Cast to fp32, except for fp64: losses never compute in half precision."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Values of the chosen and of the rejected sequences [pairs], from one per sequence [packed_num_sequences].
+    """Split per-sequence values [packed_num_sequences] into those of chosen and of rejected sequences [pairs].
 
-    ValueError: the number of sequences is odd.
+    Raises:
+        ValueError: the number of sequences is odd.
     """
     if len(values) % 2:
         raise ValueError(

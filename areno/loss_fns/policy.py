@@ -1,4 +1,4 @@
-"""What the policy losses share: importance ratios, clipping, averages, and the statistics of a policy step."""
+"""Building blocks of the policy losses: importance ratios, clipping, averages, and the statistics of a policy step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from areno.loss_fns.pack import DataPack, in_float, sequence_sums
 from areno.loss_fns.stats import Mean, masked_mean, masked_spread
 
-# exp(20) is finite in fp32 and far outside any clip range; beyond it a ratio only means "clipped".
+# exp(20) is finite in fp32 and far outside any clip range.
 MAX_LOG_RATIO = 20.0
 
 
@@ -20,9 +20,9 @@ class Clip:
     """Bounds on the importance ratio r.
 
     Attributes:
-        eps_high: width above 1; None takes ``eps``. A wider upper bound lets unlikely tokens gain more (DAPO, Yu et al.
-            2025, arXiv:2503.14476).
-        dual: None, or a bound on the loss where the advantage is negative, as a multiple of its size (Ye et al. 2020,
+        eps_high: width above 1; None takes ``eps``. A wider upper bound lets the probability of unlikely tokens grow faster
+            (DAPO, Yu et al. 2025, arXiv:2503.14476).
+        dual: None, or a bound on the loss where the advantage is negative, as a multiple of its magnitude (Ye et al. 2020,
             arXiv:1912.09729).
 
     Raises:
@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Bounds with some room on both sides of 1; ValueError for a width that is not positive."""
+        """Bounds of positive width; ValueError otherwise."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")
@@ -50,18 +50,18 @@ class Clip:
 
     @property
     def low(self) -> float:
-        """Least ratio."""
+        """Lower bound on the ratio."""
         return 1.0 - self.eps
 
     @property
     def high(self) -> float:
-        """Greatest ratio."""
+        """Upper bound on the ratio."""
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7), at most dual |A| for A < 0.
 
-        A ratio that lies exactly on a bound keeps its whole gradient, also where the range is the point 1.
+        A ratio exactly on a bound keeps its full gradient, even if the range is the single point 1.
         """
         bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
         bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)
@@ -70,7 +70,7 @@ class Clip:
         return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the upper bound is active, so that the gradient is zero."""
+        """True where the upper bound is active, which zeroes the gradient."""
         return (ratio > self.high) & (advantage > 0)
 
     def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Clip:
         return (ratio > bound) & (advantage < 0)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Share of the entries under ``mask`` whose gradient each bound removes, and that any of them does."""
+        """Share of the entries under ``mask`` whose gradient is removed by any bound, and by each of them."""
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
         dual = self.is_dual(ratio, advantage)
         shares = {"clip_fraction": high | low | dual, "clip_fraction_high": high, "clip_fraction_low": low}
@@ -99,7 +99,7 @@ def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log ratio, bounded."""
+    """exp of a log-ratio, clamped to ``MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -109,19 +109,19 @@ def advantages_of(pack: DataPack) -> Tensor:
 
 
 def over_tokens(values: Tensor, pack: DataPack) -> Mean:
-    """Average over all response tokens, of values [A] that are 0 elsewhere. Carries gradient."""
+    """Average of values [A] over all response tokens; the values must be 0 elsewhere. Carries gradient."""
     return Mean(values.sum(), pack["packed_response_mask"].sum())
 
 
 def over_sequences(values: Tensor) -> Mean:
-    """Average over sequences, of one value for each [packed_num_sequences]. Carries gradient."""
+    """Average of per-sequence values [packed_num_sequences]. Carries gradient."""
     return Mean(values.sum(), torch.tensor(len(values)))
 
 
 def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -> Tensor:
-    """Mean of values [A] over each sequence's tokens under ``mask``, its response tokens where that is None.
+    """Mean of values [A] over each sequence's tokens under ``mask``; None means the response mask.
 
-    One for each [packed_num_sequences]; a sequence without such tokens has 0.
+    Returns [packed_num_sequences], 0 for a sequence without such tokens.
     """
     mask = pack["packed_response_mask"] if mask is None else mask
     lengths = sequence_sums(mask.to(values.dtype), pack)
@@ -129,7 +129,7 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """Loss of policy + coef * KL, and its statistics; both averages run over the same units."""
+    """The loss policy + coef * KL and its statistics; both averages run over the same units."""
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),
@@ -146,7 +146,7 @@ def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Statistics that every policy loss reports; ``ratio`` is per token [A]."""
+    """Statistics common to all policy losses; ``ratio`` is per token [A]."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

@@ -32,9 +32,9 @@ def ppo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of l_t + kl_loss_coef KL_t, with l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t).
 
-    Where A_t < 0, l_t is at most clip_ratio_c |A_t| (dual clip, Ye et al. 2020, arXiv:1912.09729). r_t = pi(t) / pi_old(t)
-    is taken against the log-probs that the rows carry. The KL term runs to the reference, or to the old policy in a batch
-    without reference log-probs.
+    Where A_t < 0, l_t is at most clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). r_t = pi(t) / pi_old(t)
+    is taken against the log-probs of the rows. The KL term is taken against the reference, or against the old policy if the
+    batch has no reference log-probs.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
@@ -43,15 +43,15 @@ def ppo_loss_fn(
         clip_eps_high: width above 1; None takes ``clip_eps``.
         clip_ratio_c: bound of the dual clip, above 1.
         use_kl_loss: add the KL term.
-        kl_loss_coef: its weight.
-        kl_loss_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        kl_loss_coef: weight of the KL term.
+        kl_loss_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss and statistics; ``pg_clipfrac`` and ``pg_clipfrac_lower`` are the shares of tokens at the clip range and at the
-        dual clip, ``ppo_kl`` the mean of log pi_old - log pi.
+        Loss and statistics; ``pg_clipfrac`` and ``pg_clipfrac_lower`` are the shares of tokens clipped by the clip range and
+        by the dual clip, ``ppo_kl`` the mean of log pi_old - log pi.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
     if use_kl_loss and not kl_loss_coef >= 0:
         raise ValueError(f"kl_loss_coef must not be negative, got {kl_loss_coef}")

@@ -1,7 +1,7 @@
-"""The proximal policy, the one that an update starts from, without a forward pass of its own.
+"""Approximations of the proximal policy, the policy before the update, without an extra forward pass.
 
-Between the version v_b that sampled a token and the version v that the update makes, the policy is taken to have moved evenly;
-the proximal one has version v - 1 and lies alpha = (v - 1 - v_b) / (v - v_b) of the way.
+The policy is assumed to move evenly from version v_b, which sampled a token, to version v, which the update produces. The
+proximal policy has version v - 1 and lies at the fraction alpha = (v - 1 - v_b) / (v - v_b) of the way.
 """
 
 from typing import Literal
@@ -17,10 +17,10 @@ Approximation = Literal["loglinear", "linear", "rollout"]
 APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
-def travelled(versions: Tensor, version: int) -> Tensor:
-    """alpha of each token [A], 0 to 1, from the versions that made them to ``version``, which the update makes.
+def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
+    """alpha of each token [A], 0 to 1, from the versions that sampled them and the ``version`` that the update produces.
 
-    0 for tokens of this very version, and for prompt tokens (a version below 0).
+    0 for tokens of ``version`` itself and for prompt tokens, whose version is negative.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)
@@ -30,25 +30,27 @@ def travelled(versions: Tensor, version: int) -> Tensor:
 def approximate_proximal(
     kind: Approximation, behaviour: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Log-probs of the proximal policy [A], without gradient; see :func:`travelled` for the versions.
+    """Approximate log-probs of the proximal policy [A], without gradient; versions are those of :func:`interpolation_fraction`.
 
-    ``loglinear`` moves log-probs, l_b + alpha (l - l_b); ``linear`` moves probabilities; ``rollout`` is l_b. Another kind is a
-    ``ValueError``.
+    ``loglinear`` interpolates log-probs, l_b + alpha (l - l_b); ``linear`` interpolates probabilities; ``rollout`` returns l_b.
+
+    Raises:
+        ValueError: ``kind`` is unknown.
     """
     behaviour, current = in_float(behaviour.detach()), in_float(current.detach())
     if kind == "rollout":
         return behaviour
-    alpha = travelled(versions, version).to(current.dtype)
+    alpha = interpolation_fraction(versions, version).to(current.dtype)
     if kind == "loglinear":
         return behaviour + alpha * (current - behaviour)
     if kind != "linear":
         raise ValueError(f"proximal approximation {kind!r} is unknown; choose one of: {', '.join(APPROXIMATIONS)}")
-    # Relative to pi_b, which is never 0: log((1 - alpha) + alpha pi / pi_b).
+    # log((1 - alpha) + alpha pi / pi_b), relative to pi_b, which is never 0.
     return behaviour + torch.log1p(alpha * (ratio_of(current - behaviour) - 1))
 
 
 def divergences(behaviour: Tensor, proximal: Tensor) -> dict[str, Tensor]:
-    """k1, k2 and k3 between the behaviour and the proximal policy at each token, by documented name."""
+    """KL estimates k1, k2 and k3 between behaviour and proximal policy at each token, by documented name."""
     d = behaviour - proximal
     return {"kl_div_direct": d, "kl_div_taylor": 0.5 * d.square(), "kl_div_dual": torch.expm1(-d) + d}
 
@@ -56,21 +58,21 @@ def divergences(behaviour: Tensor, proximal: Tensor) -> dict[str, Tensor]:
 def approximation_metrics(
     behaviour: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
-    """How well each approximation meets the proximal log-probs that a forward pass found, over the tokens of ``mask``.
+    """Errors of each approximation against the proximal log-probs of a forward pass, over the tokens of ``mask``.
 
-    Names are ``compute_logp/...``. Beside :func:`divergences`, errors are those of the log-prob and of the two ratios that it
-    takes part in.
+    Names are ``compute_logp/...``. Besides :func:`divergences`, they cover the errors of the log-prob and of the two ratios
+    computed from it.
     """
     behaviour, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behaviour, current, proximal))
     d = behaviour - proximal
     values = {"prox_logp_gt": proximal, **divergences(behaviour, proximal)}
     exact = {"behave_imp_weight": ratio_of(-d), "importance_weight": ratio_of(current - proximal)}
     for kind in APPROXIMATIONS:
-        guess = approximate_proximal(kind, behaviour, current, versions, version)
-        ratios = {"behave_imp_weight": ratio_of(guess - behaviour), "importance_weight": ratio_of(current - guess)}
-        error = (guess - proximal).abs()
-        found = {
-            "approx_logp": guess,
+        approx = approximate_proximal(kind, behaviour, current, versions, version)
+        ratios = {"behave_imp_weight": ratio_of(approx - behaviour), "importance_weight": ratio_of(current - approx)}
+        error = (approx - proximal).abs()
+        metrics = {
+            "approx_logp": approx,
             **ratios,
             "abs_error": error,
             "rel_error": _relative(error, proximal),
@@ -78,11 +80,10 @@ def approximation_metrics(
         }
         for name, ratio in ratios.items():
             error = (ratio - exact[name]).abs()
-            found |= {f"{name}_abs_error": error, f"{name}_rel_error": _relative(error, exact[name])}
-        values |= {f"{kind}/{name}": value for name, value in found.items()}
+            metrics |= {f"{name}_abs_error": error, f"{name}_rel_error": _relative(error, exact[name])}
+        values |= {f"{kind}/{name}": value for name, value in metrics.items()}
     return {f"compute_logp/{name}": masked_range(value, mask) for name, value in values.items()}
 
 
-def _relative(error: Tensor, to: Tensor) -> Tensor:
-    """Error as a share of what it is an error of; a share of 1e-8 where that is nearly 0."""
-    return error / to.abs().clamp(min=1e-8)
+def _relative(error: Tensor, exact: Tensor) -> Tensor:
+    return error / exact.abs().clamp(min=1e-8)

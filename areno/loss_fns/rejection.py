@@ -1,8 +1,8 @@
-"""How far the policy that an update starts from lies from the one that sampled, and what to do about tokens that are too far.
+"""Rejection sampling: masks or clamps tokens whose proximal and behaviour policies differ too much.
 
-r = pi_proximal / pi_behaviour of a token is the weight that makes stale samples count as fresh ones (decoupled PPO, Hilton et
-al. 2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequence outside the bounds is left out of the
-loss, or its weight is clamped. With a lower and an upper bound on the ratio that is IcePop (Ling Team 2025, arXiv:2510.18855).
+r = pi_proximal / pi_behaviour is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al. 2022,
+arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequence outside the bounds is masked out of the loss, or its
+weight is clamped. With a lower and an upper bound on the ratio this is IcePop (Ling Team 2025, arXiv:2510.18855).
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from areno.config.policy_loss_options import RejectionSamplingConfig
 from areno.loss_fns.pack import DataPack, in_float
 from areno.loss_fns.policy import MAX_LOG_RATIO, ratio_of, sequence_means
 
-# A probability of exactly 0 or 1 has no divergence to another.
-LEAST_PROBABILITY = 1e-8
+# Keeps probabilities away from 0 and 1, where the divergence is infinite.
+MIN_PROBABILITY = 1e-8
 
 
 @dataclass
@@ -25,10 +25,10 @@ class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behaviour policy.
 
     With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
-    larger of the two divergences between the token's probabilities, each read as a coin.
+    larger of the two KL divergences between the token's Bernoulli distributions.
 
     Raises:
-        ValueError: a name is unknown, or a bound cannot be met.
+        ValueError: a name is unknown, or a bound is invalid.
     """
 
     def __post_init__(self) -> None:
@@ -40,22 +40,22 @@ class RejectionSampling(RejectionSamplingConfig):
 
 @dataclass(frozen=True, slots=True)
 class BehaviourWeights:
-    """What the behaviour policy means for each token."""
+    """Importance weights of the behaviour policy, and the result of rejection sampling."""
 
-    weight: Tensor  # importance weight [A], detached; 0 where a token is left out
-    keep: Tensor  # bool [A], response tokens that are let through
-    outside: Tensor  # bool [A], response tokens that the bounds change: left out, or with a weight that is clamped
+    weight: Tensor  # importance weight [A], detached; 0 for masked tokens
+    keep: Tensor  # bool [A], response tokens that are not masked
+    outside: Tensor  # bool [A], response tokens affected by the bounds: masked, or with a clamped weight
 
 
 def behaviour_weights(
     sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behaviour: Tensor
 ) -> BehaviourWeights:
-    """Weight of each token, and which are let through, from log-probs at the start of the update and of sampling [A].
+    """Compute weights and mask from the proximal and the behaviour log-probs [A].
 
-    Without ``sampling`` each token keeps its ratio as its weight.
+    Without ``sampling`` each token is weighted by its ratio.
     """
     mask = pack["packed_response_mask"]
-    # In float64: a bound must not let a sequence through in one packing and stop it in another.
+    # In float64, so that the decision for a sequence does not depend on the packing.
     proximal, behaviour = (torch.where(mask, x.detach().double(), 0.0) for x in (proximal, behaviour))
     d = (proximal - behaviour).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     weight = ratio_of(d)
@@ -63,7 +63,7 @@ def behaviour_weights(
         return BehaviourWeights(torch.where(mask, weight, 0.0), mask, torch.zeros_like(mask))
     values = _METRICS[sampling.metric](d, proximal, behaviour)
     if sampling.level == "sequence":
-        values = _aggregated(values, sampling.agg, pack)[pack["packed_seq_ids"]]
+        values = _aggregate(values, sampling.agg, pack)[pack["packed_seq_ids"]]
         if sampling.metric == "ratio":
             weight = ratio_of(sequence_means(d, pack))[pack["packed_seq_ids"]]
     if sampling.metric == "ratio":
@@ -73,20 +73,20 @@ def behaviour_weights(
     if sampling.action == "mask":
         keep = mask & ~outside
         return BehaviourWeights(torch.where(keep, weight, 0.0), keep, outside)
-    # The weight is the geometric mean, which may lie within bounds that the tokens' sum or maximum leaves.
+    # The weight is the geometric mean, which may lie within the bounds when the sum or maximum over tokens does not.
     clamped = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
     return BehaviourWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
 
 
-def _aggregated(values: Tensor, agg: str, pack: DataPack) -> Tensor:
-    """One number per sequence [packed_num_sequences] from its response tokens; 0 where it has none."""
+def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
+    """Aggregate values over the response tokens of each sequence [packed_num_sequences]; 0 if it has none."""
     mask = pack["packed_response_mask"]
-    ids, kept = pack["packed_seq_ids"][mask], values[mask]
+    ids, values = pack["packed_seq_ids"][mask], values[mask]
     zeros = values.new_zeros(pack["packed_num_sequences"])
     if agg == "max":
-        return zeros.scatter_reduce(0, ids, kept, "amax", include_self=False)
-    sums = zeros.index_add(0, ids, kept)
-    return sums if agg == "sum" else sums / zeros.index_add(0, ids, torch.ones_like(kept)).clamp(min=1)
+        return zeros.scatter_reduce(0, ids, values, "amax", include_self=False)
+    sums = zeros.index_add(0, ids, values)
+    return sums if agg == "sum" else sums / zeros.index_add(0, ids, torch.ones_like(values)).clamp(min=1)
 
 
 def _k3(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
@@ -95,14 +95,14 @@ def _k3(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 
 def _binary_kl(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
-    p, b = (x.exp().clamp(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY) for x in (proximal, behaviour))
-    # log1p keeps the digits of a probability near 1.
+    p, b = (x.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (proximal, behaviour))
+    # log1p is accurate for probabilities near 1.
     heads, tails = p.log() - b.log(), torch.log1p(-p) - torch.log1p(-b)
     forward, backward = p * heads + (1 - p) * tails, -b * heads - (1 - b) * tails
     return torch.maximum(forward, backward)
 
 
-# For a ratio the value is its logarithm until the tokens of a sequence are brought together.
+# A ratio is aggregated over a sequence as its logarithm.
 _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "ratio": lambda d, proximal, behaviour: d,
     "kl_k1": lambda d, proximal, behaviour: d,
@@ -113,18 +113,18 @@ _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """M2PO: leave out the tokens that moved most, until the mean of (log pi_b - log pi_p)^2 over the rest is below a threshold.
+    """M2PO: mask the tokens with the largest (log pi_b - log pi_p)^2 until the mean over the rest is below a threshold.
 
-    The choice sorts all tokens of a batch, so it is made once before the batch is cut into microbatches, and travels with
-    the rows (:attr:`areno.types.TrainSequence.keep`). At least one token stays. Zheng et al. 2025, arXiv:2510.01161.
+    The selection sorts all tokens of a batch, so it is done once before the split into microbatches, and is stored in
+    the rows (:attr:`areno.types.TrainSequence.keep`). At least one token is kept. Zheng et al. 2025, arXiv:2510.01161.
 
     Args:
         proximal: log-probs at the start of the update [N].
-        behaviour: log-probs of the policy that sampled [N].
+        behaviour: log-probs of the sampling policy [N].
         mask: response tokens [N].
 
     Returns:
-        bool [N], response tokens that stay.
+        bool [N], response tokens to keep.
 
     Raises:
         ValueError: the threshold is not above 0.
@@ -136,7 +136,7 @@ def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, thresh
     )
     moved, order = moved.square().sort(stable=True)
     counts = torch.arange(1, len(moved) + 1, dtype=torch.float64, device=moved.device)
-    stay = max(1, int((moved.cumsum(0) / counts < threshold).sum()))
-    kept = torch.zeros_like(moved, dtype=torch.bool)
-    kept[order[:stay]] = True
-    return torch.zeros_like(mask).masked_scatter(mask, kept)
+    keep_count = max(1, int((moved.cumsum(0) / counts < threshold).sum()))
+    keep = torch.zeros_like(moved, dtype=torch.bool)
+    keep[order[:keep_count]] = True
+    return torch.zeros_like(mask).masked_scatter(mask, keep)

@@ -16,11 +16,11 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
         scores: one score per sequence [packed_num_sequences].
 
     Returns:
-        Loss and the statistics rm_loss, rm_accuracy (share of pairs with the chosen answer ahead), rm_margin,
-        rm_chosen_score, rm_rejected_score. Quantities: the same of each pair, without the prefix.
+        Loss and the statistics rm_loss, rm_accuracy (share of pairs whose chosen answer scores higher), rm_margin,
+        rm_chosen_score, rm_rejected_score. Quantities: the same per pair, without the prefix.
 
     Raises:
-        ValueError: there is not one score per sequence, or a sequence has no partner.
+        ValueError: there is not one score per sequence, or a sequence is unpaired.
     """
     sequences = data_pack["packed_num_sequences"]
     if scores.shape != (sequences,):

@@ -7,7 +7,7 @@ from areno.loss_fns.pack import DataPack, in_float, sequence_sums
 from areno.loss_fns.policy import sequence_means
 from areno.loss_fns.units import Names, Quantity, mean_loss
 
-# exp(100) only means that a sequence is impossible; larger ones would not add up.
+# Bounds the perplexity of near-impossible sequences, so that sums stay finite.
 MAX_LOG_PPL = 100.0
 
 _NAMES: Names = {
@@ -25,14 +25,14 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
         data_pack: needs ``packed_response_mask``.
 
     Returns:
-        Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens. Quantities: loss and logprob of each token,
+        Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens. Quantities: loss and logprob per token, and
         ppl, the perplexity of each sequence that has response tokens.
     """
     mask = data_pack["packed_response_mask"]
-    kept = torch.where(mask, in_float(logprobs), 0.0)
-    means = sequence_means(kept.detach().double(), data_pack)
+    logprobs = torch.where(mask, in_float(logprobs), 0.0)
+    means = sequence_means(logprobs.detach().double(), data_pack)
     return {
-        "loss": Quantity(-kept, mask),
-        "logprob": Quantity(kept, mask),
+        "loss": Quantity(-logprobs, mask),
+        "logprob": Quantity(logprobs, mask),
         "ppl": Quantity((-means).clamp(max=MAX_LOG_PPL).exp(), sequence_sums(mask.double(), data_pack) > 0),
     }

@@ -1,8 +1,8 @@
-"""From task rewards to per-token advantages: penalties, scaling, normalising, a KL reward, GAE.
+"""Reward shaping: from task rewards to per-token advantages, by penalties, scaling, normalisation, a KL reward, and GAE.
 
-The order is fixed: parts normalised and weighted, over-long penalty, bias, scaling, clip, normalising over samples; the
-result R' is the reward of the last trained token, beside a KL reward at every trained token; GAE over the trained tokens;
-normalising over tokens. Tokens that are not trained on (a prompt, what a tool said) are stepped over and discount nothing.
+The order is fixed. Normalise and weight the reward parts, apply the over-long penalty, bias, scaling and clip, normalise
+over samples; the result R' is the reward of the last trained token, added to the KL reward of every trained token. Then GAE
+over the trained tokens, and normalisation over tokens. Untrained tokens (prompts, tool results) are skipped and not discounted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,36 +19,37 @@ from areno.loss_fns.kl import kl_penalty
 from areno.loss_fns.rejection import second_moment_keep
 from areno.types import TrainSequence
 
-# A KL reward is bounded, so that one token cannot drown the task.
+# Bounds the KL reward, so that one token cannot outweigh the task reward.
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""From the rewards of samples, float64 [B], and their groups to what is learned from; a :class:`Norm` is one."""
+"""Normalises the rewards of samples, float64 [B], given their groups; for example a :class:`~areno.loss_fns.norm.Norm`."""
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""The same over tokens [N], with a mask of those that count; a :class:`Norm` is one."""
+"""Normalises advantages over tokens [N], given groups and a mask of those that count; for example a ``Norm``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """The knobs, with the names of the ``actor`` section of an experiment.
+    """Settings, with the names of the ``actor`` section of an experiment.
 
-    ``overlong_reward_penalty`` takes off up to ``overlong_penalty_factor`` over the last ``overlong_tokens`` of
-    ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With ``mask_no_eos_with_zero`` a truncated answer gets
-    no task reward, no advantage, and no say in ``adv_norm``; leave such rows out of the update with :func:`finished`. With
-    ``bootstrap_truncated`` it is worth after its last token what the critic says there; else 0.
+    ``overlong_reward_penalty`` subtracts up to ``overlong_penalty_factor``, growing linearly over the last
+    ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
+    ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and is ignored by ``adv_norm``; remove
+    such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after its last token is the
+    critic's value there, else 0.
 
     Raises:
-        ValueError: a knob is out of its range, or the penalty lacks a number.
+        ValueError: a setting is out of range, or the penalty is incomplete.
     """
 
-    part_weights: Mapping[str, float] | None = None  # of normalised parts; None takes rewards as they are
+    part_weights: Mapping[str, float] | None = None  # of normalised reward parts; None uses the total rewards
     reward_bias: float = 0.0  # added to the reward
-    reward_scaling: float = 1.0  # factor on the sum
-    reward_clip: float = 20.0  # bound on its size, above 0
+    reward_scaling: float = 1.0  # factor on the biased reward
+    reward_clip: float = 20.0  # bound on its magnitude, above 0
     overlong_reward_penalty: bool = False
-    overlong_tokens: int | None = None  # length of that stretch, above 0
-    overlong_penalty_factor: float | None = None  # greatest penalty, not negative
-    max_new_tokens: int = 1024  # most tokens that an answer may have
+    overlong_tokens: int | None = None  # length of the penalised stretch, above 0
+    overlong_penalty_factor: float | None = None  # largest penalty, not negative
+    max_new_tokens: int = 1024  # maximum answer length in tokens
     mask_no_eos_with_zero: bool = False
     reward_norm: RewardNorm | None = None  # over the samples; None leaves rewards as they are
     kl_ctl: float = 0.0  # weight of the KL reward, not negative; above 0 it needs reference log-probs
@@ -62,20 +63,20 @@ class RewardShaping:
         if not self.reward_clip > 0:
             raise ValueError(f"reward_clip must be above 0, got {self.reward_clip}")
         if not self.kl_ctl >= 0:
-            raise ValueError(f"kl_ctl must not be negative, got {self.kl_ctl}; 0 is without a KL reward")
+            raise ValueError(f"kl_ctl must not be negative, got {self.kl_ctl}; 0 disables the KL reward")
         if self.kl_estimator not in ("k1", "k2", "k3"):
             raise ValueError(f"kl_estimator must be k1, k2 or k3, got {self.kl_estimator!r}")
         for name in ("discount", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be within 0 and 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.overlong_reward_penalty:
-            for name, least in (("overlong_tokens", 1), ("overlong_penalty_factor", 0)):
+            for name, minimum in (("overlong_tokens", 1), ("overlong_penalty_factor", 0)):
                 value = getattr(self, name)
-                if value is None or not value >= least:
-                    raise ValueError(f"overlong_reward_penalty needs {name} of at least {least}, got {value}")
+                if value is None or not value >= minimum:
+                    raise ValueError(f"overlong_reward_penalty needs {name} of at least {minimum}, got {value}")
 
     def penalty(self, tokens: int) -> float:
-        """What an answer of so many tokens loses for its length, 0 or negative."""
+        """Length penalty of an answer of ``tokens`` tokens, 0 or negative."""
         if not self.overlong_reward_penalty:
             return 0.0
         assert self.overlong_tokens is not None
@@ -88,8 +89,8 @@ class RewardShaping:
 
         Args:
             raw: task rewards [B].
-            lengths: trained tokens that each belongs to [B].
-            groups: what it is compared with [B].
+            lengths: number of trained tokens of each [B].
+            groups: comparison group of each [B].
         """
         if self.part_weights is not None:
             raw = normalised_parts(raw, groups, self.part_weights)
@@ -101,30 +102,30 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards that belong to parts of rows, such as the turns of a conversation, or to several rows together."""
+    """Rewards of segments: parts of rows, such as the turns of a conversation, or several rows together."""
 
-    rewards: Sequence[float]  # one per part
-    groups: Sequence[int]  # what each is compared with
-    owners: Sequence[Sequence[int]]  # per row and token the index of its part; negative where it has none
+    rewards: Sequence[float]  # one per segment
+    groups: Sequence[int]  # comparison group of each segment
+    owners: Sequence[Sequence[int]]  # per row and token the index of its segment; negative for none
 
 
 def shape_advantages(
     rows: Sequence[TrainSequence], shaping: RewardShaping, values: Sequence[Sequence[float]] | None = None
 ) -> dict[str, Tensor]:
-    """Give each row its ``advantages`` and ``returns``, and with a critic its ``values``.
+    """Set the ``advantages`` and ``returns`` of each row, and with a critic its ``values``.
 
     Args:
         rows: with ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Numbers to report the average, least and greatest of, float64, by documented name: ``task_reward``, ``kl_rewards``
+        Values to report as mean, minimum and maximum, float64, by documented name: ``task_reward``, ``kl_rewards``
         and ``final_reward`` (sums over a sample; raw, KL, and R' with KL), ``no_eos_ratios``, ``prompt_len``, ``seq_len``,
         ``correct_seq_len`` and ``incorrect_seq_len`` (task reward above 0, or not) per sample, ``advantages`` per token;
-        and ``gae_advantages``, those before ``adv_norm``.
+        and ``gae_advantages``, the advantages before ``adv_norm``.
 
     Raises:
-        ValueError: there are no rows, a KL reward has no reference, or a number is not finite.
+        ValueError: there are no rows, a KL reward lacks reference log-probs, or a number is not finite.
     """
     if not rows:
         raise ValueError("shape_advantages needs at least one row")
@@ -139,8 +140,8 @@ def shape_advantages(
         if rewards and not (shaping.mask_no_eos_with_zero and row.truncated):
             rewards[-1] += shaped[index]
         row_values = [0.0] * len(row.tokens) if values is None else values[index]
-        goes_on = values is not None and row.truncated and shaping.bootstrap_truncated
-        fill_gae(row, rewards, row_values, gamma=shaping.discount, lam=shaping.gae_lambda, bootstrap=goes_on)
+        bootstrap = values is not None and row.truncated and shaping.bootstrap_truncated
+        fill_gae(row, rewards, row_values, gamma=shaping.discount, lam=shaping.gae_lambda, bootstrap=bootstrap)
         if values is None:
             row.values = []
         kl_sums.append(sum(kl))
@@ -151,14 +152,14 @@ def shape_advantages(
 
 
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
-    """Give each trained token the shaped reward of its part as its advantage, with what KL rewards add to it by GAE.
+    """Set the advantage of each trained token to the shaped reward of its segment, plus the GAE of the KL rewards.
 
-    The rows' own ``reward`` is not looked at. Returns ``kl_rewards``, as :func:`shape_advantages` has them.
+    Ignores the ``reward`` of the rows. Returns ``kl_rewards`` as :func:`shape_advantages` does.
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):
-        for owner, counts in zip(owners, row.trainable(), strict=True):
-            lengths[owner] += counts and owner >= 0
+        for owner, trained in zip(owners, row.trainable(), strict=True):
+            lengths[owner] += trained and owner >= 0
     shaped = shaping.rewards(credits.rewards, lengths, credits.groups).tolist()
     kl_sums = []
     for row, owners in zip(rows, credits.owners, strict=True):
@@ -167,15 +168,17 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
         if shaping.kl_ctl > 0:
             fill_gae(row, rewards, kl, gamma=shaping.discount, lam=shaping.gae_lambda, bootstrap=False)
             kl, row.values, row.returns = row.advantages, [], []
-        parts = zip(owners, row.trainable(), kl, strict=True)
-        row.advantages = [shaped[owner] + more if counts and owner >= 0 else more for owner, counts, more in parts]
+        tokens = zip(owners, row.trainable(), kl, strict=True)
+        row.advantages = [shaped[owner] + x if trained and owner >= 0 else x for owner, trained, x in tokens]
     _normalise(rows, shaping)
     return {"kl_rewards": torch.tensor(kl_sums, dtype=torch.float64)}
 
 
 def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
-    """A per-token list of rows at the tokens that are trained on, end to end."""
-    return [value for row in rows for value, counts in zip(getattr(row, name), row.trainable(), strict=True) if counts]
+    """Concatenate a per-token list of the rows, at the trained tokens only."""
+    return [
+        value for row in rows for value, trained in zip(getattr(row, name), row.trainable(), strict=True) if trained
+    ]
 
 
 def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
@@ -184,7 +187,7 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
         return [0.0] * sum(row.trainable())
     if not row.ref_logprobs or not row.logprobs:
         raise ValueError(
-            f"kl_ctl={shaping.kl_ctl} rewards closeness to a reference, and the rows have no reference log-probs; "
+            f"kl_ctl={shaping.kl_ctl} needs reference log-probs, which the rows lack; "
             "configure a reference model (ref), or set kl_ctl=0"
         )
     columns = [trained_values([row], name) for name in ("logprobs", "ref_logprobs")]
@@ -194,16 +197,16 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalise(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalise advantages over the trained tokens, and take those of left-out answers away."""
-    left_out = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
+    """Normalise advantages over the trained tokens, and zero those of masked answers."""
+    masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
         groups = list(chain.from_iterable([row.group] * len(row.tokens) for row in rows))
-        mask = [counts and not out for row, out in zip(rows, left_out, strict=True) for counts in row.trainable()]
+        mask = [trained and not out for row, out in zip(rows, masked, strict=True) for trained in row.trainable()]
         normalised = shaping.adv_norm(flat, groups, mask).split([len(row.tokens) for row in rows])
         for row, advantages in zip(rows, normalised, strict=True):
             row.advantages = advantages.tolist()
-    for row, out in zip(rows, left_out, strict=True):
+    for row, out in zip(rows, masked, strict=True):
         if out:
             row.advantages = [0.0] * len(row.tokens)
 
@@ -211,22 +214,22 @@ def _normalise(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
 def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals: Sequence[float]) -> dict[str, Tensor]:
     correct = [row.reward > 0 for row in rows]
     lengths = [len(row.tokens) for row in rows]
-    found: dict[str, Sequence[float]] = {
+    populations: dict[str, Sequence[float]] = {
         "task_reward": [row.reward for row in rows],
         "kl_rewards": kl_sums,
         "final_reward": finals,
         "no_eos_ratios": [float(row.truncated) for row in rows],
         "prompt_len": [sum(row.prompt_mask) for row in rows],
         "seq_len": lengths,
-        "correct_seq_len": [n for n, right in zip(lengths, correct, strict=True) if right],
-        "incorrect_seq_len": [n for n, right in zip(lengths, correct, strict=True) if not right],
+        "correct_seq_len": [n for n, is_correct in zip(lengths, correct, strict=True) if is_correct],
+        "incorrect_seq_len": [n for n, is_correct in zip(lengths, correct, strict=True) if not is_correct],
         "advantages": trained_values(rows, "advantages"),
     }
-    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
+    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in populations.items()}
 
 
 def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """How much a batch holds, by documented name: sequences, tokens, trained tokens."""
+    """Sizes of a batch by documented name: sequences, tokens, trained tokens."""
     return {
         "n_seqs": float(len(rows)),
         "n_tokens": float(sum(len(row.tokens) for row in rows)),
@@ -235,7 +238,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """:func:`sizes`, and the numbers of sequences with a reward above 0, and of the others."""
+    """:func:`sizes`, and the number of sequences with a reward above 0 and of the others."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -245,7 +248,7 @@ def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
-    """``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each population that has numbers."""
+    """``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each non-empty population."""
     return {
         f"{name}/{kind}": float(number)
         for name, numbers in populations.items()
@@ -254,20 +257,20 @@ def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def finished(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Rows that were not truncated: what a role with ``mask_no_eos_with_zero`` trains on."""
+def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """The rows that are not truncated, on which ``mask_no_eos_with_zero`` trains."""
     return [row for row in rows if not row.truncated]
 
 
-def choose_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
-    """M2PO: give each row ``keep``, chosen over all tokens of all rows; see :func:`second_moment_keep`.
+def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
+    """M2PO: set ``keep`` of each row, selected over all tokens of the batch; see :func:`second_moment_keep`.
 
     Args:
-        rows: with ``logprobs`` and ``prox_logprobs``; the whole batch, before it is cut into optimizer steps.
+        rows: with ``logprobs`` and ``prox_logprobs``; the full batch, before the split into optimizer steps.
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:
-        Share of the trained tokens that are left out.
+        Share of the trained tokens that are masked.
 
     Raises:
         ValueError: a row lacks log-probs, or the threshold is not above 0.
@@ -281,24 +284,28 @@ def choose_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
     ]
     mask = torch.tensor(list(chain.from_iterable(row.trainable() for row in rows)), dtype=torch.bool)
     keep = second_moment_keep(columns[0], columns[1], mask, threshold)
-    for row, kept in zip(rows, keep.split([len(row.tokens) for row in rows]), strict=True):
-        row.keep = kept.tolist()
+    for row, row_keep in zip(rows, keep.split([len(row.tokens) for row in rows]), strict=True):
+        row.keep = row_keep.tolist()
     return float((mask & ~keep).sum()) / max(int(mask.sum()), 1)
 
 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
-    """How stale the trained tokens are, as ``version_stats/...``.
+    """Staleness of the trained tokens, as ``version_stats/...``.
 
-    ``version`` is that which the update makes, one more than the engine's; the proximal policy has one less.
+    ``version`` is the weight version that the update produces, the engine's plus one; the proximal policy has ``version - 1``.
     """
     for index, row in enumerate(rows):
         if not row.versions:
             raise ValueError(f"version statistics need the versions of all rows; row {index} has none")
-    made = [version for version in trained_values(rows, "versions") if version >= 0]
-    stats = {"v_theta": float(version), "v_proximal": float(version - 1), "n_valid_generated_tokens": float(len(made))}
-    for name, newest in (("proximal", version - 1), ("theta", version)) if made else ():
-        behind = [newest - v for v in made]
-        stats[f"sample_staleness_{name}_avg"] = sum(behind) / len(behind)
-        stats[f"sample_staleness_{name}_max"] = float(max(behind))
-        stats[f"sample_staleness_{name}_min"] = float(min(behind))
+    sampled = [version for version in trained_values(rows, "versions") if version >= 0]
+    stats = {
+        "v_theta": float(version),
+        "v_proximal": float(version - 1),
+        "n_valid_generated_tokens": float(len(sampled)),
+    }
+    for name, newest in (("proximal", version - 1), ("theta", version)) if sampled else ():
+        staleness = [newest - v for v in sampled]
+        stats[f"sample_staleness_{name}_avg"] = sum(staleness) / len(staleness)
+        stats[f"sample_staleness_{name}_max"] = float(max(staleness))
+        stats[f"sample_staleness_{name}_min"] = float(min(staleness))
     return {f"version_stats/{name}": value for name, value in stats.items()}

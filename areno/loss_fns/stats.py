@@ -1,7 +1,7 @@
-"""Statistics that add up exactly over microbatches.
+"""Statistics that aggregate exactly over microbatches.
 
-A loss reports objects of this module; the engine adds up their parts over the optimizer step and over all ranks, and makes
-scalars of them once. A plain number in the metrics is averaged with the weights of the loss itself.
+A loss reports objects of this module; the engine sums their parts over the optimizer step and over all ranks, and converts
+them to scalars once. A plain number in the metrics is averaged with the weights of the loss itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mean:
     count: Tensor
 
     def detached(self) -> Mean:
-        """The same, without gradient."""
+        """A copy without gradient."""
         return Mean(self.total.detach(), self.count)
 
 
@@ -40,20 +40,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Count, sum, least and greatest of a quantity; becomes ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
+    """Count, sum, minimum and maximum of a quantity; becomes ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
 
-    Without a single value there are no scalars at all, because nothing is least.
+    Reports no scalars if there are no values.
     """
 
     total: Tensor
     count: Tensor
-    least: Tensor
-    greatest: Tensor
+    minimum: Tensor
+    maximum: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many there are; becomes one scalar under its own name, the sum over the optimizer step."""
+    """A count; becomes one scalar under its own name, the sum over the optimizer step."""
 
     total: Tensor
 
@@ -62,12 +62,12 @@ Statistic = Mean | Spread | Range | Count
 
 
 def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
-    """Name of a statistic's kind, and its numbers as tensors, which need not be read one by one."""
+    """The kind of a statistic and its parts as tensors, so that they can be transferred together."""
     return type(statistic).__name__.lower(), [getattr(statistic, entry.name) for entry in fields(statistic)]
 
 
 def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
-    """Numbers of two microbatches or ranks as those of both."""
+    """Merge the parts of two microbatches or ranks."""
     merged = [a + b for a, b in zip(left, right, strict=True)]
     if kind == "range":
         merged[2:] = [min(left[2], right[2]), max(left[3], right[3])]
@@ -75,7 +75,7 @@ def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
 
 
 def scalars_of(name: str, kind: str, parts: Parts) -> dict[str, float]:
-    """What is reported of a statistic in the end."""
+    """The scalars to report for a statistic."""
     if kind == "count":
         return {name: parts[0]}
     if kind == "range":
@@ -89,18 +89,18 @@ def scalars_of(name: str, kind: str, parts: Parts) -> dict[str, float]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Mean of values where mask is true."""
+    """Mean of the values under the mask."""
     return Mean(torch.where(mask, in_float(values.detach()), 0.0).sum(), mask.sum())
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:
-    """Mean and deviation of values where mask is true, summed in float64 so that small deviations survive."""
-    kept = torch.where(mask, values.detach().double(), 0.0)
-    return Spread(kept.sum(), kept.square().sum(), mask.sum())
+    """Mean and standard deviation of the values under the mask, summed in float64 so that small deviations survive."""
+    masked = torch.where(mask, values.detach().double(), 0.0)
+    return Spread(masked.sum(), masked.square().sum(), mask.sum())
 
 
 def masked_range(values: Tensor, mask: Tensor) -> Range:
-    """Mean, least and greatest of values where mask is true; infinite bounds where it never is."""
+    """Mean, minimum and maximum of the values under the mask; infinite bounds if it is empty."""
     values = values.detach().double()
     bounds = [torch.where(mask, values, bound) for bound in (torch.inf, -torch.inf)]
     empty = torch.tensor([torch.inf], dtype=torch.float64, device=values.device)

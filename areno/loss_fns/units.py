@@ -1,7 +1,7 @@
-"""Losses that are means over units (tokens, pairs): each unit's numbers are computed once, and a table says what is reported.
+"""Losses that are means over units (tokens, pairs), with a table of the statistics to report.
 
-A function of this kind returns its quantities by name, ``loss`` among them. :func:`mean_loss` makes a loss of it that reports
-under the names of ``areno train`` and the SDK; :func:`with_names` gives the same loss other names.
+A unit function returns per-unit quantities by name, among them ``loss``. :func:`mean_loss` turns it into a loss that reports
+under the names of ``areno train`` and the SDK; :func:`with_names` reports the same loss under other names.
 """
 
 import functools
@@ -16,25 +16,25 @@ from areno.loss_fns.stats import Count, Statistic, masked_mean, masked_range
 
 
 class Quantity(NamedTuple):
-    """A number of each unit."""
+    """A number per unit."""
 
-    values: Tensor  # one for each [units]
-    counts: Tensor  # bool, the units that have one [units]
+    values: Tensor  # [units]
+    counts: Tensor  # bool, units that have a value [units]
 
 
 UnitsFn = Callable[..., dict[str, Quantity]]
 Summary = Literal["mean", "range", "count"]
 Names = Mapping[str, tuple[str, Summary]]
-"""By the reported name: the quantity, and what is reported of it."""
+"""Maps each reported name to a quantity and its summary."""
 
 
 def of_all(values: Tensor) -> Quantity:
-    """A number that every unit has."""
+    """A quantity that every unit has."""
     return Quantity(values, torch.ones_like(values, dtype=torch.bool))
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Make a loss, the mean of the quantity ``loss`` over a unit, of a function that returns quantities."""
+    """Turn a function that returns quantities into a loss, the mean of the quantity ``loss`` over units."""
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)
@@ -48,7 +48,7 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 
 
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
-    """A loss made by :func:`mean_loss` with other names of its statistics, and some of its options set."""
+    """Bind options of a :func:`mean_loss` loss, and report its statistics under other names."""
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 
 
@@ -72,5 +72,5 @@ def _summary(quantity: Quantity, kind: Summary) -> Statistic:
 
 
 def means(prefix: str, *quantities: str) -> Names:
-    """The mean of each quantity, under its name behind a prefix."""
+    """Report the mean of each quantity under its prefixed name."""
     return {f"{prefix}{name}": (name, "mean") for name in quantities}

@@ -1,4 +1,4 @@
-"""The critic's loss: squared error to the returns, with a clipped step (Schulman et al. 2017, arXiv:1707.06347)."""
+"""The critic's loss: squared error against the returns, with value clipping (Schulman et al. 2017, arXiv:1707.06347)."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""The statistics of a critic in an experiment."""
+"""Statistics of a critic in experiments."""
 
 
 @mean_loss("token", _NAMES)
@@ -37,7 +37,7 @@ def value_loss_fn(
 ) -> dict[str, Quantity]:
     """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
 
-    Taking the worse of the two removes the gradient of a prediction that has already moved by eta towards its target.
+    The maximum removes the gradient of predictions that have already moved by eta towards their target.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values``, ``packed_returns``.
@@ -47,7 +47,7 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean, value_abs_error_mean. Quantities: of each token, loss and the others under these names.
+        old_value_mean, value_abs_error_mean. Quantities: loss and the others under these names, per token.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

@@ -82,10 +82,10 @@ class StatsLogger:
             _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first recovery point. Raises ArenoError: that fails."""
+        """Drop the lines of an attempt that ended before its first restart point. Raises ArenoError: that fails."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
-            _log.info("dropped %d lines of an attempt that ended before its first recovery point", dropped)
+            _log.info("dropped %d lines of an attempt that ended before its first restart point", dropped)
 
     def close(self) -> None:
         """Close the services; idempotent."""

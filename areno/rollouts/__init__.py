@@ -1,8 +1,8 @@
-"""Rollouts beside training: episodes of prompts, run by processes of their own, and the trajectories that they give.
+"""Rollouts: episodes, the trajectories that they return, and the replicas that generate tokens.
 
-- ``staleness``: how many episodes may run; ``dispatcher``: runs them and forms batches; ``pool``: the event loop that they
-  run in.
-- ``engine_client``: what a workflow asks for tokens; ``workflows``: what an episode does; ``conversation``: its tokens.
-- ``trajectory``: what an episode gives, and its way into training rows; ``dump``: the same as text, for people.
-- ``fleet``: rollout engines in processes of their own, started, watched and restarted, and how new weights reach them.
+- ``staleness``: limits the running episodes; ``dispatcher``: runs them and forms batches; ``episode_loop``: their event loop.
+- ``engine_client``: the engine as workflows see it; ``workflows``: the episodes; ``conversation``: their tokens.
+- ``trajectory``: the result of an episode, and its conversion to training rows; ``dump``: trajectories as text files.
+- ``fleet``: rollout engines in separate processes, their supervision, and weight updates.
+- ``servers``: inference servers as replicas; ``shared_engine``: rollout on the training engine.
 """

@@ -1,9 +1,9 @@
-"""Runs episodes while training goes on, and puts their trajectories together to batches.
+"""Runs episodes concurrently with training, and assembles their trajectories into batches.
 
-Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest of them begins as a coroutine in the loop
-of :mod:`pool`. A batch takes the trajectories whose episodes began first, so that short answers are not preferred, and
-shuffles them. Every wait says what it waits for, ends when nothing can come any more, and stops a run in which nothing
-is accepted, with the first exception.
+Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
+:mod:`episode_loop`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
+shuffles them. Every wait reports what it waits for, ends when no more results can arrive, and stops a run in which no
+episodes are accepted, with the first exception.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from areno.errors import DataError, EngineError, UsageError
 from areno.observability import tracing
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
-from areno.rollouts.pool import EpisodeLoop
+from areno.rollouts.episode_loop import EpisodeLoop
 from areno.rollouts.staleness import StalenessManager, too_old
-from areno.rollouts.tasks import Accept, Batch, OnStale, Plan, Rejected, Rejection, Task, Watchdog
+from areno.rollouts.tasks import Accept, Batch, EpisodePlan, EpisodeTask, OnStale, Rejected, Rejection, Watchdog
 from areno.rollouts.trajectory import Trajectory
 from areno.rollouts.workflows.base import as_trajectory
 
@@ -40,35 +40,35 @@ Listener = Callable[[int, str, str], None]
 _COUNTERS: dict[Rejection, str] = {
     "raised": "failed",
     "returned None": "empty",
-    "was refused by the filter": "filtered",
+    "was rejected by the filter": "filtered",
 }
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _CLOSE_S = 30.0
 _QUEUE_PER_ROLLOUT = 16
 
 
 class BatchDispatcher:
-    """See the module's text; close it, or use it as a context manager.
+    """Runs episodes and forms batches; close it, or use it as a context manager.
 
     Args:
-        client: gives episodes their tokens.
-        staleness: says how many may run; its batch size is that of :meth:`prepare_batch`.
+        client: the engine for episodes.
+        staleness: limits the running episodes; its batch size is that of :meth:`prepare_batch`.
         seed: of the shuffling.
-        dynamic_bs: a batch is complete when accepted and rejected episodes together are as many as its size; it has the
-            accepted ones only. ``staleness`` must have been made with ``replaces_rejected=False``.
-        queue_size: most rows that wait; None is 16 for each concurrent rollout. Staleness control bounds it further.
-        max_staleness: most versions that a token may be behind when it is used; None bounds nothing beyond the admission.
-        on_stale: ``regenerate`` runs the row of such a trajectory again, ``drop`` leaves it out.
-        max_errors_in_a_row: episodes that may raise one after the other; None is twice the batch size, at least 8.
-        max_rejections_in_a_row: episodes that may be left out one after the other; None is 16 batches, at least 128.
-        stall_report_s, stall_timeout_s: when a wait without progress is reported, and when it ends, in seconds.
-        check_trajectory_format: check every trajectory's keys, shapes and numbers.
-        listener: hears of every episode, in any thread.
-        stops_on: errors of episodes of which the first ends the run.
-        on_wait: called repeatedly while a caller waits; what it raises ends the wait, and loses nothing.
+        dynamic_bs: count rejected episodes towards the batch size; a batch then has only the accepted ones. ``staleness``
+            must have ``replaces_rejected=False``.
+        queue_size: maximum number of waiting rows; None is 16 per concurrent rollout. Staleness control limits it further.
+        max_staleness: maximum versions that a token may be behind when it is used; None relies on admission control.
+        on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards it.
+        max_errors_in_a_row: allowed consecutive failed episodes; None is twice the batch size, at least 8.
+        max_rejections_in_a_row: allowed consecutive failed or rejected episodes; None is 16 batches, at least 128.
+        stall_report_s, stall_timeout_s: seconds without progress until a wait is reported, and until it fails.
+        check_trajectory_format: check the keys, shapes and numbers of every trajectory.
+        listener: called with the status of every episode, in any thread.
+        stops_on: episode errors that end the run at once.
+        on_wait: called repeatedly while waiting; if it raises, the wait ends and no work is lost.
 
     Raises:
-        UsageError: options do not go together.
+        UsageError: options contradict each other.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class BatchDispatcher:
         self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
         self._check, self._dump, self._listener, self._on_wait = check_trajectory_format, dump, listener, on_wait
         self._changed = threading.Condition(threading.RLock())
-        self._plan: Plan | None = None
-        self._pending: deque[Task] = deque()
-        self._running: dict[int, Task] = {}
-        self._finished: list[Task] = []
+        self._plan: EpisodePlan | None = None
+        self._pending: deque[EpisodeTask] = deque()
+        self._running: dict[int, EpisodeTask] = {}
+        self._finished: list[EpisodeTask] = []
         self._version = self._next_id = self._begun = self._ended = self._batches = 0
         self._paused = self._closed = False
         self._failure: BaseException | None = None
@@ -119,48 +119,50 @@ class BatchDispatcher:
         self._workflows: list[Any] = []
         self._loop = EpisodeLoop()
 
-    # -- what others may ask for -----------------------------------------------------------------------------------
+    # -- public interface ------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Version of the weights that are to be trained next."""
+        """Current weight version."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Training has made new weights: more episodes may begin."""
+        """Set the weight version after an update, and start the episodes that it admits."""
         with self._changed:
             self._version = version
             self._pump()
 
     def pause(self) -> None:
-        """Begin no further episodes; those that run go on."""
+        """Start no more episodes; running ones continue."""
         with self._changed:
             self._paused = True
 
     def resume(self) -> None:
-        """Begin episodes again."""
+        """Start episodes again."""
         with self._changed:
             self._paused = False
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`; of those rejected ``failed``, ``filtered`` and ``empty``; ``restarted`` ones."""
+        """Counters of :class:`RolloutStat`, ``failed``, ``filtered`` and ``empty`` among the rejected, and ``restarted``."""
         stat = self.staleness.stat
-        kept = {name: getattr(stat, name) for name in ("enqueued", "running", "accepted", "rejected", "stale")}
-        return {**kept, **self._counts}
+        names = ("enqueued", "running", "accepted", "rejected", "stale")
+        return {**{name: getattr(stat, name) for name in names}, **self._counts}
 
     def prepare_batch(
         self, rows: Iterator[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> Batch:
-        """The next batch for training; rows are read ahead for those that follow.
+        """Wait for the next training batch, and read rows ahead for the following ones.
 
-        Workflow and filter of this call hold for all that it returns: rows that wait take them over, and rows that were
-        run otherwise are run again (counted as ``restarted``). ``should_accept_fn`` keeps the trajectory of a whole
-        group, or leaves it out; ``rows`` are read in the caller's thread. Raises DataError: the rows end before the
-        batch is complete; EngineError: nothing has happened for too long, or nothing can ever happen;
-        RolloutStoppedError: episodes are left out one after the other.
+        All trajectories of the batch use the workflow and filter of this call: waiting rows adopt them, others are run again
+        (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in the caller's thread.
+
+        Raises:
+            DataError: the rows end before the batch is complete.
+            EngineError: there was no progress for too long, or none is possible.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected.
         """
-        self._adopt(Plan(workflow, should_accept_fn))
+        self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
         batch = self._wait(f"batch {self._batches} (weights of version {self._version})", self._take_batch, more)
         more()
@@ -169,27 +171,27 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run rows to their end, for an evaluation: trajectories in the order of rows, errors as :meth:`prepare_batch`."""
-        plan = Plan(workflow, should_accept_fn)
+        """Run all rows, for an evaluation; returns trajectories in row order. Errors are those of :meth:`prepare_batch`."""
+        plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)
             tasks = [self._enqueue(data, plan) for data in rows]
             self._pump()
-        mine = {task.id for task in tasks}
+        ids = {task.id for task in tasks}
 
-        def over() -> list[Trajectory] | None:
-            for task in [task for task in self._finished if task.id in mine]:
+        def results() -> list[Trajectory] | None:
+            for task in [task for task in self._finished if task.id in ids]:
                 self._finished.remove(task)
-                self._leave_out(task, stale=False, claimed=False)  # no batch will use it, so others may begin
+                self._discard(task, stale=False, claimed=False)  # no batch uses it, so it frees capacity
             self._pump()
-            if mine & ({task.id for task in self._pending} | self._running.keys()):
+            if ids & ({task.id for task in self._pending} | self._running.keys()):
                 return None
             return [task.trajectory for task in tasks if task.trajectory is not None]
 
-        return self._wait(f"{len(tasks)} rows of one rollout", over, lambda: False)
+        return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 
     def close(self) -> None:
-        """Cancel what runs, and end workflows and thread; a second call does nothing."""
+        """Cancel running episodes, and close workflows and event loop; a second call does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -199,7 +201,7 @@ class BatchDispatcher:
             _cancel(task)
         for workflow in workflows:
             if hasattr(workflow, "aclose"):
-                with contextlib.suppress(TimeoutError):  # an episode blocks the loop, which then reports it
+                with contextlib.suppress(TimeoutError):  # an episode blocks the loop; closing the loop reports it
                     self._loop.start(workflow.aclose()).result(_CLOSE_S)
         self._loop.close()
 
@@ -212,19 +214,19 @@ class BatchDispatcher:
     # -- recovery --------------------------------------------------------------------------------------------------
 
     def export_state(self) -> dict[str, Any]:
-        """What recovery needs, between two batches: rows that wait or run, trajectories that no batch has used, counters.
+        """State for recovery, between two batches: waiting and running rows, unused trajectories, and counters.
 
-        Rows that run count as waiting, and begin again in the order in which they began. With the position of the data
-        source, saved at the same time, every row ends in one accepted batch.
+        Running rows are saved as waiting, and restart in their original order. Together with the position of the data
+        source, every row is used in exactly one batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
             finished = sorted(self._finished, key=lambda task: task.order)
             begun = [*running, *finished, *(task for task in self._pending if task.order >= 0)]
-            places = {task.id: place for place, task in enumerate(sorted(begun, key=lambda task: task.order))}
+            orders = {task.id: order for order, task in enumerate(sorted(begun, key=lambda task: task.order))}
 
-            def saved(task: Task) -> dict[str, Any]:
-                return {"id": task.id, "data": task.data, "order": places.get(task.id, -1)}
+            def saved(task: EpisodeTask) -> dict[str, Any]:
+                return {"id": task.id, "data": task.data, "order": orders.get(task.id, -1)}
 
             return {
                 "version": self._version,
@@ -236,21 +238,17 @@ class BatchDispatcher:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`export_state`; episodes begin when the first batch is asked for.
-
-        Raises UsageError: episodes have begun already.
-        """
+        """Restore :meth:`export_state`; UsageError if episodes were already started."""
         with self._changed:
             if self._next_id:
-                raise UsageError("load_state comes before the first batch: this dispatcher has begun episodes already")
+                raise UsageError("load_state must be called before the first batch; episodes were already started")
             self._version, self._batches, self._next_id = state["version"], state["batches"], state["next_id"]
-            # Rows that were running begin again in the place that they had.
-            self._pending = deque(
-                Task(kept["id"], kept["data"], order=kept.get("order", -1)) for kept in state["waiting"]
-            )
+            # Rows that were running keep their order.
+            waiting, finished = state["waiting"], state["finished"]
+            self._pending = deque(EpisodeTask(row["id"], row["data"], order=row.get("order", -1)) for row in waiting)
             self._finished = [
-                Task(kept["id"], kept["data"], order=kept.get("order", order), trajectory=kept["trajectory"])
-                for order, kept in enumerate(state["finished"])
+                EpisodeTask(row["id"], row["data"], order=row.get("order", order), trajectory=row["trajectory"])
+                for order, row in enumerate(finished)
             ]
             self._begun = 1 + max((task.order for task in (*self._pending, *self._finished)), default=-1)
             self._counts = dict(state["counts"])
@@ -260,15 +258,15 @@ class BatchDispatcher:
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, data: dict[str, Any], plan: Plan | None) -> Task:
-        task = Task(self._next_id, data, plan)
+    def _enqueue(self, data: dict[str, Any], plan: EpisodePlan | None) -> EpisodeTask:
+        task = EpisodeTask(self._next_id, data, plan)
         self._next_id += 1
         self._pending.append(task)
         self.staleness.enqueue()
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue; whether more rows may follow. The caller's iterator runs outside of the lock."""
+        """Fill the queue, and return whether more rows may follow. The caller's iterator runs outside the lock."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -279,13 +277,13 @@ class BatchDispatcher:
                 self._pump()
         return True
 
-    def _use(self, plan: Plan) -> None:
+    def _use(self, plan: EpisodePlan) -> None:
         self._plan = plan
         if not any(workflow is plan.workflow for workflow in self._workflows):
             self._workflows.append(plan.workflow)
 
-    def _adopt(self, plan: Plan) -> None:
-        """From now on rows are run by this plan; what was run by another one is run again."""
+    def _adopt(self, plan: EpisodePlan) -> None:
+        """Use this plan from now on, and run rows of another plan again."""
         with self._changed:
             self._use(plan)
             again = []
@@ -296,25 +294,25 @@ class BatchDispatcher:
                 again.append(task)
             for task in [task for task in self._finished if task.plan is not None and task.plan != plan]:
                 self._finished.remove(task)
-                self._leave_out(task, stale=False, claimed=False)
+                self._discard(task, stale=False, claimed=False)
                 again.append(task)
             if again:
-                logger.warning("%d rows are run again, because the workflow or the filter was changed", len(again))
+                logger.warning("%d rows are run again because the workflow or the filter changed", len(again))
                 self._counts["restarted"] += len(again)
             self._requeue(again)
             for task in (*self._pending, *self._finished):
                 task.plan = plan
             self._pump()
 
-    def _requeue(self, tasks: list[Task]) -> None:
-        """Run rows again, before all others."""
+    def _requeue(self, tasks: list[EpisodeTask]) -> None:
+        """Put rows at the front of the queue to run them again."""
         for task in sorted(tasks, key=lambda task: task.order, reverse=True):
-            self._pending.appendleft(Task(task.id, task.data, self._plan))
+            self._pending.appendleft(EpisodeTask(task.id, task.data, self._plan))
             self.staleness.enqueue()
 
-    def _leave_out(self, task: Task, *, stale: bool, claimed: bool) -> None:
-        """A finished one is not used after all."""
-        if task.trajectory is None:  # a rejected one that a dynamic batch would have counted
+    def _discard(self, task: EpisodeTask, *, stale: bool, claimed: bool) -> None:
+        """Update the counters for a finished task that is not used after all."""
+        if task.trajectory is None:  # rejected, and counted by a dynamic batch
             self.staleness.unclaim()
         else:
             self.staleness.discard(stale=stale, claimed=claimed)
@@ -322,7 +320,7 @@ class BatchDispatcher:
     # -- episodes --------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Begin what may begin; the lock is held."""
+        """Start all admitted tasks; the lock must be held."""
         while self._may_begin():
             task = self._pending.popleft()
             task.began_s = time.monotonic()
@@ -331,7 +329,7 @@ class BatchDispatcher:
                 self._begun += 1
             self.staleness.begin()
             self._running[task.id] = task
-            self._say(task, "running", "")
+            self._notify(task, "running", "")
             task.future = self._loop.start(self._run(task))
             task.future.add_done_callback(partial(self._end, task))
         self._changed.notify_all()
@@ -341,7 +339,7 @@ class BatchDispatcher:
             return False
         return self._pending[0].plan is not None and self.staleness.capacity(self._version) > 0
 
-    async def _run(self, task: Task) -> Trajectory:
+    async def _run(self, task: EpisodeTask) -> Trajectory:
         EPISODE.set(Episode(task.id))
         assert task.plan is not None
         accepts = task.plan.should_accept_fn
@@ -352,14 +350,14 @@ class BatchDispatcher:
         if self._dump is not None:
             self._dump.write(task.id, trajectory)
         if accepts is not None and not accepts(trajectory):
-            raise Rejected("was refused by the filter")
+            raise Rejected("was rejected by the filter")
         return trajectory
 
-    def _end(self, task: Task, future: Future[Trajectory]) -> None:
-        """An episode is over; called in its loop's thread."""
+    def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
+        """Handle the end of an episode; called in the thread of the event loop."""
         with self._changed:
             if self._running.get(task.id) is not task:
-                return  # taken back meanwhile
+                return  # it was withdrawn
             del self._running[task.id]
             if future.cancelled():
                 self.staleness.withdraw()
@@ -370,35 +368,35 @@ class BatchDispatcher:
                 self.staleness.accept()
                 self._watchdog.accepted()
                 self._finished.append(task)
-                self._say(task, "accepted", "")
+                self._notify(task, "accepted", "")
             self._ended += 1
             self._pump()
 
-    def _reject(self, task: Task, error: BaseException) -> None:
+    def _reject(self, task: EpisodeTask, error: BaseException) -> None:
         why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised"
         self.staleness.reject()
         if self._dynamic:
             self._finished.append(task)
         self._counts[_COUNTERS[why]] += 1
         if why != "raised":
-            self._say(task, "rejected", why)
+            self._notify(task, "rejected", why)
             stopped = self._watchdog.rejected(why)
         else:
-            self._say(task, "failed", repr(error))
+            self._notify(task, "failed", repr(error))
             first = self._counts["failed"] == 1
             shown = "\n" + "".join(traceback.format_exception(error)) if first else f" {type(error).__name__}: {error}"
-            logger.warning("episode %d is left out:%s", task.id, shown)
+            logger.warning("episode %d failed and is dropped:%s", task.id, shown)
             stopped = self._watchdog.rejected(why, error)
         self._failure = self._failure or stopped
 
-    def _say(self, task: Task, status: str, reason: str) -> None:
+    def _notify(self, task: EpisodeTask, status: str, reason: str) -> None:
         if self._listener is not None:
             self._listener(task.id, status, reason)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
     def _take_batch(self) -> Batch | None:
-        self._sort_out()
+        self._drop_stale()
         size = self.staleness.batch_size
         if len(self._finished) < size:
             return None
@@ -408,18 +406,18 @@ class BatchDispatcher:
         self._batches += 1
         return Batch.of(taken, self._version)
 
-    def _sort_out(self) -> None:
-        """Take out what is too old for the exact bound."""
+    def _drop_stale(self) -> None:
+        """Remove finished trajectories that exceed ``max_staleness``."""
         if self._max_staleness is None:
             return
         again = []
-        keeps_place = self._dynamic and self._on_stale == "drop"
+        claimed = self._dynamic and self._on_stale == "drop"
         for task in list(self._finished):
             if task.trajectory is None or not too_old(task.trajectory, self._version, self._max_staleness):
                 continue
-            self._leave_out(task, stale=True, claimed=keeps_place)
-            self._say(task, "dropped", "became too old")
-            if keeps_place:
+            self._discard(task, stale=True, claimed=claimed)
+            self._notify(task, "dropped", "became too old")
+            if claimed:
                 task.trajectory = None
                 continue
             self._finished.remove(task)
@@ -430,7 +428,7 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` finds something; ``more`` reads rows and says whether there can be further ones."""
+        """Wait until ``ready`` returns a result; ``more`` reads rows ahead and returns whether more may follow."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -445,36 +443,36 @@ class BatchDispatcher:
                 if (result := ready()) is not None:
                     return result
                 self._refuse_hopeless(name, may_come)
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             now = time.monotonic()
-            if now - looked < _LOOK_S:
-                continue  # woken by an episode; asking the engine each time would hold batches up
+            if now - looked < _POLL_S:
+                continue  # woken by an episode; querying the engine each time would delay batches
             looked, progress = now, (self._ended, self.client.engine.load().generated_total)
             if progress != seen:
                 seen, quiet_since, reported = progress, now, now
             if now - reported >= self._report_s:
                 reported = now
-                logger.warning("waiting for %s since %.0f s: %s", name, now - began, self.describe())
+                logger.warning("waiting for %s for %.0f s: %s", name, now - began, self.describe())
             if now - quiet_since >= self._timeout_s:
-                raise EngineError(f"waiting for {name}: nothing happened for {self._timeout_s:g} s; {self.describe()}")
+                raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Nothing runs and nothing can begin: say so at once, and not after an hour."""
+        """Raise at once if nothing runs and nothing can start."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:
             raise EngineError(
-                f"waiting for {name}: nothing runs, and at version {self._version} nothing more may begin ("
+                f"waiting for {name}: no episode is running, and none may start at version {self._version} ("
                 f"{self.describe()}); call set_version after each update, and take one batch per version"
             )
         if not self._pending and not may_come:
             raise DataError(
-                f"waiting for {name}: the rows have ended with {len(self._finished)} of {self.staleness.batch_size} episodes; "
-                "give more rows, or a smaller batch size"
+                f"waiting for {name}: the rows ended with {len(self._finished)} of {self.staleness.batch_size} episodes; "
+                "provide more rows, or use a smaller batch size"
             )
 
     def describe(self) -> str:
-        """Where episodes are, in one line."""
+        """State of the episodes, in one line."""
         with self._changed:
             stat = self.staleness.stat
             parts = [
@@ -484,7 +482,9 @@ class BatchDispatcher:
             ]
             oldest = min(self._running.values(), key=lambda task: task.order, default=None)
             if oldest is not None:
-                parts.append(f"the oldest is episode {oldest.id}, for {time.monotonic() - oldest.began_s:.0f} s")
+                parts.append(
+                    f"the oldest is episode {oldest.id}, running for {time.monotonic() - oldest.began_s:.0f} s"
+                )
             if self._paused:
                 parts.append("paused")
             load = self.client.engine.load()
@@ -492,6 +492,6 @@ class BatchDispatcher:
             return "; ".join(parts)
 
 
-def _cancel(task: Task) -> None:
+def _cancel(task: EpisodeTask) -> None:
     if task.future is not None:
         task.future.cancel()

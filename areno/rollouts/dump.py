@@ -1,4 +1,4 @@
-"""Trajectories as text files, for people: one line per sample, in a folder per weight version."""
+"""Dumps trajectories as readable text files: one JSON line per sample, in a folder per weight version."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ class TrajectoryDump:
         self.folder, self._tokenizer = Path(folder), tokenizer
 
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
-        """Write one group of samples; returns the file.
+        """Write one group of samples, and return the file.
 
         Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one),
-        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward``, ``reward_parts`` where it
+        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward``, ``reward_parts`` if it
         has parts, ``prompt, completion``. The folder is the newest ``tail_version`` of the group.
         """
         lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
@@ -29,7 +29,7 @@ class TrajectoryDump:
 
     def _line(self, task_id: int, index: int, row: dict[str, Any]) -> dict[str, Any]:
         tokens, versions = row["input_ids"], row["versions"]
-        sampled = [place for place, version in enumerate(versions) if version >= 0]
+        sampled = [index for index, version in enumerate(versions) if version >= 0]
         begin = sampled[0] if sampled else len(versions)
         return {
             "task_id": task_id,

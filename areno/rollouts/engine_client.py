@@ -1,7 +1,7 @@
-"""How a workflow gets tokens: one awaitable per request, over any engine that takes requests.
+"""The engine as workflows see it: one awaitable per request, for any engine that takes requests.
 
-Every token of an answer comes with its log-prob and the weight version that made it, as the engine stamped them; a weight
-update in the middle of an answer only changes the stamps of what follows.
+Every token of an answer has its log-prob and the weight version that sampled it; a weight update during an answer only
+changes the version of the tokens that follow.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, EngineError, UsageError
 from areno.observability import tracing
 from areno.types import Request, RolloutSequence, SamplingParams
+from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger(__name__)
 
@@ -27,39 +28,40 @@ StopReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class RolloutEngine(Generator, Protocol):
-    """An engine in this process, a group of ranks, or workers elsewhere."""
+    """An engine in this process, a group of ranks, or a fleet of replicas."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that are loaded."""
+        """Version of the loaded weights."""
 
 
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
-    """What the engine is asked for.
+    """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
-    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind a prompt
-    of ``prompt_len`` tokens. A ``top_k`` beyond every vocabulary keeps all tokens. Raises DataError: the prompt leaves
-    no room; UsageError: a setting cannot work.
+    The answer is limited by ``max_new_tokens``, ``max_tokens`` and the model's context. A ``top_k`` larger than any
+    vocabulary keeps all tokens.
+
+    Raises:
+        DataError: the prompt leaves no room for an answer.
+        UsageError: a setting is unsupported or out of range.
     """
     if gconfig.use_beam_search:
-        raise UsageError(
-            "use_beam_search=True: beam search draws no samples, so nothing can be trained on; set it to false"
-        )
+        raise UsageError("use_beam_search=True is not supported: beam search does not sample; set it to false")
     limit = min(gconfig.max_tokens, context_length or gconfig.max_tokens)
     room = limit - prompt_len
     if room <= 0:
         raise DataError(
-            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit}; raise gconfig.max_tokens, or leave "
-            "long prompts out with the data set's max_length"
+            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit} tokens; raise gconfig.max_tokens, "
+            "or drop long prompts with the data set's max_length"
         )
-    most = min(gconfig.max_new_tokens, room)
+    max_new_tokens = min(gconfig.max_new_tokens, room)
     try:
         return SamplingParams(
             greedy=gconfig.greedy,
             top_p=gconfig.top_p,
             top_k=-1 if gconfig.top_k >= 10**8 else gconfig.top_k,
-            max_new_tokens=most,
-            min_new_tokens=min(gconfig.min_new_tokens, most),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(gconfig.min_new_tokens, max_new_tokens),
             temperature=gconfig.temperature,
             stop=list(gconfig.stop) if gconfig.stop else None,
             stop_token_ids=list(gconfig.stop_token_ids) or None,
@@ -73,7 +75,7 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
 
 @dataclass(slots=True)
 class ModelRequest:
-    """A prompt's tokens to be continued, and how to sample; ``rid`` names the request in messages."""
+    """Prompt tokens and generation settings; ``rid`` names the request in messages."""
 
     input_ids: list[int]
     gconfig: GenerationSettings
@@ -85,36 +87,38 @@ class ModelResponse:
     """One answer."""
 
     input_tokens: list[int]
-    output_tokens: list[int]  # what was sampled; a stop token, where one ended the answer, is the last of them
-    output_logprobs: list[float]  # natural log-prob of each under the temperature-scaled policy
-    output_versions: list[int]  # weight version that made each
+    output_tokens: list[int]  # sampled tokens, including a final stop token
+    output_logprobs: list[float]  # natural log-prob of each token under the temperature-scaled policy
+    output_versions: list[int]  # weight version that sampled each token
     stop_reason: StopReason
-    latency: float  # seconds until the answer was complete; so is ``ttft``, because an answer comes as a whole
+    latency: float  # seconds until the answer was complete; equal to ``ttft``, because answers are not streamed
     ttft: float
-    temperature: float = 1.0  # that log-probs refer to; 1 for greedy answers
+    temperature: float = 1.0  # of the log-probs; 1 for greedy answers
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
+    routed_experts: RoutingRecord | None = None  # of input and output tokens except the last, if recorded
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """What was sampled, without a stop token at the end."""
+        """The sampled tokens without a final stop token."""
         tokens = self.output_tokens
         return tokens[:-1] if self.stop_reason == "stop" and tokens and tokens[-1] in self.stop_ids else tokens
 
     @property
     def sequence(self) -> RolloutSequence:
-        """The same as the engine has it."""
+        """The response as a :class:`RolloutSequence`."""
         return RolloutSequence(
             self.output_tokens,
             self.output_logprobs,
             "length" if self.stop_reason == "length" else "stop",
             versions=self.output_versions,
             temperature=self.temperature,
+            routed_experts=self.routed_experts,
         )
 
 
 @dataclass(slots=True)
 class Episode:
-    """Whose tokens are drawn: what makes seeds differ between episodes and their samples, and equal between runs.
+    """Identity of an episode, from which seeds derive: different for each sample, equal in repeated runs.
 
     ``sample`` is the index in the episode's group, ``draws`` counts the requests of the sample.
     """
@@ -132,10 +136,10 @@ class EngineClient:
     """The engine as workflows see it.
 
     Args:
-        engine: generates.
-        seed: what the seeds of all requests derive from, with the episode's number.
-        request_timeout: longest that a request may take, in seconds.
-        request_retries: how often a request is sent again that the engine has failed.
+        engine: generates the answers.
+        seed: base of the seeds of all requests, together with the episode's number.
+        request_timeout: time limit of a request in seconds.
+        request_retries: number of retries after an engine failure.
         enable_rollout_tracing: log every request and answer.
     """
 
@@ -150,7 +154,7 @@ class EngineClient:
     ) -> None:
         self.engine, self.seed = engine, seed
         self._timeout_s, self._retries, self._tracing = request_timeout, request_retries, enable_rollout_tracing
-        self._outside = Episode(-1)  # requests of no episode
+        self._outside = Episode(-1)  # for requests outside of episodes
         self._keeps = False
 
     @property
@@ -159,19 +163,20 @@ class EngineClient:
         return self.engine.tokenizer
 
     def get_version(self) -> int:
-        """Version of the weights that are loaded."""
+        """Version of the loaded weights."""
         return self.engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """One answer to a prompt; cancelling the coroutine cancels the request in the engine.
 
-        Raises DataError: the prompt leaves no room; EngineError: generation failed or was ended by somebody else, as
-        often as there were retries; or it was late.
+        Raises:
+            DataError: the prompt leaves no room for an answer.
+            EngineError: generation failed or was aborted, including all retries, or timed out.
         """
         return (await self.agenerate_group(request, 1))[0]
 
     async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
-        """Several answers to one prompt, which is read once; errors as in :meth:`agenerate`."""
+        """Several answers to one prompt, which is prefilled once; errors as in :meth:`agenerate`."""
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:
@@ -183,15 +188,15 @@ class EngineClient:
         answers = [self._response(request, sampling, sequence, latency) for sequence in sequences]
         if self._tracing:
             for answer in answers:
-                ended = len(answer.output_tokens), answer.stop_reason, answer.latency
-                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *ended)
+                result = len(answer.output_tokens), answer.stop_reason, answer.latency
+                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *result)
         return answers
 
     async def _seeds(self, samples: int) -> list[int]:
         episode = EPISODE.get() or self._outside
         draw = next(episode.draws)
         if draw and episode is not self._outside and not self._keeps:
-            # Episodes have several turns, which begin with what the turns before have computed.
+            # Episodes have several turns; each reuses the cache of the previous one.
             self._keeps, keep = True, getattr(self.engine, "keep_contexts", None)
             if keep is not None:
                 await asyncio.get_running_loop().run_in_executor(None, keep, True)
@@ -202,7 +207,7 @@ class EngineClient:
             try:
                 return await self._answer(request, rid)
             except EngineError as error:
-                logger.warning("request %s is sent again (%d of %d): %s", rid, attempt, self._retries, error)
+                logger.warning("retrying request %s (%d of %d): %s", rid, attempt, self._retries, error)
         return await self._answer(request, rid)
 
     async def _answer(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
@@ -218,7 +223,7 @@ class EngineClient:
             if not future.done():
                 self.engine.cancel(future)
         if any(sequence.finish_reason == "abort" for sequence in sequences):
-            raise EngineError(f"request {rid}: the engine ended it before it was complete")
+            raise EngineError(f"request {rid}: the engine aborted it")
         return sequences
 
     def _response(
@@ -238,4 +243,5 @@ class EngineClient:
             ttft=latency,
             temperature=sampling.logprob_temperature,
             stop_ids=stop_ids,
+            routed_experts=sequence.routed_experts,
         )

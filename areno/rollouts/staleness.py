@@ -1,13 +1,13 @@
-"""How many episodes may run, so that what is trained on was said by weights that are not too old.
+"""Admission control of episodes, which limits the staleness of the trained tokens.
 
-Episodes are counted, one per prompt group, and admitted by two limits at once:
+Episodes are counted, one per prompt group, and admitted under two limits:
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
 
-An episode that is admitted at version ``v`` has fewer than ``(eta + v + 1) * batch`` others before it. If batches were taken
-in the order of admission, it would be used at version ``eta + v`` at the latest. That is a promise at the door only: an
-episode that runs for long is overtaken by others. :func:`too_old` is the promise at the exit, for each single trajectory.
+An episode admitted at version ``v`` has fewer than ``(eta + v + 1) * batch`` others before it. If batches were taken in the
+order of admission, it would be used at version ``eta + v`` at the latest. This bounds admission only: shorter episodes may
+overtake a long one. :func:`too_old` is the exact bound for each trajectory.
 """
 
 import threading
@@ -19,24 +19,24 @@ from areno.errors import UsageError
 
 @dataclass(slots=True)
 class RolloutStat:
-    """Episodes that wait for capacity and that run now; and what became of all since the beginning of training."""
+    """Current numbers of waiting and running episodes, and totals since the start of training."""
 
     enqueued: int = 0
     running: int = 0
-    accepted: int = 0  # have been kept; those that a batch has used included
-    rejected: int = 0  # have been left out
-    stale: int = 0  # were accepted, and left out later because they had become too old; not counted in the other two
+    accepted: int = 0  # including those already used in batches
+    rejected: int = 0
+    stale: int = 0  # accepted, but discarded later as too old; not included in ``accepted`` and ``rejected``
     claimed: int = 0  # rejected ones that are not replaced, because a dynamic batch counts them
 
 
 class StalenessManager:
-    """Counts episodes and says how many more may begin; every method may be called from any thread.
+    """Counts episodes and computes how many more may start; thread-safe.
 
     Args:
-        max_concurrent_rollouts: most episodes that run at once; None is ``consumer_batch_size``.
-        consumer_batch_size: episodes of one training batch.
-        max_head_offpolicyness: versions that training may be ahead of an episode's beginning; 0 is synchronous training.
-        replaces_rejected: begin another episode for each that is rejected; in a dynamic batch they keep their place.
+        max_concurrent_rollouts: maximum number of running episodes; None is ``consumer_batch_size``.
+        consumer_batch_size: episodes per training batch.
+        max_head_offpolicyness: versions that training may be ahead of an episode's start; 0 is synchronous training.
+        replaces_rejected: start another episode for each rejected one; False if dynamic batches count them.
 
     Raises:
         UsageError: a number is out of range.
@@ -52,7 +52,7 @@ class StalenessManager:
     ) -> None:
         if max_head_offpolicyness < 0:
             raise UsageError(
-                f"max_head_offpolicyness must be at least 0, got {max_head_offpolicyness}; 0 is synchronous"
+                f"max_head_offpolicyness must be at least 0 (synchronous training), got {max_head_offpolicyness}"
             )
         self.batch_size = max(1, consumer_batch_size)
         self.max_concurrent = max(1, self.batch_size if max_concurrent_rollouts is None else max_concurrent_rollouts)
@@ -69,11 +69,11 @@ class StalenessManager:
 
     @property
     def pending_limit(self) -> int:
-        """Most episodes that should wait in the queue."""
+        """Maximum number of episodes that should wait in the queue."""
         return (self.max_head_offpolicyness + 1) * self.batch_size
 
     def capacity(self, version: int) -> int:
-        """How many episodes more may begin while the weights have this version; may be negative."""
+        """How many more episodes may start at this weight version; may be negative."""
         with self._lock:
             stat = self._stat
             room = self.max_concurrent - stat.running
@@ -81,38 +81,38 @@ class StalenessManager:
             return min(room, (self.max_head_offpolicyness + version + 1) * self.batch_size - used)
 
     def enqueue(self, episodes: int = 1) -> None:
-        """Episodes wait for capacity."""
+        """Count episodes that wait for capacity."""
         self._add(enqueued=episodes)
 
     def begin(self) -> None:
-        """One of those that wait begins."""
+        """Count a waiting episode as running."""
         self._add(enqueued=-1, running=1)
 
     def accept(self) -> None:
-        """One that runs has ended, and is kept."""
+        """Count a running episode as accepted."""
         self._add(running=-1, accepted=1)
 
     def reject(self) -> None:
-        """One that runs has ended, and is left out."""
+        """Count a running episode as rejected."""
         self._add(running=-1, rejected=1, claimed=0 if self.replaces_rejected else 1)
 
     def withdraw(self) -> None:
-        """One that runs was cancelled, and counts for nothing."""
+        """Remove a cancelled running episode from the counts."""
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """One that was accepted is not used after all, because it is ``stale`` or its workflow is not wanted any more.
+        """Remove an accepted episode that is not used, because it is ``stale`` or its workflow changed.
 
-        Another may begin in its place, unless a dynamic batch has ``claimed`` it.
+        Another may start in its place, unless a dynamic batch has ``claimed`` it.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
     def unclaim(self) -> None:
-        """A rejected one that a dynamic batch would have counted is run again."""
+        """Remove a claimed rejected episode, whose row is run again."""
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Begin again where ``unused`` accepted episodes and ``claimed`` rejected ones wait for the next batch."""
+        """Restore the counts, with ``unused`` accepted and ``claimed`` rejected episodes for the next batch."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 
@@ -125,12 +125,12 @@ class StalenessManager:
 
 
 def oldest_version(trajectory: dict[str, Any]) -> int | None:
-    """The weight version of a trajectory's oldest sampled token, over all of its rows; None without sampled tokens."""
+    """The oldest weight version of the sampled tokens in all rows of a trajectory; None without sampled tokens."""
     sampled = trajectory["versions"][trajectory["versions"] >= 0]
     return int(sampled.min()) if sampled.numel() else None
 
 
 def too_old(trajectory: dict[str, Any], version: int, bound: int) -> bool:
-    """Whether any token is more than ``bound`` versions behind the version that is to be trained."""
+    """Whether any token is more than ``bound`` versions older than ``version``."""
     oldest = oldest_version(trajectory)
     return oldest is not None and oldest < version - bound

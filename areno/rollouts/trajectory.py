@@ -1,9 +1,10 @@
-"""What an episode gives: a dictionary of tensors with one row per sample, and its way into training rows.
+"""Trajectories, the results of episodes: dictionaries of tensors with a row per sample, and their conversion to training rows.
 
-Keys, all of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 where a token is trained on), ``logprobs`` (float32,
-0 where nothing was sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask``
-(False on padding). Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as the engine said it;
-nothing is guessed from lengths), ``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts.
+Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
+were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
+Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as reported by the engine), ``temperature``,
+and ``reward_parts/NAME`` for each part of a reward that has parts. With recorded routing also ``routed_experts``
+``[n, L, mixtures, K]``, see :mod:`areno.types.routing`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import UsageError
-from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.types import PARTS, TrainSequence, WeightedReward, parts_of
 
 Trajectory = dict[str, Any]
@@ -28,11 +29,12 @@ _PER_TOKEN = {
 }
 _NEEDED = (*_PER_TOKEN, "rewards")
 _PADDING = {"versions": -1}
+_ROUTED = "routed_experts"
 _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "ref_logp": "ref_logprobs"}
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
-    """Rows, at least one, with their rewards as tensors ``[n, L]``, padded on the right."""
+    """Convert rows, at least one, and their rewards to tensors ``[n, L]``, padded on the right."""
     return stack(
         [
             {
@@ -44,6 +46,7 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
                 "rewards": torch.tensor([reward], dtype=torch.float32),
                 "truncated": torch.tensor([row.truncated]),
                 "temperature": torch.tensor([row.temperature], dtype=torch.float32),
+                **({} if row.routed_experts is None else {_ROUTED: torch.from_numpy(row.routed_experts)[None]}),
                 **{PARTS + name: torch.tensor([part], dtype=torch.float32) for name, part in parts_of(reward).items()},
             }
             for row, reward in rows
@@ -52,12 +55,14 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
 
 
 def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Several trajectories as the rows of one, padded on the right to the longest.
+    """Concatenate trajectories into one, padded on the right to the longest.
 
-    Raises UsageError: one has a key that another has not.
+    Raises:
+        UsageError: their keys differ.
     """
     if len(trajectories) == 1:
         return trajectories[0]
+    trajectories = _all_routed(trajectories)
     names = set(trajectories[0])
     for other in trajectories[1:]:
         if set(other) != names:
@@ -74,12 +79,30 @@ def _stacked(name: str, parts: list[Any]) -> Any:
     if parts[0].ndim < 2:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
-    padded = [torch.nn.functional.pad(p, (0, longest - p.shape[1]), value=_PADDING.get(name, 0)) for p in parts]
-    return torch.cat(padded)
+    padding = torch.iinfo(parts[0].dtype).max if name == _ROUTED else _PADDING.get(name, 0)
+    return torch.cat([_longer(part, longest, padding) for part in parts])
+
+
+def _longer(values: Tensor, length: int, padding: int) -> Tensor:
+    """Pad values [n, L, ...] to ``length`` tokens."""
+    after = (0, 0) * (values.ndim - 2)
+    return torch.nn.functional.pad(values, (*after, 0, length - values.shape[1]), value=padding)
+
+
+def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    """Add empty routing records to trajectories without them, if others have some."""
+    like = next((trajectory[_ROUTED] for trajectory in trajectories if _ROUTED in trajectory), None)
+    if like is None:
+        return trajectories
+    missing = torch.iinfo(like.dtype).max
+    return [
+        {_ROUTED: like.new_full((*trajectory["input_ids"].shape, *like.shape[2:]), missing), **trajectory}
+        for trajectory in trajectories
+    ]
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise a UsageError that names the key which is missing in what a workflow has returned, or has a wrong shape or type."""
+    """Raise a UsageError if the result of a workflow lacks a key, or a value has a wrong type or shape."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
@@ -103,32 +126,40 @@ def check_trajectory(trajectory: Any) -> None:
         )
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
-            raise UsageError(f"{name} of a trajectory holds a number that is not finite")
+            raise UsageError(f"{name} of a trajectory contains a number that is not finite")
     if bool((trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)).any()):
-        raise UsageError("loss_mask of a trajectory marks tokens that no version has sampled; mask what was given")
+        raise UsageError(
+            "loss_mask of a trajectory marks tokens that were not sampled (version below 0); set loss_mask to 0 for them"
+        )
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Each row as plain lists without padding, under the same keys; numbers for keys of shape ``[n]``."""
+    """Each row without padding, under the same keys: lists, numbers for keys of shape ``[n]``, arrays for further axes."""
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
-        yield {n: v[index][keep].tolist() if v.ndim == 2 else v[index].item() for n, v in tensors.items()}
+        yield {name: _of_row(values[index], keep) for name, values in tensors.items()}
+
+
+def _of_row(values: Tensor, keep: Tensor) -> Any:
+    if values.ndim == 0:
+        return values.item()
+    return values[keep].tolist() if values.ndim == 1 else values[keep].numpy()
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """Training rows of a batch, group by group.
 
-    Each trajectory is one group, whatever number of rows it has: a group that lost samples stays a group of its own, and
-    shifts no other. Weight versions and further log-probs are set where :class:`TrainSequence` has a place for them.
+    Each trajectory is one group, whatever its number of rows, so a group that lost samples does not shift others. Weight
+    versions and further log-probs are copied to the fields of :class:`TrainSequence`.
     """
-    made = []
+    sequences = []
     for group, trajectory in enumerate(trajectories):
         for row in samples_of(trajectory):
             sequence = trajectory_row(row).train_sequence(reward=reward_of(row), group=group, eos_token_id=eos_token_id)
             for key in _CARRIED.keys() & row.keys():
                 setattr(sequence, _CARRIED[key], row[key])
-            made.append(sequence)
-    return made
+            sequences.append(sequence)
+    return sequences
 
 
 def reward_of(row: dict[str, Any]) -> float:
@@ -138,9 +169,9 @@ def reward_of(row: dict[str, Any]) -> float:
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
-    """A row of :func:`samples_of`, as the rows of conversations are; tokens without a weight version were not sampled."""
+    """Convert a row of :func:`samples_of`; tokens without a weight version count as not sampled."""
     sampled = [version >= 0 for version in row["versions"]]
-    ends = [before and not said for before, said in pairwise([False, *sampled])]
+    ends = [before and not after for before, after in pairwise([False, *sampled])]
     return TrajectoryRow(
         tokens=row["input_ids"],
         sampled=sampled,
@@ -150,6 +181,7 @@ def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
         versions=row["versions"],
         temperature=row.get("temperature", 1.0),
         truncated=bool(row.get("truncated", False)),
-        roles=lambda: ["text" if said else "user" for said in sampled],
+        routed_experts=row.get(_ROUTED),
+        roles=lambda: ["text" if is_sampled else "user" for is_sampled in sampled],
         context_scored=True,
     )

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its directory and lock, checkpoints, and the table of paths of each front end. No torch."""
+"""On-disk state of a run: its directory and lock, checkpoints, and the path tables of both front ends. No torch."""

@@ -1,10 +1,10 @@
-"""What is in a checkpoint besides the model: the trainer's state, and the SHA-256 of each file.
+"""The trainer's state in a checkpoint, and the manifest with the SHA-256 of each file.
 
     trainer_state/state.json      the state as JSON, with a SHA-256 of its own
     trainer_state/manifest.json   {"files": {"model.safetensors": {"bytes": ..., "sha256": ...}, ...}}
 
-Special here: the manifest leaves ``state.json`` out, because an evaluation may replace it later. Checkpoints that share
-files by hard links share the manifest as well, so nothing is hashed twice.
+The manifest does not list ``state.json``, because an evaluation may replace it later. Checkpoints that share files as hard
+links share the manifest too, so nothing is hashed twice.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _DIGEST = "sha256"
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a checkpoint that is otherwise complete."""
+    """Write the manifest of an otherwise complete checkpoint."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = sorted(name for name in paths if name not in _UNLISTED)
     digests = _digests(folder, names)
@@ -37,7 +37,12 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_files(folder: Path, *, required: bool = False) -> None:
-    """Compare a checkpoint with its manifest; one without passes unless ``required``. Raises DamagedCheckpointError."""
+    """Verify a checkpoint against its manifest, which may be missing unless ``required``.
+
+    Raises:
+        DamagedCheckpointError: the files differ from the manifest, or it is missing or malformed.
+        CheckpointError: a file cannot be read.
+    """
     path = folder / STATE_FOLDER / _MANIFEST
     text = _read(path)
     if text is None:
@@ -45,37 +50,41 @@ def check_files(folder: Path, *, required: bool = False) -> None:
             raise DamagedCheckpointError(f"{path} is missing")
         return
     try:
-        wanted = {str(name): (int(one["bytes"]), str(one[_DIGEST])) for name, one in json.loads(text)["files"].items()}
+        listed = {str(name): (int(one["bytes"]), str(one[_DIGEST])) for name, one in json.loads(text)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path} is no manifest ({error})") from error
+        raise DamagedCheckpointError(f"{path} is not a valid manifest ({error})") from error
     try:
-        for name, (size, _) in wanted.items():
-            found = os.path.getsize(folder / name) if (folder / name).is_file() else "no"
-            if found != size:
-                raise DamagedCheckpointError(f"{folder / name} has {found} bytes instead of {size}")
-        digests = _digests(folder, list(wanted))
+        for name, (size, _) in listed.items():
+            actual = os.path.getsize(folder / name) if (folder / name).is_file() else "no"
+            if actual != size:
+                raise DamagedCheckpointError(f"{folder / name} has {actual} bytes instead of {size}")
+        digests = _digests(folder, list(listed))
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read ({error}); nothing was changed") from error
-    for name, (_, digest) in wanted.items():
+    for name, (_, digest) in listed.items():
         if digests[name] != digest:
             raise DamagedCheckpointError(
-                f"the content of {folder / name} is not what was written (its SHA-256 is another); if it was changed on "
-                f"purpose, delete {path}"
+                f"{folder / name} does not match its SHA-256 in the manifest; if it was changed on purpose, delete {path}"
             )
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's JSON state, or replace it in one move; it is what makes a checkpoint complete."""
+    """Write or atomically replace the trainer's JSON state, whose presence marks a checkpoint as complete."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     temporary = folder / f"{STATE_FILE}.tmp"
-    digest = _state_digest(json.loads(json.dumps(state)))  # of what is read back: keys that are numbers become text
+    digest = _state_digest(json.loads(json.dumps(state)))  # as it is read back: JSON turns numeric keys into text
     temporary.write_text(json.dumps({_DIGEST: digest, **state}, indent=1), encoding="utf-8")
     os.replace(temporary, folder / STATE_FILE)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote. Raises DamagedCheckpointError: missing or damaged; CheckpointError: unreadable."""
+    """Read the state that :func:`write_state` wrote.
+
+    Raises:
+        DamagedCheckpointError: it is missing or damaged.
+        CheckpointError: it cannot be read.
+    """
     path = checkpoint / STATE_FOLDER / STATE_FILE
     text = _read(path)
     if text is None:
@@ -84,20 +93,24 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = json.loads(text)
         expected = state.pop(_DIGEST, None)
     except (ValueError, AttributeError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path} holds no state ({error}); resume from another checkpoint") from error
+        raise DamagedCheckpointError(
+            f"{path} is not a valid state ({error}); resume from another checkpoint"
+        ) from error
     if expected is not None and expected != _state_digest(state):
-        raise DamagedCheckpointError(f"the content of {path} is not what was written (its SHA-256 is another)")
+        raise DamagedCheckpointError(f"{path} does not match its SHA-256")
     return dict(state)
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of a file; None where there is none. Raises CheckpointError: there is one, and it cannot be read."""
+    """Read a file; None if it does not exist, CheckpointError if it cannot be read."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); nothing was changed, so correct that first") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); nothing was changed; fix the cause and try again"
+        ) from error
 
 
 def _state_digest(state: dict[str, Any]) -> str:
@@ -105,7 +118,7 @@ def _state_digest(state: dict[str, Any]) -> str:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of each file; hashing releases the interpreter's lock, so files are read side by side."""
+    """SHA-256 of each file, in threads: hashing releases the GIL."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(partial(_digest, folder), names), strict=True))
 

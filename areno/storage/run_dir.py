@@ -1,10 +1,10 @@
-"""A run is a directory; this module writes its files and reads them.
+"""Writes and reads the files of a run directory.
 
     config.yaml  events/  metrics.jsonl  samples.jsonl  checkpoints/  log.txt  summary.json
 
-Special here: each line of the ``.jsonl`` files is valid JSON whatever the values are (NaN and infinity become strings),
-each step reaches the operating system before the call returns, and ``truncate_after`` brings the files of a killed run
-back to the state of its checkpoint, so that a resumed run writes no step twice.
+Each line of the ``.jsonl`` files is valid JSON (NaN and infinity become strings) and reaches the operating system before the
+call returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a resumed run
+writes no step twice.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
-from areno.storage.layout import CONFIG, OPTIONS, Layout
+from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunDirectory:
-    """One run's files."""
+    """The files of one run."""
 
-    def __init__(self, path: str | Path, layout: Layout = OPTIONS) -> None:
+    def __init__(self, path: str | Path, layout: RunLayout = OPTIONS) -> None:
         self.path = Path(path)
         self.config_path = self.path / CONFIG
         self.events_path = self.path / "events"
@@ -38,43 +38,41 @@ class RunDirectory:
         self.summary_path = self.path / "summary.json"
 
     def create(self) -> RunDirectory:
-        """Make the directory and its sub-directories where missing; returns itself. Raises UsageError: it cannot be made."""
+        """Create the directory and its subdirectories if missing, and return ``self``; UsageError on failure."""
         try:
             for directory in (self.path, self.events_path, self.checkpoints_path):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"run directory {self.path} cannot be made: {error.strerror or error}; choose another with --run-dir"
+                f"cannot create run directory {self.path}: {error.strerror or error}; choose another with --run-dir"
             ) from error
         return self
 
     def write_config(self, text: str) -> None:
-        """Replace ``config.yaml`` in one move; only its owner may read it (private settings). Raises ArenoError."""
+        """Atomically replace ``config.yaml``, readable only by its owner because it may hold secrets."""
         _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``. Raises ArenoError: it cannot."""
+        """Append ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``; ArenoError on failure."""
         _append(self.metrics_path, [{"step": step, "time": time.time(), **values}])
 
     def append_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line per record to ``samples.jsonl``. Raises ArenoError: it cannot; ValueError: a record has no ``step``."""
+        """Append a line per record to ``samples.jsonl``; ArenoError on failure, ValueError for a record without ``step``."""
         rows = list(records)
         if any("step" not in row for row in rows):
-            raise ValueError(
-                "every sample record needs a `step`; areno.observability.samples.sample_records makes them"
-            )
+            raise ValueError("every sample record needs a `step`; use areno.observability.samples.sample_records")
         _append(self.samples_path, rows)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Replace ``summary.json`` by ``values`` in one move. Raises ArenoError: the file cannot be written."""
+        """Atomically replace ``summary.json`` by ``values``; ArenoError on failure."""
         _replace(self.summary_path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop what is of later steps (-1: all) or half-written; returns the number of lines dropped. Raises ArenoError."""
+        """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure."""
         return sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.jsonl`` in order, NaN and infinities as floats again, without a line that is half written."""
+        """Records of ``metrics.jsonl`` in order, without incomplete lines, NaN and infinities converted back to floats."""
         return [
             {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in _read(self.metrics_path)
@@ -106,7 +104,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Names the file and the remedy when the operating system refuses a write."""
+    """Turn an OSError into an ArenoError that names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -122,12 +120,12 @@ def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> None:
-    """Write to a neighbour and rename, so that a reader or a kill never meets half a file; ``mode`` is the file's."""
+    """Write to a temporary file and rename it, so that the file is never incomplete; ``mode`` sets its permissions."""
     temporary = path.with_name(path.name + ".tmp")
     with _writing(path):
         with open(temporary, "wb") as file:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)  # before anything is in it
+                os.fchmod(file.fileno(), mode)  # before any content is written
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
@@ -135,7 +133,7 @@ def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> No
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a whole line, None for a torn one."""
+    """The record of a line; None if the line is incomplete or malformed."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -157,7 +155,7 @@ def _keep_until(path: Path, step: int) -> int:
         return 0
     dropped = 0
 
-    def kept(lines: Iterable[bytes]) -> Iterator[bytes]:
+    def until_step(lines: Iterable[bytes]) -> Iterator[bytes]:
         nonlocal dropped
         for line in lines:
             record = _parse(line)
@@ -167,5 +165,5 @@ def _keep_until(path: Path, step: int) -> int:
                 dropped += 1
 
     with open(path, "rb") as file:
-        _replace(path, kept(file))
+        _replace(path, until_step(file))
     return dropped

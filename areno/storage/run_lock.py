@@ -1,7 +1,7 @@
-"""One program at a time writes to a run's directories: an advisory lock (``flock``) that ends with the process that holds it.
+"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when it ends.
 
-Special here: the lock belongs to the open file, which no program that the run starts inherits, so whatever ends the run
-lets go of it. The lock's file stays; while it is held it says who holds it.
+The lock belongs to the open file, which child processes do not inherit, so it is released however the run ends. The lock
+file remains; while the lock is held, the file names its holder.
 """
 
 import errno
@@ -23,7 +23,7 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's locks, and would hold them longer than the parent lives."""
+    """Close inherited descriptors in a forked child, which would otherwise hold the locks beyond the parent's end."""
     while _descriptors:
         os.close(_descriptors.pop())
 
@@ -33,20 +33,21 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def run_lock(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a folder, which is made where it is missing; without locks in its file system that is warned about.
+    """Hold the lock of a folder, which is created if missing; only warns if the file system does not support locks.
 
     Raises:
-        UsageError: another program holds the lock (``remedy`` follows "wait for its end, "), or the folder is not writable.
+        UsageError: another process holds the lock (``remedy`` completes "wait until it ends, "), or the folder is not
+            writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UsageError(f"{error.filename or folder} cannot be made ({error.strerror or error}); {remedy}") from error
+        raise UsageError(f"cannot create {error.filename or folder} ({error.strerror or error}); {remedy}") from error
     _descriptors.add(descriptor)
     held = False
     try:
-        held = _take(descriptor, folder, remedy)
+        held = _acquire(descriptor, folder, remedy)
         yield
     finally:
         _descriptors.discard(descriptor)
@@ -55,16 +56,16 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _take(descriptor: int, folder: Path, remedy: str) -> bool:
-    """Take the lock and write down who has it; False where the file system has no locks."""
+def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
+    """Acquire the lock and record its holder; False if the file system does not support locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
             holder = os.pread(descriptor, 500, 0).decode(errors="replace").strip() or "another process"
-            raise UsageError(f"{folder} is being written to by {holder}; wait for its end, {remedy}") from error
+            raise UsageError(f"{folder} is being written to by {holder}; wait until it ends, {remedy}") from error
         _log.warning(
-            "%s: the file system has no locks (%s), so nothing keeps a second program from writing there too",
+            "%s: the file system does not support locks (%s); make sure that no other process writes there",
             *(folder, error.strerror),
         )
         return False

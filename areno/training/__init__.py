@@ -1,1 +1,1 @@
-"""The training loop that all runs share: steps, evaluation, models, checkpoints, resume, and a clean end."""
+"""The training loop of all runs: steps, evaluation, saving models, checkpoints, resume, and clean shutdown."""

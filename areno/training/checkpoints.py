@@ -1,13 +1,13 @@
-"""Checkpoints of a run: everything that it needs to go on where it was, and the one with the best evaluation.
+"""Checkpoints of a run: the complete state to resume from, and the checkpoint with the best evaluation.
 
-One is a folder of ``areno.storage.checkpoints`` (temporary name, flushed to the disk, renamed), with
+A checkpoint is a folder of ``areno.storage.checkpoint_folder`` (temporary name, flushed to disk, renamed), with
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json``, the :class:`RunState`; SHA-256 of every other file
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
-Special here: a checkpoint counts when each of its files is what was written; one that is damaged is set aside and the one
-before it is taken. Nothing that is read can run code. Looking for a checkpoint makes no folder.
+A checkpoint is verified before it is used; a damaged one is set aside and the previous one is used. Loading never runs code
+from a file. Looking for a checkpoint creates no folder.
 """
 
 import os
@@ -22,7 +22,7 @@ from typing import Any
 from areno.engine.backend import Backend
 from areno.errors import CheckpointError
 from areno.spec.run import CheckpointSpec
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import check_files, write_state
 from areno.training import plain_objects
 from areno.training.frequency import FrequencyControl, StepInfo
@@ -34,8 +34,8 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    ``writing`` is called with the path around each save, to show it; ``saved_step`` counts the completed steps of this
-    process's newest checkpoint, 0 without one.
+    ``writing`` returns a context manager for each save, given its path, to show progress. ``saved_step`` is the step of the
+    newest checkpoint that this process wrote or resumed from, 0 without one.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -46,15 +46,16 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """The newest checkpoint that is what was written, or the one of a step; None where there is none.
+        """The newest undamaged checkpoint, or that of a step; None without checkpoints.
 
-        Raises CheckpointError: there are some and none can be used, one is unreadable, or others can write to them.
+        Raises:
+            CheckpointError: checkpoints exist but none is usable, one is unreadable, or other users can write to them.
         """
         if not self.spec.enabled:
             return None
         if self.spec.strict:
             _refuse_foreign(self.folder.root)
-        self.folder.clear_leftovers()  # may put a checkpoint back, which is then the newest
+        self.folder.clear_leftovers()  # may restore a checkpoint, which is then the newest
         return self.folder.to_resume(step, self._check)
 
     def _check(self, checkpoint: Path) -> None:
@@ -62,21 +63,23 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Count what the run has, which goes on from a checkpoint; those of later steps are renamed."""
+        """Continue from a checkpoint: rename those of later steps and prune old ones."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
         self.folder.prune()
 
     def due(self, at: StepInfo) -> bool:
-        """Count a finished step; whether a checkpoint is to be written after it."""
+        """Count a finished step, and return whether to write a checkpoint after it."""
         return self.frequency.check(at) and self.spec.enabled
 
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
-        """Write the checkpoint of the last completed step, unless that is done already.
+        """Write the checkpoint of the last completed step, unless it exists already.
 
-        ``rollout_state`` gives what :func:`areno.training.plain_objects.save` can hold; None writes nothing. Raises
-        :class:`CheckpointError` if the disk is full, or a write failed.
+        ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` accepts, or None to write nothing.
+
+        Raises:
+            CheckpointError: the disk is full, or a write failed.
         """
         step, path = state.step, self.folder.path(state.step)
         if step == self.saved_step:
@@ -91,7 +94,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Keep the last completed step as the best one; arguments and errors as for :meth:`save`."""
+        """Write the last completed step as the best checkpoint; arguments and errors as for :meth:`save`."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
@@ -100,25 +103,25 @@ class Checkpoints:
             self._fill(folder, state, backend, same, rollout_state)
 
     def update(self, state: RunState) -> None:
-        """Replace the state of the last completed step's checkpoint, where there is one: it has been evaluated since."""
+        """Replace the state in the last completed step's checkpoint, if any, after an evaluation."""
         if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
 
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write the checkpoint; where the folder holds a copy of one of the same step, only what may differ."""
+        """Write the checkpoint; if the folder holds a copy of one of the same step, only the parts that may differ."""
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
                 backend.save_state(folder)
-        if (found := rollout_state()) is not None:
-            plain_objects.save(found, folder / _ROLLOUT)
+        if (rollout := rollout_state()) is not None:
+            plain_objects.save(rollout, folder / _ROLLOUT)
         write_state(folder, asdict(state))
 
 
 def rollout_state(checkpoint: Path) -> Any:
-    """What a checkpoint holds of the rollout; None where it holds nothing."""
+    """The rollout state in a checkpoint, or None."""
     file = checkpoint / _ROLLOUT
     return plain_objects.load(file) if file.exists() else None
 
@@ -128,26 +131,26 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Refuse a folder of checkpoints that another user owns or may write to."""
+    """Refuse a checkpoint folder that another user owns or can write to."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}
-    closed = not root.stat().st_mode & stat.S_IRWXO  # then nobody comes to what lies below
+    closed = not root.stat().st_mode & stat.S_IRWXO  # other users cannot reach anything below
     for path in (root, *root.rglob("*")):
-        found = path.lstat()
-        if found.st_uid not in mine:
+        status = path.lstat()
+        if status.st_uid not in mine:
             raise CheckpointError(
-                f"{path} belongs to user {found.st_uid}, who may have written anything there; if that is right, chown it, "
-                "else delete it or choose another trial_name"
+                f"{path} belongs to user {status.st_uid}, so its content is not trusted; if it is yours, chown it, "
+                "otherwise delete it or choose another trial_name"
             )
-        if found.st_mode & stat.S_IWOTH and not closed and not path.is_symlink():
+        if status.st_mode & stat.S_IWOTH and not closed and not path.is_symlink():
             raise CheckpointError(
-                f"{path} can be written to by every user; if its content is right, chmod -R o-w {root}, else delete it"
+                f"{path} can be written to by every user; if you trust it, run chmod -R o-w {root}, otherwise delete it"
             )
 
 
 def _owner_of_new_files(root: Path) -> int:
-    """User id of files that are made here now: a file server may give them to another one than the process's."""
+    """User id of new files here; a file server may map it to another one than the process's."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
             return os.fstat(probe.fileno()).st_uid

@@ -1,7 +1,7 @@
-"""When to save, to evaluate and to keep a recovery point: every so many epochs, steps or seconds, whichever comes first.
+"""When to save, evaluate and checkpoint: every N epochs, steps or seconds, whichever comes first.
 
-Special here: the three counters are independent; each begins anew only when it has itself come due, so "every 100 steps"
-stays that beside "every epoch". Whatever has a rhythm of its own has a control of its own.
+The three counters are independent: each restarts only when it comes due itself, so "every 100 steps" is unaffected by "every
+epoch". Each schedule has its own :class:`FrequencyControl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areno.spec.run import Frequency
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A step and its place in the run; indices count from 0."""
+    """A step and its position in the run; indices count from 0."""
 
     epoch: int
     epoch_step: int
@@ -27,12 +27,12 @@ class StepInfo:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether it is the last one of its epoch."""
+        """Whether it is the last step of its epoch."""
         return self.epoch_step + 1 == self.steps_per_epoch
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last one of the run."""
+        """Whether it is the last step of the run."""
         return self.global_step + 1 >= self.total_steps
 
     def next(self) -> StepInfo:
@@ -43,24 +43,24 @@ class StepInfo:
 
 
 class FrequencyControl:
-    """One rhythm; raises :class:`UsageError` for a frequency that is not above 0. ``clock`` gives seconds."""
+    """One schedule; UsageError for a frequency that is not above 0. ``clock`` returns seconds."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}
         for unit, value in self._every.items():
             if value is not None and value <= 0:
-                raise UsageError(f"freq_{unit}={value}: give a number above 0, or null to leave it out")
+                raise UsageError(f"freq_{unit}={value} is not above 0; use a number above 0, or null to disable it")
         self._first, self._last, self._clock = frequency.first, frequency.last, clock
         self._epochs = self._steps = 0
         self._since = clock()
 
     def due_before_training(self) -> bool:
-        """Whether it is due before the first step; True at most once in a run, recovered or not."""
+        """Whether it is due before the first step; True at most once per run, even after a resume."""
         due, self._first = self._first, False
         return due
 
     def check(self, at: StepInfo) -> bool:
-        """Count a finished step, once for each; returns whether it is due now."""
+        """Count a finished step, and return whether it is due now; call once per step."""
         self._first = False
         self._steps += 1
         self._epochs += at.ends_epoch
@@ -85,7 +85,7 @@ class FrequencyControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there; the time between is not counted."""
+        """Restore the counters; the time since they were saved does not count."""
         self._epochs, self._steps = state["epochs"], state["steps"]
         self._since = self._clock() - state["secs"]
         self._first = self._first and state["before_training"]

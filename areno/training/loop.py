@@ -1,9 +1,9 @@
-"""The loop of every training run, whichever front end started it: steps, evaluation, checkpoints, resume, and a clean end.
+"""The training loop of both front ends: steps, evaluation, checkpoints, resume, and clean shutdown.
 
-An algorithm's trainer supplies the steps' batches, one step, and what an evaluation measures. After each step come models that
-are due, statistics, evaluation and checkpoint; a run that is resumed from that checkpoint has told everything before it once.
-An evaluation belongs to a number of completed steps, as a checkpoint does, and leaves no trace in training: random state and
-step times are as if it had not been.
+An algorithm's trainer supplies the batches, one step, and the measurements of an evaluation. After each step the loop reports
+statistics, saves models, evaluates and writes a checkpoint, each when due; a run resumed from that checkpoint reports nothing
+twice. An evaluation belongs to a number of completed steps, as a checkpoint does, and does not affect training: random state
+and step times are as without it.
 """
 
 import functools
@@ -24,7 +24,7 @@ from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import ProgressDisplay
 from areno.spec.run import RunSpec
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome
@@ -35,7 +35,7 @@ from areno.training.stopping import StopController, StopRequested
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that is to be done: batch, place, and how many rows of the epoch's order are done with after it."""
+    """A step to run: its batch, its place in the run, and the position in the epoch's row order after it."""
 
     batch: Any
     at: StepInfo
@@ -43,20 +43,20 @@ class PlannedStep:
 
 
 class TrainingLoop(ABC):
-    """Base of the trainers; see the module's text."""
+    """Base class of the trainers; see the module's docstring."""
 
     logger: logging.Logger
-    best_metric: str = "loss"  # metric of :meth:`evaluate` that says which checkpoint is the best
+    best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False  # an evaluation may lack that metric, and is then not the best one
+    best_may_be_missing: bool = False  # an evaluation may lack that metric, and is then never the best
     stop: StopController
-    saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models that are saved beside checkpoints; the first is the actor
-    saver: Saver | None = None  # saves them at their times; None saves none
-    resumed_from: Path | None = None  # checkpoint whose weights are loaded already; None begins at the first step
-    eval_rows: Sequence[Any] | None = None  # held-out rows; None evaluates nothing
+    saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
+    saver: Saver | None = None  # saves these models; None saves none
+    resumed_from: Path | None = None  # checkpoint whose weights are already loaded; None starts at the first step
+    eval_rows: Sequence[Any] | None = None  # held-out rows; None disables evaluation
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        """Take what the loop works with; ``checkpoints`` are those that have been looked for already."""
+        """Attach the parts that the loop works with; ``checkpoints`` are reused if given."""
         self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()
@@ -67,7 +67,7 @@ class TrainingLoop(ABC):
 
     @property
     def display(self) -> ProgressDisplay:
-        """Progress for people."""
+        """Progress display."""
         return self.report.display
 
     @abstractmethod
@@ -76,29 +76,29 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
-        """Do one step; work that can be repeated belongs inside ``self.stop.interruptible()``."""
+        """Run one step; do repeatable work inside ``self.stop.interruptible()``."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Measure the model on the held-out rows; may be interrupted at any moment, and must not train."""
+        """Measure the model on the held-out rows; may be interrupted at any time, and must not train."""
 
     @abstractmethod
     def total_steps(self) -> int:
-        """Steps of the whole run, were no row skipped."""
+        """Steps of the run if no row is skipped."""
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
-        """Called once before the state of a resumed run is restored: ensure the models that it needs besides the policy."""
+        """Called once before the state is restored: load the models needed besides the policy."""
 
     def prepare(self) -> None:  # noqa: B027  (or prepares anything)
-        """Called once before the first step, with the state restored."""
+        """Called once before the first step, after the state is restored."""
 
-    def begin_anew(self) -> None:
-        """Called once instead of restoring, where there is nothing to resume from."""
+    def start_fresh(self) -> None:
+        """Called once instead of restoring, if there is no checkpoint."""
         if self.spec.resumed:
             self.report.rewind(self.state)
 
     def save_models(self, at: StepInfo) -> None:
-        """Save those of all roles that are due after a step; a checkpoint that says all is done comes after what it says."""
+        """Save the models of all roles that are due after a step; after the last step, wait until they are written."""
         if self.saver is None:
             return
         for role in self.saved_roles:
@@ -109,46 +109,46 @@ class TrainingLoop(ABC):
             self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
-        """What copies a model, for saving beside training; None where it cannot be copied."""
+        """A function that copies a model for asynchronous saving; None if the model cannot be copied."""
         engine = self.backend
         if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
             return None
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Further state of a checkpoint, which :mod:`areno.training.plain_objects` can hold; None has none."""
+        """Rollout state to checkpoint, as :mod:`areno.training.plain_objects` accepts it; None for none."""
         return None
 
     def part_states(self) -> dict[str, Any]:
-        """Further counters of a checkpoint, as JSON has them."""
+        """Further JSON state to checkpoint."""
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
-        """Go on from :meth:`part_states` and :meth:`rollout_state`; the weights are loaded already."""
+        """Restore :meth:`part_states` and :meth:`rollout_state`; the weights are already loaded."""
 
     def save_at_stop(self) -> None:
-        """Called where a signal or an error ends the run between two updates: save what is complete."""
+        """Called when a signal or an error ends the run between two updates: save the completed steps."""
         self.checkpoint()
 
-    def end(self) -> None:  # noqa: B027  (everything may have been done after the last step)
+    def end(self) -> None:  # noqa: B027  (not every trainer needs it)
         """Called once after the last step of a run that was not stopped."""
 
     def cleanup(self) -> None:  # noqa: B027  (or holds anything)
-        """Called once at the end, whatever happened."""
+        """Called once at the end, even after an error."""
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
-        """A block whose seconds are told as ``key``, by default in the trace alone."""
+        """Time a block under ``key``; by default only in the trace."""
         return tracing.trace_scope(key)
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """A block around all that belongs to a step: its trace."""
+        """Context of a complete step; traces it."""
         with tracing.perf_tracer().step(step):
             yield
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end; after a signal :class:`StopRequested` ends it. The last completed step is always saved."""
+        """Run to the end, or until a signal raises :class:`StopRequested`; always saves the last completed step."""
         try:
             self.load_models()
             self._restore()
@@ -181,7 +181,7 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Whether one of the limits of the run is reached; epochs are counted by :meth:`steps`."""
+        """Whether a limit of the run is reached; :meth:`steps` counts epochs itself."""
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
         return any(limit is not None and reached >= limit for limit, reached in limits)
@@ -205,7 +205,7 @@ class TrainingLoop(ABC):
             self.save_models(at)
         try:
             outcome.stats |= self._evaluate_if_due(at)
-        finally:  # a stop may come while the model is measured
+        finally:  # a stop may interrupt the evaluation
             if report.joins_evaluation:
                 report.record_step(at, outcome, self.state)
         with self.timed("checkpoint_for_recover"):
@@ -213,7 +213,7 @@ class TrainingLoop(ABC):
                 self.checkpoint()
 
     def _advance(self, planned: PlannedStep) -> None:
-        """Count a finished step."""
+        """Record a finished step in the state."""
         state, at = self.state, planned.at
         state.step, state.position = at.global_step + 1, planned.position
         state.epoch, state.epoch_step = at.epoch, at.epoch_step + 1
@@ -221,7 +221,7 @@ class TrainingLoop(ABC):
         self._updating = False
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
-        """The numbers of an evaluation that belong to the record of the step before it."""
+        """Evaluate if due; return the metrics to merge into the step's record, if any."""
         if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)
@@ -230,9 +230,9 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model once per step; ``apart`` tells the numbers as a record of their own, else returns them."""
-        step, done = self.state.step, self.state.evaluation
-        if self.eval_rows is None or (done is not None and done["step"] == step):
+        """Measure the model once per step; ``apart`` reports the metrics as a separate record, else they are returned."""
+        step, previous = self.state.step, self.state.evaluation
+        if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}
         self.display.phase("evaluate")
         rng = capture_rng()
@@ -245,20 +245,20 @@ class TrainingLoop(ABC):
             self.report.record_evaluation(self.state, metrics)
         improved = self._update_best(metrics)
         self.checkpointing.update(self.state)
-        # What the run started from is not a checkpoint of it: the given model is there already.
+        # The initial model is not saved as the best checkpoint: it exists already.
         if improved and step and self.spec.checkpoints.best:
             self._note_parts()
             self.checkpointing.save_best(self.state, self.backend, self.rollout_state)
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Remember the evaluation if it is the best one so far; a tie is not, nor is NaN."""
+        """Record the evaluation if it is the best so far, and return whether it is; a tie or NaN is not."""
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
                 return False
             raise ArenoError(
-                f"evaluate() of {type(self).__name__} gave no {name!r}, its best_metric; got {sorted(metrics)}"
+                f"evaluate() of {type(self).__name__} returned no {name!r}, its best_metric; got {sorted(metrics)}"
             )
         value = metrics[name]
         if best is None:
@@ -275,19 +275,19 @@ class TrainingLoop(ABC):
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Write the evaluation of the restored step again, whose line was dropped with those of later steps."""
-        done = self.state.evaluation
-        if done is None:
+        """Report the evaluation of the restored step again, whose line was dropped with those of later steps."""
+        previous = self.state.evaluation
+        if previous is None:
             return
-        if done["step"] == self.state.step and not self.report.joins_evaluation:
-            self.report.record_evaluation(self.state, done["metrics"], again=True)
-        if done["settings"] != self.spec.evaluated_with:
-            self.logger.info("the evaluation options are not those of the run so far: the best evaluation starts anew")
+        if previous["step"] == self.state.step and not self.report.joins_evaluation:
+            self.report.record_evaluation(self.state, previous["metrics"], again=True)
+        if previous["settings"] != self.spec.evaluated_with:
+            self.logger.info("the evaluation options have changed: the best evaluation so far is discarded")
             self.state.evaluation = self.state.best = None
             self.state.not_best, self.state.evaluation_due = 0, True
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last completed step, unless that is done already or none are written."""
+        """Write the checkpoint of the last completed step, unless it exists or checkpoints are disabled."""
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
@@ -299,10 +299,10 @@ class TrainingLoop(ABC):
         self.state.parts |= {"report": self.report.state_dict(), **saver, **self.part_states()}
 
     def _restore(self) -> None:
-        """Continue from a checkpoint where there is one; steps after it will be done again."""
+        """Resume from a checkpoint if there is one; later steps will be repeated."""
         checkpoint = self.resumed_from
         if checkpoint is None:
-            self.begin_anew()
+            self.start_fresh()
             return
         self.state = state = RunState.of_checkpoint(checkpoint)
         if self.spec.checkpoints.loads_optimizer:
@@ -321,12 +321,12 @@ class TrainingLoop(ABC):
         self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save what is complete before an error or a stop ends the run; a second Ctrl-C skips that."""
+        """Save the completed steps before an error or a stop ends the run; a second Ctrl-C skips that."""
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:
-            newest = f"; the newest checkpoint is the one after step {self.checkpointing.saved_step}"
-            self.logger.error("ended inside an update%s", newest if self.spec.checkpoints.enabled else "")
+            newest = f"; the newest checkpoint is that of step {self.checkpointing.saved_step}"
+            self.logger.error("the run ended during an update%s", newest if self.spec.checkpoints.enabled else "")
             return
         if isinstance(error, StopRequested):
             self.logger.warning("%s: stopping after %d steps", error, self.state.step)

@@ -1,6 +1,6 @@
-"""Tensors, arrays and plain Python objects in a file that cannot run code when it is read.
+"""Saves and loads tensors, arrays and plain Python objects, without running code from the file.
 
-The format is that of ``torch.save``; it is read with ``weights_only``, which knows a fixed list of types, and those here.
+The format is that of ``torch.save``, loaded with ``weights_only``: only PyTorch's allowed types and those listed here.
 """
 
 import datetime
@@ -20,11 +20,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from areno.errors import CheckpointError, DamagedCheckpointError, UsageError
 
 _DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
-# What rows from JSON, Parquet, Arrow or a loader may hold beside what torch knows; none does more than hold a value.
+# Further types in rows from JSON, Parquet, Arrow or a loader; all are plain values.
 _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, pathlib.PosixPath, frozenset),
-    # The functions that make arrays and numbers have other names in other releases.
+    # The names of NumPy's reconstruction functions depend on its release.
     *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0], *_DTYPES),
 ]
 
@@ -32,7 +32,8 @@ _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 def save(value: Any, file: Path | IO[bytes]) -> None:
     """Write None, numbers, text, bytes, dates, tensors, arrays, and dicts, lists, tuples and sets of them.
 
-    Raises UsageError: there is another type in it, which the message names.
+    Raises:
+        UsageError: the value contains another type, which the message names.
     """
     try:
         torch.save(value, file)
@@ -52,18 +53,18 @@ def check(value: Any) -> None:
 
 
 def load(file: Path) -> Any:
-    """Read what :func:`save` wrote; a :class:`DamagedCheckpointError` if it is something else."""
+    """Read a file written by :func:`save`; DamagedCheckpointError if it is invalid."""
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise DamagedCheckpointError(f"{file} is not what was written ({str(error).splitlines()[0]})") from error
+        raise DamagedCheckpointError(f"{file} is damaged ({str(error).splitlines()[0]})") from error
 
 
-def _refusal(what: str) -> str:
+def _refusal(types: str) -> str:
     return (
-        f"data rows and trajectories hold what a recovery point cannot keep: {what}; use text, numbers, dates, lists, "
-        "dicts, tensors and arrays in them (the path of a file in place of an object), or set recover.mode=off"
+        f"data rows or trajectories contain types that a restart point cannot store: {types}; use text, numbers, dates, "
+        "lists, dicts, tensors and arrays (for example a file path instead of an object), or set recover.mode=off"
     )

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on. Each front end has its own names and log lines; health and display are the same."""
+"""Reporting of a run's progress. Names and log lines depend on the front end; health checks and display are shared."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,28 +18,28 @@ from areno.types import TrainSequence
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What one step produced.
+    """The result of one step.
 
     Attributes:
-        timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, where they apply.
+        timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, if applicable.
     """
 
-    rows: Sequence[TrainSequence]  # rows that were trained on
+    rows: Sequence[TrainSequence]  # trained rows
     stats: dict[str, float]  # scalar statistics
     timings: dict[str, float] = field(default_factory=dict)
     rewards: list[float] | None = None  # one per kept sample; None without rewards
     groups: list[int] | None = None  # prompt index of each of these samples
     sample: str | None = None  # one completion to show
-    skipped_long: int = 0  # over-long prompts passed over for this step
+    skipped_long: int = 0  # over-long prompts skipped for this step
     sequences: float | None = None  # trained sequences; None counts the rows
-    seconds: float = 0.0  # that the step took
+    seconds: float = 0.0  # duration of the step
 
 
 class Reporter(ABC):
-    """Tells the steps and evaluations of a run: ``display`` shows progress, ``health`` warns of what cannot learn."""
+    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training."""
 
     joins_evaluation: ClassVar[bool]
-    """Whether the numbers of an evaluation belong to the record of the step before it; else they have one of their own."""
+    """Whether evaluation metrics are merged into the record of the preceding step, or are a separate record."""
 
     def __init__(self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor) -> None:
         self.run_dir, self.logger, self.health = run_dir, logger, health
@@ -47,26 +47,26 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Write the numbers of a step; the totals of ``state`` hold it."""
+        """Write the statistics of a step, which the totals of ``state`` already include."""
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the numbers of an evaluation that belongs to no step's record; ``again`` after their line was dropped."""
+        """Write the metrics of a separate evaluation record; ``again`` repeats a line dropped by a resume."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
-        """Drop what was written after the last step of a resumed run; before the first step, all."""
+        """Drop the records after the last step of a resumed run; all of them before the first step."""
 
     def begin(self, total_steps: int, done_steps: int) -> None:
-        """Show that a run of so many steps begins, of which earlier attempts have done some."""
+        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
         self.display.start(total_steps, done_steps)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics of a step under the names that health monitor and display know."""
+        """The statistics of a step, under the names that health monitor and display use."""
         return outcome.stats
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
-        """Warn where a finished step shows that the run cannot learn; returns whether the update was usable."""
+        """Warn if a finished step shows that training is failing, and return whether the update was usable."""
         known, has_rewards = self.known_stats(outcome), outcome.rewards is not None
         groups = [row.group for row in outcome.rows] if outcome.groups is None else outcome.groups
         for warning in self.health.observe(
@@ -87,17 +87,17 @@ class Reporter(ABC):
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """A block that writes a checkpoint."""
+        """Context for writing a checkpoint."""
         self.display.phase("save")
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """State to restore on resume."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing)
-        """Undo :meth:`state_dict`."""
+        """Restore :meth:`state_dict`."""
 
     def close(self) -> None:
-        """Write what is still queued; a second call does nothing."""
+        """Flush queued records; a second call does nothing."""
         self.display.stop()

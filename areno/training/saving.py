@@ -1,9 +1,9 @@
-"""Saves models in Hugging Face format, where the front end's table of paths says: ``models/step_000100`` or
+"""Saves models in Hugging Face format, to the paths of the front end: ``models/step_000100`` or
 
     default/epoch{E}epochstep{S}globalstep{G}/
 
-Special here: each role has counters of its own, so a critic takes nothing away from the actor. A folder has its name when
-it is whole, and not before. Asynchronous saving holds training up for a copy of the weights; a thread writes the copy.
+Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving blocks training
+only while the weights are copied; a thread writes the copy.
 """
 
 import logging
@@ -14,8 +14,8 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.spec.run import Frequency
-from areno.storage.checkpoints import CheckpointFolder
-from areno.storage.layout import EXPERIMENT, Layout
+from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.run_layout import EXPERIMENT, RunLayout
 from areno.training.frequency import FrequencyControl, StepInfo
 
 _log = logging.getLogger(__name__)
@@ -26,19 +26,19 @@ DISK_REMEDY = "free some space, save less often (saver.freq_*), or choose anothe
 WriteModel = Callable[[Path], None]
 """Writes a model with its tokenizer into a folder."""
 StageModel = Callable[[], WriteModel]
-"""Copies a model's weights, and returns what writes the copy."""
+"""Copies a model's weights, and returns a function that writes the copy."""
 
 
 class Saver:
-    """Saves models at their times; ``roles`` have counters of their own, and ``default`` is the actor.
+    """Saves the models of each role when due; the role ``default`` is the actor.
 
     Args:
-        root: the trial's folder for models.
+        root: folder for the models of the run.
         every: how often each role is saved.
-        mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for
-            models that can be copied, else ``sync``.
-        layout: table of paths.
-        remedy: what helps where the disk is full.
+        mode: ``sync`` writes before it returns; ``async`` copies the weights and writes in a thread; ``auto`` is ``async``
+            for models that can be copied, else ``sync``.
+        layout: path table.
+        remedy: advice in the error for a full disk.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Saver:
         every: Frequency,
         roles: Iterable[str] = ("default",),
         mode: str = "auto",
-        layout: Layout = EXPERIMENT,
+        layout: RunLayout = EXPERIMENT,
         remedy: str = DISK_REMEDY,
     ) -> None:
         if mode not in MODES:
@@ -59,7 +59,7 @@ class Saver:
         self._under_way: dict[str, Future[None]] = {}
 
     def path(self, role: str, at: StepInfo) -> Path:
-        """Where a role's model of a step lies."""
+        """Path of a role's model after a step."""
         numbers = {"epoch": at.epoch, "epoch_step": at.epoch_step, "global_step": at.global_step}
         name = self._layout.model.format(steps=at.global_step + 1, **numbers)
         return self._root / self._layout.models.format(role=role) / name
@@ -67,18 +67,22 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role, and :meth:`save` its model where that is due; None where it is not."""
+        """Count a finished step of a role, and :meth:`save` its model if due; None if not."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
     def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
-        """Save a role's model now, and return where it lies or will lie.
+        """Save a role's model now, and return its path.
 
-        ``stage`` copies it for asynchronous saving, None where that is not possible. Raises :class:`CheckpointError` if this
-        save failed, or the role's asynchronous save before it.
+        ``stage`` copies the model for asynchronous saving; None if that is not possible.
+
+        Raises:
+            CheckpointError: this save failed, or the previous asynchronous save of the role.
         """
         if self._mode == "async" and stage is None:
-            _log.warning("saver.mode=async: %s cannot be copied here, so training waits until it is written", role)
+            _log.warning(
+                "saver.mode=async: the model of %s cannot be copied, so training waits until it is written", role
+            )
         self._wait(role)
         if self._mode == "sync" or stage is None:
             self._write(role, at, write)
@@ -88,12 +92,12 @@ class Saver:
         return self.path(role, at)
 
     def wait(self) -> None:
-        """Wait until all models are written; raises the :class:`CheckpointError` of one that failed."""
+        """Wait until all models are written; CheckpointError if a save failed."""
         for role in list(self._under_way):
             self._wait(role)
 
     def close(self) -> None:
-        """:meth:`wait`, and end the thread."""
+        """:meth:`wait`, then stop the thread."""
         try:
             self.wait()
         finally:
@@ -106,7 +110,7 @@ class Saver:
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; a role that was not there before begins."""
+        """Restore the counters; roles that were not saved before start at zero."""
         for role, control in self._controls.items():
             if role in state:
                 control.load_state_dict(state[role])

@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal) without losing a step.
+"""Handles Ctrl-C, SIGTERM and SIGHUP (a closed terminal) without losing a step.
 
-A signal may interrupt work that can be repeated (generating, rewarding) at once. Work that changes weights or files is
-finished first. The second signal ends the process the hard way.
+A signal interrupts repeatable work (generation, rewards) at once. Work that changes weights or files is finished first. A
+second signal aborts immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(BaseException):
-    """The user or the system asked the run to stop; ``signum`` says how."""
+    """The user or the system asked the run to stop, with the signal ``signum``."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -32,7 +32,7 @@ class StopController:
 
     @contextmanager
     def signals(self) -> Iterator[StopController]:
-        """Handle the signals inside the block, but none that is ignored (nohup); does nothing outside the main thread."""
+        """Handle signals inside the block, except ignored ones (nohup); does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -52,13 +52,13 @@ class StopController:
             raise StopRequested(signum)
 
     def check(self) -> None:
-        """Raise if a stop has been asked for."""
+        """Raise StopRequested if a stop was requested."""
         if self.requested is not None:
             raise StopRequested(self.requested)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that may be left half-way, because it will be done again."""
+        """Context for work that may be interrupted, because it will be repeated."""
         self._interruptible = True
         try:
             self.check()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from areno.types.routing import RoutingRecord
+
 MAX_TOP_LOGPROBS = 20
 
 _OPTIONAL = ("max_context_len", "max_prompt_len", "seed")
@@ -185,6 +187,9 @@ class GeneratedToken:
     finish: FinishReason | None  # why the sample ends with it; None while it goes on
     forced: bool = False  # a grammar left no other token to choose
     cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar removed
+    routed_experts: RoutingRecord | None = field(
+        default=None, compare=False
+    )  # with the last token: those of its sample
 
 
 class TokenConstraint(Protocol):
@@ -249,6 +254,8 @@ class RolloutSequence:
         cut_mass: mean probability that top-k, top-p, min-p and a grammar removed, per token.
         top_logprobs: the most likely tokens at each place with their log-probs; empty unless asked for.
         temperature: that the log-probs refer to; 1 for greedy answers.
+        routed_experts: experts that the routers chose for each token of prompt and response but the last, which was never fed
+            to the model; see :mod:`areno.types.routing`. None where they are not recorded.
     """
 
     resp_tokens: list[int]
@@ -259,6 +266,7 @@ class RolloutSequence:
     cut_mass: float = 0.0
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     temperature: float = 1.0
+    routed_experts: RoutingRecord | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self.resp_logprobs = Logprobs(self.resp_logprobs, self.temperature)

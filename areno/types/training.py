@@ -1,10 +1,15 @@
 """Rows that training consumes. Every per-token list aligns with ``tokens``: entry i belongs to token i, entry 0 is unused."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from areno.types.sampling import Logprobs
+
+if TYPE_CHECKING:
+    from areno.types.routing import RoutingRecord
 
 _LISTS = (
     *("prompt_mask", "tokens", "logprobs", "advantages", "returns", "values", "ref_logprobs"),
@@ -35,6 +40,8 @@ class TrainSequence:
         teacher_logprobs: log-probs of a teacher, for distillation.
         versions: version of the weights that made each token, -1 on the prompt.
         keep: False where a token is left out of the policy loss and still counts in its mean (M2PO).
+        routed_experts: experts that the rollout's routers chose for each token, which training chooses too; see
+            :mod:`areno.types.routing`.
 
     Raises:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
@@ -58,6 +65,7 @@ class TrainSequence:
     teacher_logprobs: list[float] = None  # type: ignore[assignment]
     versions: list[int] = None  # type: ignore[assignment]
     keep: list[bool] = None  # type: ignore[assignment]
+    routed_experts: RoutingRecord | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -80,6 +88,11 @@ class TrainSequence:
                 raise ValueError(
                     f"TrainSequence.{name} has {len(values)} entries for {len(self.tokens)} tokens; they must align"
                 )
+        if self.routed_experts is not None and len(self.routed_experts) != len(self.tokens):
+            raise ValueError(
+                f"TrainSequence.routed_experts has {len(self.routed_experts)} entries for {len(self.tokens)} tokens; they "
+                "must align"
+            )
         if not self.prompt_mask:
             raise ValueError("TrainSequence.prompt_mask is missing: True marks prompt tokens, False response tokens")
 

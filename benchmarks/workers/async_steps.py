@@ -17,7 +17,7 @@ from tool_latency import Latency
 
 from areno.config.experiment import GRPOConfig, load_expr_config
 from areno.experiments.trainers import PPOTrainer
-from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.rollouts.engine_client import EPISODE, EngineClient, ModelRequest
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow

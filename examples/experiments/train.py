@@ -11,7 +11,7 @@ from toy import letter_reward
 
 from areno.config.experiment import GRPOConfig, load_expr_config
 from areno.experiments.folders import open_log
-from areno.experiments.run import guarded
+from areno.experiments.run_experiment import guarded
 
 
 def not_all_equal(trajectory: dict) -> bool:

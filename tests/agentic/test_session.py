@@ -12,7 +12,7 @@ import pytest
 
 import areno
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn
-from areno.rollouts.conversation.tape import AgentTape
+from areno.rollouts.conversation.recorder import ConversationRecorder
 from tests.agentic.stage import batch_of, sampling
 
 SPEC = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")).parent / "spec"
@@ -175,7 +175,7 @@ def test_several_choices_of_one_request_are_branches(trainer):
 
 
 def test_requests_for_the_same_prompt_never_share_a_seed_and_have_the_same_ones_in_every_run(trainer):
-    first, again = (AgentTape(trainer.get_tokenizer(), 3) for _ in range(2))
+    first, again = (ConversationRecorder(trainer.get_tokenizer(), 3) for _ in range(2))
     asked = [([1, 2], 3), ([1, 2], 2), ([9], 1), ([1, 2], 4)]
     seeds = [first.seeds(prompt, samples) for prompt, samples in asked]
     assert len({seed for some in seeds for seed in some}) == 10

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from areno.api.agentic import AgentTrajectoryTurn, LossMaskPolicy
-from areno.rollouts.conversation.rows import branches
+from areno.rollouts.conversation.trajectory_rows import branches
 from tests.agentic.stage import Script, batch_of, open_trainer, sampling, save_model, split_tokens
 from tests.agentic.templates import FORMATS, Format, tokenizer_of
 

@@ -23,7 +23,7 @@ from areno.config import TrainOptions
 from areno.engine.checkpoint.rng import capture_rng
 from areno.errors import RewardError, UsageError
 from areno.loss_fns import sft_loss_fn
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from tests.observability.test_display import Screen, run_on_terminal
 from tests.support.cli import LOADER, task_arguments, write_task
 
@@ -460,7 +460,7 @@ def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp
 def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_checkpoint, capsys):
     with pytest.raises(AssertionError):
         train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:NAMELESS")
-    message = "evaluate() of Nameless gave no 'accuracy', its best_metric; got ['eval_time_s', 'score']"
+    message = "evaluate() of Nameless returned no 'accuracy', its best_metric; got ['eval_time_s', 'score']"
     assert message in capsys.readouterr().err
 
 

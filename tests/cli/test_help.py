@@ -17,7 +17,7 @@ GROUPS = {
     "Rollout": (
         "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "
         "top-k top-p greedy eager-decode speculate drop-rollout-state attn-backend disable-thinking agent-fn "
-        "agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
+        "return-routed-experts agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
         "reward-fn-path reward-weights reward-normalize-parts reward-ckpt reward-timeout-s reward-memory-gb reward-workers "
         "on-reward-error rollout rollout-replicas rollout-backend rollout-url rollout-server-command rollout-server-args "
         "max-staleness workflow kv-cache-tokens stop stop-token-ids ignore-eos"

@@ -60,6 +60,14 @@ TRAIN = [
         [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
         "--speculate 4 with --tp-size 2: only replicas of one rank guess ahead; leave one of the two out",
     ),
+    (
+        [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
+        "--return-routed-experts has no effect on servers, whose routing areno does not read; leave it out",
+    ),
+    (
+        [*SFT, "--return-routed-experts"],
+        "--return-routed-experts has no effect with --algo sft, which generates nothing",
+    ),
     ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: there is one replica, so no other to shard weights with"),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],

@@ -9,7 +9,7 @@ from areno.config.resume import apply_resume, claim_run_dir, new_run_dir
 from areno.config.validate import validate
 from areno.config.yaml_io import dump_config
 from areno.errors import UsageError
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from tests.config.workspace import GSPO, stored_run
 
 

@@ -37,6 +37,7 @@ OTHER_FLAGS = {
     "--step": "areno inspect",
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
+    "--kind": "areno convert",
     **dict.fromkeys(
         ("--fit", "--try", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"),
         "areno plan --fit",

@@ -9,7 +9,7 @@ from areno.config import TrainOptions
 from areno.config.experiment import DPOConfig, PPOConfig
 from areno.config.experiment.settings import paths_of
 from areno.config.options import options_of
-from areno.experiments.run import DRY_RUN
+from areno.experiments.run_experiment import DRY_RUN
 from docs.make_front_ends import ALWAYS, FEATURES, PAGE, render
 
 FLAGS = {entry.flag for entry in options_of(TrainOptions)}

@@ -224,6 +224,7 @@ OPTIONS = {
     "kv_cache_tokens": None,
     "eager_decode": False,
     "speculate": 0,
+    "return_routed_experts": False,
     "drop_rollout_state": False,
     "attn_backend": "flash",
     "disable_thinking": False,

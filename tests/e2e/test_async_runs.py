@@ -13,7 +13,7 @@ from tests.e2e.test_resume import metrics
 from tests.support.cli import kill, start, task_arguments, wait_for_text, write_task
 
 WORKFLOW = '''
-from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.conversation.trajectory_rows import completion_row
 from areno.rollouts.engine_client import ModelRequest
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import RolloutWorkflow

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.cli.main import main
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
 from tests.support.cli import REWARD, areno, kill, start, task_arguments, wait_for_text, write_task
 
@@ -135,7 +135,7 @@ def test_other_evaluation_options_start_a_new_best(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
     here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2)
     here("train", "--resume", run, "--max-steps", 3, "--eval-max-rows", 1)
-    assert "the best evaluation starts anew" in (run / "log.txt").read_text()
+    assert "the best evaluation so far is discarded" in (run / "log.txt").read_text()
     # The model after two steps is measured again, on the new rows.
     assert [(record["step"], record["eval/num_sequences"]) for record in evaluations(run)][-3:] == [
         (2, 7),

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from areno.errors import CheckpointError
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
 
 
@@ -105,7 +105,7 @@ def test_an_old_best_that_a_kill_caught_on_its_way_out_is_put_back(tmp_path):
 WRITER = """
 import sys
 from areno.storage.contents import write_state
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1], keep=1)
 step = 0
 while True:

@@ -15,8 +15,8 @@ import pytest
 
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import CheckpointError
-from areno.storage import checkpoints as folder_module
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage import checkpoint_folder as folder_module
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_state_is_named(tmp_path):
 WRITER = """
 import sys
 from areno.storage.contents import write_state
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1], keep=2)
 step = 0
 while True:

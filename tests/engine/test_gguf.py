@@ -191,14 +191,14 @@ def test_what_cannot_be_read_is_refused_with_the_option_the_file_and_the_remedy(
         file.write_bytes(raw)
         problem = ckpt_problem(str(file), "actor.path")
         assert problem.startswith(f"actor.path {file} could not be read: ")
-        assert "Fetch it again" in problem
+        assert "Download it again" in problem
     changes = {
         "llama": "llana",
         "blk.1.attn_k.weight": "blk.1.attn_z.weight",
         "blk.1.ffn_up.weight": "blk.2.ffn_up.weight",
     }
     for (old, new), reason in zip(
-        changes.items(), ("architecture llana", "have no place", "have no place"), strict=True
+        changes.items(), ("architecture llana", "do not belong to a", "do not belong to a"), strict=True
     ):
         file.write_bytes(whole)
         set_fields(file, **{old: new})
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_refused_with_the_option_the_file_and_the_remedy(
 
 def test_scaled_positions_that_are_not_known_are_refused(tmp_path):
     file = written(tiny(tmp_path))
-    for scaling, factors, reason in (("yarn", None, "cannot be read: yarn"), ("none", [1.0] * 15 + [3.0], "Llama 3")):
+    for scaling, factors, reason in (("yarn", None, "unsupported: yarn"), ("none", [1.0] * 15 + [3.0], "Llama 3")):
         changed = tmp_path / f"{scaling}.gguf"
         reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(changed, "llama")
         for key, field in reader.fields.items():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.step import _chunks
-from areno.loss_fns import Count, PolicyLoss, Range, RejectionSampling, dpo_loss_fn, policy_loss_fn, reduces_over
-from areno.loss_fns.shaping import choose_by_second_moment
+from areno.loss_fns import Count, PolicyLossConfig, Range, RejectionSampling, dpo_loss_fn, policy_loss_fn, reduces_over
+from areno.loss_fns.shaping import select_by_second_moment
 from areno.types import TrainSequence
 from tests.engine.test_model_families import random_rows
 from tests.engine.test_train_step import make_step, weights
@@ -107,21 +107,21 @@ def family_rows(count=9, seed=0):
         row.prox_logprobs = [old + float(n) for old, n in zip(row.logprobs, noise[0], strict=True)]
         row.teacher_logprobs = [old + float(n) for old, n in zip(row.logprobs, noise[1], strict=True)]
         row.versions = [-1 if prompt else 3 + i % 3 for i, prompt in enumerate(row.prompt_mask)]
-    choose_by_second_moment(rows, 0.04)
+    select_by_second_moment(rows, 0.04)
     return rows
 
 
 STALE = {"use_decoupled_loss": True}
 KNOBS = {
-    "dapo": PolicyLoss(eps_clip_higher=0.28, c_clip=3.0),
-    "gspo": PolicyLoss(importance_sampling_level="sequence"),
-    "sapo": PolicyLoss(use_sapo_loss=True),
-    "cispo": PolicyLoss(use_cispo_loss=True),
-    "m2po": PolicyLoss(eps_clip=0.0, m2_threshold=0.04, **STALE),
-    "icepop": PolicyLoss(rejection_sampling=RejectionSampling(lower=0.5, upper=2.0), **STALE),
-    "sequence": PolicyLoss(rejection_sampling=RejectionSampling(level="sequence", upper=1.05), **STALE),
-    "loglinear": PolicyLoss(prox_logp_method="loglinear", **STALE),
-    "distilled": PolicyLoss(distill_loss_weight=0.5),
+    "dapo": PolicyLossConfig(eps_clip_higher=0.28, c_clip=3.0),
+    "gspo": PolicyLossConfig(importance_sampling_level="sequence"),
+    "sapo": PolicyLossConfig(use_sapo_loss=True),
+    "cispo": PolicyLossConfig(use_cispo_loss=True),
+    "m2po": PolicyLossConfig(eps_clip=0.0, m2_threshold=0.04, **STALE),
+    "icepop": PolicyLossConfig(rejection_sampling=RejectionSampling(lower=0.5, upper=2.0), **STALE),
+    "sequence": PolicyLossConfig(rejection_sampling=RejectionSampling(level="sequence", upper=1.05), **STALE),
+    "loglinear": PolicyLossConfig(prox_logp_method="loglinear", **STALE),
+    "distilled": PolicyLossConfig(distill_loss_weight=0.5),
 }
 CUTS = [9, 1, MicroBatching(max_tokens_per_mb=60), MicroBatching(3, packing_algorithm="kk"), MicroBatching(2, 3, 90)]
 

@@ -111,3 +111,18 @@ def test_a_model_that_cannot_go_back_is_refused(tmp_path):
     folder = save_tiny_checkpoint(tmp_path / "hybrid", "qwen3_5")
     with pytest.raises(UsageError, match=r"--speculate 4: .* cannot go back"):
         Engine(str(folder), EngineConfig(trains="nothing", speculate=4))
+
+
+def test_a_sample_that_moves_takes_along_what_a_right_guess_has_cached(make_loop):
+    """The first token of a call may end one sample; another, which gets its slot, has more tokens from that call."""
+    period = [5, 9, 13, 17, 21]
+    asked = [Request(period * 2, SamplingParams(max_new_tokens=20 + 30 * i), [i, i + 7]) for i in range(3)]
+    asked.append(Request(period * 10, SamplingParams(greedy=True, max_new_tokens=150), [0]))
+    found = []
+    for guesses in (0, 4):
+        loop = make_loop(prepare(tiny_module("qwen3_moe", layers=2, sharpen=1.5), "qwen3_moe"), guesses)
+        found.append([s for f in loop.submit(asked) for s in f.result(60).sequences])
+    assert loop.counters.agreed_total
+    for plain, guessed in zip(*found, strict=True):
+        assert guessed.resp_tokens == plain.resp_tokens
+        assert guessed.resp_logprobs == pytest.approx(plain.resp_logprobs, abs=1e-5)

@@ -26,7 +26,7 @@ from areno.engine.train.outputs import predict
 from areno.engine.train.step import TrainStep
 from areno.errors import EngineError
 from areno.loss_fns import (
-    PolicyLoss,
+    PolicyLossConfig,
     dpo_loss_fn,
     grpo_loss_fn,
     gspo_loss_fn,
@@ -122,7 +122,7 @@ def test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones(family):
 
 @pytest.mark.parametrize("most", [None, 90])
 def test_training_on_trees_gives_the_weights_of_training_on_rows(most):
-    loss_fn = partial(policy_loss_fn, knobs=PolicyLoss(importance_sampling_level="sequence"))
+    loss_fn = partial(policy_loss_fn, knobs=PolicyLossConfig(importance_sampling_level="sequence"))
     rows = branching_rows()
     flat, tree = make_step(lr=2e-4, eps=1e-4), make_step(lr=2e-4, eps=1e-4)
     expected = flat.run(rows, loss_fn, 12)

@@ -134,9 +134,9 @@ def test_rewards_may_be_given_to_single_answers(engine, how):
     ("agent", "message"),
     [
         (Talker(how="text"), "returned str 'good'"),
-        (Talker(how="none"), "returned no reward and set none"),
-        (Talker(how="bad id"), "no answer of this session is called 'x'"),
-        (Talker(turns=0), "ended without an answer of the model"),
+        (Talker(how="none"), "neither returned nor set a reward"),
+        (Talker(how="bad id"), "this session has no answer with the id 'x'"),
+        (Talker(turns=0), "ended without a model answer"),
     ],
 )
 def test_an_agent_without_a_usable_reward_is_an_error(engine, agent, message):
@@ -208,7 +208,7 @@ def test_a_process_that_answers_out_of_form_costs_one_episode_and_is_replaced(an
         return await processes.run(cloudpickle.dumps(Forger()), {"answer": text}, {}, {}, 60)
 
     async def both() -> None:
-        with pytest.raises(AgentError, match=r"does not follow the protocol|it answered with"):
+        with pytest.raises(AgentError, match=r"violated the protocol|sent an unknown answer"):
             await ask(answer)
         assert await ask("") == 1.0
 
@@ -250,7 +250,7 @@ def test_an_agent_that_always_fails_stops_the_run(engine):
         BatchDispatcher(
             EngineClient(engine), StalenessManager(consumer_batch_size=2), max_errors_in_a_row=3
         ) as dispatcher,
-        pytest.raises(RolloutStoppedError, match="returned no reward and set none"),
+        pytest.raises(RolloutStoppedError, match="neither returned nor set a reward"),
     ):
         dispatcher.prepare_batch(iter([ROW] * 50), workflow)
 
@@ -258,8 +258,8 @@ def test_an_agent_that_always_fails_stops_the_run(engine):
 @pytest.mark.parametrize(
     ("agent", "options", "message"),
     [
-        (object(), {}, "is no agent: it has no method"),
-        (Talker(), {"mode": "online"}, "agent.mode 'online' is not here"),
+        (object(), {}, "is not an agent: it has no method"),
+        (Talker(), {"mode": "online"}, "agent.mode 'online' is not supported"),
         (Talker(), {"export_style": "tree"}, "agent.export_style 'tree' is unknown"),
     ],
 )

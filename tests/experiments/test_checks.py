@@ -14,7 +14,7 @@ from areno.config.experiment.saving import config_text
 from areno.config.tracking import has_wandb_login
 from areno.errors import DataError, UsageError
 from areno.experiments.checks import check_inputs
-from areno.experiments.run import run_experiment, trainer_class
+from areno.experiments.run_experiment import run_experiment, trainer_class
 from areno.experiments.trainers import experiment
 from tests.config.experiment.samples import rl
 from tests.experiments.trainer_stage import CLASSES, settings_of_kind
@@ -58,7 +58,7 @@ def test_all_that_is_missing_is_named_at_once(tmp_path, no_model):
         ({"reward__fn": ""}, "reward.fn is missing: name the reward function"),
         (
             {"workflow__path": "json.JSONDecoder", "reward__weights": {"a": 1}},
-            "reward.weights has no effect with a workflow",
+            "reward.weights has no effect with a custom workflow",
         ),
         (
             {"workflow__path": "json.NoSuchWorkflow", "reward__fn": ""},
@@ -131,7 +131,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     shown, _, rest = told.partition("train_dataset: 12 rows")
     assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
     assert "the scheduler of this machine needs no launcher" in shown
-    assert "steps: 9; an epoch has 3" in rest
+    assert "steps: 9; 3 per epoch" in rest
     assert rest.endswith("dry run: nothing was started, and nothing was written\n")
     assert not (tmp_path / "runs").exists()
 

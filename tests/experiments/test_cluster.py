@@ -170,5 +170,5 @@ def test_launch_shows_and_starts_nothing(tmp_path, capsys):
     assert main([*words, "scheduler.type=ray", "rollout.backend=areno:d3"]) == 0
     assert "rollout: 3 workers (shared), each with 8 CPUs, 1 GPUs" in capsys.readouterr().out
     assert main(words) == 2
-    assert "set it to ray or slurm" in capsys.readouterr().err
+    assert "set scheduler.type to ray or slurm" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

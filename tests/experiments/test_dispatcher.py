@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areno.errors import DataError, EngineError, UsageError
-from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.conversation.trajectory_rows import completion_row
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient, ModelRequest
@@ -230,7 +230,7 @@ def test_a_run_whose_episodes_all_raise_stops_with_the_first_exception():
 
 
 def test_a_run_that_the_filter_empties_stops_and_says_so():
-    refused = pytest.raises(RolloutStoppedError, match=r"9 was refused by the filter.*look at the filter")
+    refused = pytest.raises(RolloutStoppedError, match=r"9 was rejected by the filter.*check the filter")
     with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _), refused:
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
 
@@ -261,7 +261,7 @@ def test_a_forgotten_version_is_an_error_and_no_hang():
     with dispatching(batch=2) as (dispatcher, _):
         rows, workflow = rows_of([""], [1]), Ticking()
         dispatcher.prepare_batch(rows, workflow)
-        with pytest.raises(EngineError, match=r"batch 1 .*nothing more may begin.*call set_version"):
+        with pytest.raises(EngineError, match=r"batch 1 .*none may start.*call set_version"):
             dispatcher.prepare_batch(rows, workflow)
 
 
@@ -272,7 +272,7 @@ def test_a_stalled_wait_says_what_it_waits_for(caplog):
 
     with (
         dispatching(batch=2, stall_report_s=0.1, stall_timeout_s=1.5) as (dispatcher, _),
-        pytest.raises(EngineError, match=r"waiting for batch 0 .*nothing happened for 1.5 s; 0 of 2 ready, 2 running"),
+        pytest.raises(EngineError, match=r"waiting for batch 0 .*no progress for 1.5 s; 0 of 2 ready, 2 running"),
     ):
         dispatcher.prepare_batch(rows_of([""], [1]), Stuck())
     assert "the oldest is episode 0" in caplog.text
@@ -373,7 +373,7 @@ def test_state_comes_before_the_first_batch():
     with dispatching(batch=1) as (dispatcher, _):
         state = dispatcher.export_state()
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
-        with pytest.raises(UsageError, match="load_state comes before the first batch"):
+        with pytest.raises(UsageError, match="load_state must be called before the first batch"):
             dispatcher.load_state(state)
 
 

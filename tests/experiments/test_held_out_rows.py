@@ -12,7 +12,7 @@ import pytest
 
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
-from areno.experiments.run import trainer_class
+from areno.experiments.run_experiment import trainer_class
 from areno.experiments.trainers import experiment
 from tests.experiments.trainer_stage import CLASSES, ROWS, HereTrainer, settings_of_kind
 

@@ -144,7 +144,7 @@ def test_the_only_rollout_worker_is_killed_again_and_again(make_run, task):
             killed.add(victim)
     assert len(killed) == 3
     assert run.wait() == 0, run.output[-6000:]
-    assert run.log.count("rollout/0 runs again") == 3
+    assert run.log.count("rollout/0 was restarted") == 3
     check_rows(run, task, 30)
 
 
@@ -162,7 +162,7 @@ def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
             known.add(victim)
             os.kill(victim, signal.SIGKILL)
     assert run.wait() not in (0, None)
-    assert "rollout/0 has failed, and its 3 restarts are used up" in run.log
+    assert "rollout/0 failed, and its 3 restarts are used up" in run.log
     assert "was killed by signal 9" in run.output
     assert run.none_left()
 
@@ -180,7 +180,7 @@ def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(m
         assert run.until(lambda: partial(run.checkpoints / moment), interval=0.0)
     os.kill(ranks[1], signal.SIGKILL)
     assert run.wait(60) not in (0, None)
-    assert "the experiment has failed: EngineError: rank 1 of 2" in run.log
+    assert "the experiment failed: EngineError: rank 1 of 2" in run.log
     assert "was killed by signal 9" in run.output
     assert run.none_left(), run.pids()
     run.finish()

@@ -16,7 +16,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import areno
 import areno.experiments.trainers
-import areno.experiments.run
+import areno.experiments.run_experiment
 """
 
 

@@ -116,7 +116,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
             return 2**60
 
     points = checkpoints(tmp_path, remedy="save less often")
-    message = r"a checkpoint needs 1\d{12}\.\d MiB beside the 64 MiB that stay free, and .*save less often"
+    message = r"a checkpoint needs 1\d{12}\.\d MiB plus a reserve of 64 MiB, but .*save less often"
     with pytest.raises(CheckpointError, match=message):
         points.save(RunState(step=1), Huge(1))
     assert names(tmp_path) == []
@@ -257,7 +257,7 @@ def test_rows_come_back_with_the_types_that_files_of_rows_have(tmp_path):
 
 @pytest.mark.parametrize("thing", [object(), lambda: 1, random.Random(0), print])
 def test_a_row_that_cannot_be_kept_is_refused_when_it_is_written(tmp_path, thing):
-    with pytest.raises(UsageError, match=r"recovery point cannot keep.*path of a file"):
+    with pytest.raises(UsageError, match=r"restart point cannot store.*file path"):
         plain_objects.check({"row": thing})
 
 

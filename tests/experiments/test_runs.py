@@ -48,9 +48,9 @@ class Watched(PPOTrainer):
 
         self.dispatcher.prepare_batch = prepare_batch  # type: ignore[method-assign]
 
-    def _heard(self, task: int, status: str, reason: str) -> None:
+    def _trace_episode(self, task: int, status: str, reason: str) -> None:
         self.events.append((task, status, reason, self.dispatcher.version))
-        super()._heard(task, status, reason)
+        super()._trace_episode(task, status, reason)
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
         self.loaded = rollout_state(checkpoint)

@@ -15,7 +15,7 @@ from areno.config.experiment import DPOEngineConfig
 from areno.config.experiment.machine import Machine
 from areno.engine.engine import Engine
 from areno.errors import DataError, UsageError
-from areno.experiments.run import run_experiment
+from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trainers.engines import engine_config, micro_batching
 from areno.experiments.trainers.supervised import preference_loss

@@ -67,7 +67,7 @@ def test_rewards_may_come_after_the_agent_has_ended(rl):
         return rl(plain, watch=late)
 
     assert [row["rewards"] for row in run(2.0).samples] == [1.0]
-    with pytest.raises(RolloutStoppedError, match="returned no reward"):
+    with pytest.raises(RolloutStoppedError, match="neither returned nor set a reward"):
         run(0.0)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from areno.engine.parallel import workers
 from areno.engine.parallel.layout import Layout
 from areno.errors import ArenoError, EngineError
-from areno.experiments.run import trainer_class
+from areno.experiments.run_experiment import trainer_class
 from areno.experiments.trainers import PPOTrainer
 from tests.experiments.trainer_stage import run_kind, settings_of_kind, trainer_of
 from tests.support.processes import alive

@@ -215,7 +215,7 @@ def test_a_request_has_a_deadline_and_further_tries(rl, caplog):
         caplog.clear()
         with pytest.raises(ArenoError, match=r"rollout\.request_timeout"):
             rl({**endless, "rollout.request_timeout": 0.03, "rollout.request_retries": retries})
-        said = [record.message for record in caplog.records if "is sent again" in record.message]
+        said = [record.message for record in caplog.records if "retrying request" in record.message]
         tries[retries] = max((int(text.partition("(")[2].partition(" of")[0]) for text in said), default=0)
     assert tries == {0: 0, 2: 2}
 
@@ -302,7 +302,7 @@ def test_a_reward_model_judges_finished_answers_in_training_and_evaluation(rl, t
 
 
 def test_a_failing_reward_stops_the_run_where_it_shall(rl):
-    with pytest.raises(RolloutStoppedError, match=r"stops at its first RewardError: .*KeyError"):
+    with pytest.raises(RolloutStoppedError, match=r"stops at the first RewardError: .*KeyError"):
         rl({"reward.fn": REWARDS + "broken", "reward.on_error": "stop"})
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.errors import EngineError, UsageError
-from areno.experiments.run import run_experiment
+from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import SFTTrainer, experiment
 from areno.training.state import RunState
 from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, settings_of_kind, trainer_of

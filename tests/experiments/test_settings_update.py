@@ -16,7 +16,7 @@ from areno.algorithms.gmpo import gmpo_loss_fn
 from areno.config.experiment import GRPOConfig, config_from
 from areno.errors import UsageError
 from areno.experiments.trainers.update import loss_of, policy_loss_of, shaping_of, with_version
-from areno.loss_fns import PolicyLoss, RejectionSampling, gspo_loss_fn, policy_loss_fn
+from areno.loss_fns import PolicyLossConfig, RejectionSampling, gspo_loss_fn, policy_loss_fn
 from areno.loss_fns.shaping import shape_advantages
 from areno.types import TrainSequence, WeightedReward
 from tests.config.experiment.samples import RL, changed
@@ -37,29 +37,29 @@ SAPO = {"actor.use_sapo_loss": True}
 TAUGHT = {"teacher.path": "some/teacher", "teacher.rollout": {}}
 
 
-def rejecting(**more: Any) -> PolicyLoss:
-    return PolicyLoss(use_decoupled_loss=True, rejection_sampling=RejectionSampling(**{"upper": 5.0, **more}))
+def rejecting(**more: Any) -> PolicyLossConfig:
+    return PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=RejectionSampling(**{"upper": 5.0, **more}))
 
 
 def judged(**more: Any) -> dict[str, Any]:
     return {f"actor.rejection_sampling.{name}": value for name, value in more.items()}
 
 
-LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLoss]] = [
-    ({}, {"actor.eps_clip": 0.05}, PolicyLoss(eps_clip=0.05)),
-    ({}, {"actor.eps_clip_higher": 0.9}, PolicyLoss(eps_clip_higher=0.9)),
-    ({}, {"actor.c_clip": 1.1}, PolicyLoss(c_clip=1.1)),
-    ({}, {"actor.importance_sampling_level": "sequence"}, PolicyLoss(importance_sampling_level="sequence")),
-    ({}, SAPO, PolicyLoss(use_sapo_loss=True)),
-    (SAPO, {"actor.sapo_tau_pos": 3.0}, PolicyLoss(use_sapo_loss=True, sapo_tau_pos=3.0)),
-    (SAPO, {"actor.sapo_tau_neg": 3.0}, PolicyLoss(use_sapo_loss=True, sapo_tau_neg=3.0)),
-    ({}, {"actor.use_cispo_loss": True}, PolicyLoss(use_cispo_loss=True)),
-    ({}, {"actor.use_decoupled_loss": True}, PolicyLoss(use_decoupled_loss=True)),
+LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLossConfig]] = [
+    ({}, {"actor.eps_clip": 0.05}, PolicyLossConfig(eps_clip=0.05)),
+    ({}, {"actor.eps_clip_higher": 0.9}, PolicyLossConfig(eps_clip_higher=0.9)),
+    ({}, {"actor.c_clip": 1.1}, PolicyLossConfig(c_clip=1.1)),
+    ({}, {"actor.importance_sampling_level": "sequence"}, PolicyLossConfig(importance_sampling_level="sequence")),
+    ({}, SAPO, PolicyLossConfig(use_sapo_loss=True)),
+    (SAPO, {"actor.sapo_tau_pos": 3.0}, PolicyLossConfig(use_sapo_loss=True, sapo_tau_pos=3.0)),
+    (SAPO, {"actor.sapo_tau_neg": 3.0}, PolicyLossConfig(use_sapo_loss=True, sapo_tau_neg=3.0)),
+    ({}, {"actor.use_cispo_loss": True}, PolicyLossConfig(use_cispo_loss=True)),
+    ({}, {"actor.use_decoupled_loss": True}, PolicyLossConfig(use_decoupled_loss=True)),
     ({}, DECOUPLED, rejecting()),
     (
         DECOUPLED,
         {"actor.prox_logp_method": "loglinear"},
-        PolicyLoss(
+        PolicyLossConfig(
             use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0), prox_logp_method="loglinear"
         ),
     ),
@@ -79,9 +79,9 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLoss]] = [
         rejecting(upper=1.2, level="sequence", agg="max"),
     ),
     (DECOUPLED | judged(upper=1.2), judged(metric="kl_k2", upper=0.02), rejecting(metric="kl_k2", upper=0.02)),
-    ({}, TAUGHT, PolicyLoss(distill_loss_weight=0.005)),
-    (TAUGHT, {"teacher.distill_loss_weight": 0.7}, PolicyLoss(distill_loss_weight=0.7)),
-    (TAUGHT, {"teacher.rl_loss_weight": 0.3}, PolicyLoss(rl_loss_weight=0.3, distill_loss_weight=0.005)),
+    ({}, TAUGHT, PolicyLossConfig(distill_loss_weight=0.005)),
+    (TAUGHT, {"teacher.distill_loss_weight": 0.7}, PolicyLossConfig(distill_loss_weight=0.7)),
+    (TAUGHT, {"teacher.rl_loss_weight": 0.3}, PolicyLossConfig(rl_loss_weight=0.3, distill_loss_weight=0.005)),
 ]
 
 
@@ -119,12 +119,12 @@ def test_a_kl_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
 @pytest.mark.parametrize(
     ("changes", "by_hand"),
     [
-        ({"actor.algorithm": "dapo"}, partial(policy_loss_fn, knobs=PolicyLoss(eps_clip_higher=0.28))),
-        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, partial(policy_loss_fn, knobs=PolicyLoss())),
+        ({"actor.algorithm": "dapo"}, partial(policy_loss_fn, knobs=PolicyLossConfig(eps_clip_higher=0.28))),
+        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, partial(policy_loss_fn, knobs=PolicyLossConfig())),
         ({"actor.algorithm": "icepop"}, partial(policy_loss_fn, knobs=rejecting(lower=0.5))),
-        ({"actor.algorithm": "cispo"}, partial(policy_loss_fn, knobs=PolicyLoss(use_cispo_loss=True))),
+        ({"actor.algorithm": "cispo"}, partial(policy_loss_fn, knobs=PolicyLossConfig(use_cispo_loss=True))),
         ({"actor.algorithm": "sapo", "actor.sapo_tau_neg": 3.0},
-         partial(policy_loss_fn, knobs=PolicyLoss(use_sapo_loss=True, sapo_tau_neg=3.0))),
+         partial(policy_loss_fn, knobs=PolicyLossConfig(use_sapo_loss=True, sapo_tau_neg=3.0))),
         ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0.1}},
          partial(gmpo_loss_fn, knobs=GmpoKnobs(0.1))),
         ({"actor.algorithm": "gspo", "actor.algorithm_options": {"gspo_clip_eps": 0.1}},

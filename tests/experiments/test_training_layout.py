@@ -97,14 +97,14 @@ def test_layers_are_divided_by_what_each_run_has_to_do(layout, runs):
         (
             "archon:p2",
             {"archon__pp_layers_per_stage": 5},
-            "cuts the 12 layers of .* into 3 runs, which 2 stages cannot",
+            "cuts the 12 layers of .* into 3 chunks, which 2 stages cannot",
         ),
         (
             "megatron:p4",
             {"megatron__virtual_pipeline_parallel_size": 4},
-            "12 layers of .* too few for 4 stages of 4 runs",
+            "12 layers of .* too few for 4 stages of 4 chunks",
         ),
-        ("megatron:p16", {}, "too few for 16 stages of 1 runs"),
+        ("megatron:p16", {}, "too few for 16 stages of 1 chunks"),
     ],
 )
 def test_layers_that_do_not_divide_are_refused(actor, backend, settings, words):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from areno.config.experiment.generation_sections import AgentConfig
 from areno.errors import RewardError, UsageError
 from areno.loss_fns.gae import discounted_returns
-from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.staleness import StalenessManager
@@ -249,9 +249,9 @@ def test_rows_survive_padding_and_keep_their_group(groups):
         (lambda t: t.update(logprobs=t["logprobs"][:, 1:]), r"logprobs of a trajectory has the shape \[1, 2\]"),
         (
             lambda t: t.update(rewards=torch.tensor([float("nan")])),
-            "rewards of a trajectory holds a number that is not finite",
+            "rewards of a trajectory contains a number that is not finite",
         ),
-        (lambda t: t.update(loss_mask=torch.ones(1, 3)), "marks tokens that no version has sampled"),
+        (lambda t: t.update(loss_mask=torch.ones(1, 3)), "marks tokens that were not sampled"),
         (lambda t: t.update(input_ids=torch.ones(3)), r"input_ids of a trajectory has the shape \[3\]"),
     ],
 )
@@ -314,7 +314,7 @@ def test_an_agent_is_wrapped(named):
         ("Plain", {}, "write it as package.module.Name"),
         ("/nowhere/w.py:Plain", {}, "file does not exist: /nowhere/w.py"),
         (object(), {}, "neither `async def arun_episode"),
-        (Plain, {"wrod": 1}, "cannot be made with workflow_kwargs: .*wrod"),
+        (Plain, {"wrod": 1}, "does not accept workflow_kwargs: .*wrod"),
         (Plain("x"), {"word": "y"}, r"workflow_kwargs \(word\) have no effect"),
     ],
 )

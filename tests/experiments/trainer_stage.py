@@ -13,9 +13,9 @@ import torch
 import areno  # noqa: F401  (before torch)
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.engine.engine import Engine
-from areno.experiments.run import trainer_class
+from areno.experiments.run_experiment import trainer_class
 from areno.experiments.trainers import PPOTrainer
-from areno.rollouts.fleet.delivery import UpdateReport
+from areno.rollouts.fleet.weight_transfer import UpdateReport
 from areno.rollouts.trajectory import samples_of
 from tests.config.experiment.samples import changed
 

@@ -20,7 +20,7 @@ from areno.engine.parallel.workers import Processes, WorkerGroup
 from areno.errors import EngineError
 from areno.launch.launcher import RoleNeed
 from areno.launch.links import KEY, LINK
-from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.weight_transfer import WeightOptions
 from tests.engine.parallel.objects import make_first, make_second
 from tests.experiments.fleet.conftest import config, open_fleet, policy  # noqa: F401 - fixtures
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until

@@ -19,7 +19,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
 from areno.errors import EngineError
 from areno.launch.launcher import RoleNeed
-from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.weight_transfer import WeightOptions
 from examples.experiments import toy
 from tests.experiments.fleet.conftest import config, open_fleet, policy  # noqa: F401 - fixtures
 from tests.experiments.fleet.support import answers, learn, requests, wait_until

@@ -17,7 +17,7 @@ from areno.algorithms.simpo import Knobs as SimpoKnobs
 from areno.algorithms.simpo import simpo_loss_fn
 from areno.loss_fns import (
     Count,
-    PolicyLoss,
+    PolicyLossConfig,
     RejectionSampling,
     dpo_loss_fn,
     grpo_loss_fn,
@@ -148,7 +148,9 @@ class Case:
 
 
 def family(name: str, frozen: bool = False, **knobs) -> Case:
-    return Case(f"family-{name}", partial(policy_loss_fn, knobs=PolicyLoss(**knobs), version=VERSION), frozen=frozen)
+    return Case(
+        f"family-{name}", partial(policy_loss_fn, knobs=PolicyLossConfig(**knobs), version=VERSION), frozen=frozen
+    )
 
 
 CASES = [

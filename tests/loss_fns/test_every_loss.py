@@ -64,7 +64,7 @@ def added(parts: list[dict]) -> dict:
             sum(getattr(part[name], field) for part in parts) for field in fields.get(type(first), ("total", "count"))
         ]
         if isinstance(first, Range):
-            added += [min(part[name].least for part in parts), max(part[name].greatest for part in parts)]
+            added += [min(part[name].minimum for part in parts), max(part[name].maximum for part in parts)]
         sums[name] = type(first)(*added)
     return sums
 
@@ -92,8 +92,8 @@ def test_microbatches_weighted_by_their_units_give_the_loss_and_gradient_of_the_
         if isinstance(summed, Spread):
             assert float(summed.square) == pytest.approx(float(metrics[name].square), rel=1e-9)
         if isinstance(summed, Range):
-            assert float(summed.least) == pytest.approx(float(metrics[name].least), rel=1e-9, abs=1e-9)
-            assert float(summed.greatest) == pytest.approx(float(metrics[name].greatest), rel=1e-9, abs=1e-9)
+            assert float(summed.minimum) == pytest.approx(float(metrics[name].minimum), rel=1e-9, abs=1e-9)
+            assert float(summed.maximum) == pytest.approx(float(metrics[name].maximum), rel=1e-9, abs=1e-9)
 
 
 def assert_finite(case: Case, batch: Batch) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areno.loss_fns import PolicyLoss, RejectionSampling, grpo_loss_fn, policy_loss_fn
+from areno.loss_fns import PolicyLossConfig, RejectionSampling, grpo_loss_fn, policy_loss_fn
 from tests.loss_fns import written_out_family
 from tests.loss_fns.packs import QUICK, VERSION, batches, make_batch, slopes, value_of
 from tests.loss_fns.test_rejection import samplings
@@ -29,7 +29,7 @@ def every_knob(draw):
     method = draw(st.sampled_from(methods)) if decoupled else "recompute"
     second_moment = decoupled and method in ("recompute", "metrics") and draw(st.booleans())
     distill = draw(st.sampled_from([0.0, 0.0, 0.3]))
-    return PolicyLoss(
+    return PolicyLossConfig(
         eps_clip=draw(st.sampled_from([0.0, 0.05, 0.2])),
         eps_clip_higher=draw(st.sampled_from([None, 0.0, 0.05, 0.4])) if kind != "sapo" else None,
         c_clip=draw(st.sampled_from([None, 1.2, 3.0])) if kind == "clip" else None,
@@ -100,8 +100,8 @@ def test_statistics_have_their_documented_names_and_meanings(batch, knobs):
     for name, numbers in expected.items():
         assert value_of(metrics[name]) == pytest.approx(mean(numbers), **EXACT), name
         if numbers:
-            assert float(metrics[name].least) == pytest.approx(min(numbers), **EXACT)
-            assert float(metrics[name].greatest) == pytest.approx(max(numbers), **EXACT)
+            assert float(metrics[name].minimum) == pytest.approx(min(numbers), **EXACT)
+            assert float(metrics[name].maximum) == pytest.approx(max(numbers), **EXACT)
     assert value_of(metrics["actor_loss"]) == pytest.approx(value_of(metrics["policy_loss"]), **EXACT)
     sapo = {"sapo_soft_gate", "sapo_scaled_gate_pos", "sapo_scaled_gate_neg"}
     clip = {"clip_ratio", "dual_clip_ratio", "clipped_tokens", "clipped_new_logp", "clipped_old_logp"}
@@ -116,7 +116,7 @@ def test_clipped_tokens_are_counted_with_their_log_probs():
     batch.pack["packed_advantages"] = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     # Over the top, within, under the bottom, and so far up that only the dual clip holds it.
     batch.logprobs = old + torch.tensor([0.5, 0.1, -0.5, 1.5], dtype=torch.float64)
-    _, gradient, metrics = run(batch, PolicyLoss(c_clip=3.0))
+    _, gradient, metrics = run(batch, PolicyLossConfig(c_clip=3.0))
     assert value_of(metrics["clip_ratio"]) == 0.5
     assert value_of(metrics["dual_clip_ratio"]) == 0.25
     assert value_of(metrics["clipped_tokens"]) == 2
@@ -135,7 +135,7 @@ def test_a_token_that_is_left_out_takes_no_part_in_its_sequence(left_out_by):
     batch.logprobs = batch.pack["packed_prox_logprobs"] + torch.tensor([0.0, 0.1, -0.1, 0.8])
     chosen = {"rejection_sampling": RejectionSampling()} if left_out_by == "rejection_sampling" else {left_out_by: 1.0}
     loss, gradient, metrics = run(
-        batch, PolicyLoss(importance_sampling_level="sequence", use_decoupled_loss=True, **chosen)
+        batch, PolicyLossConfig(importance_sampling_level="sequence", use_decoupled_loss=True, **chosen)
     )
     # Ratio and advantage are those of the first three tokens, 1 and 1; the fourth still counts in the denominator.
     assert loss == pytest.approx(-3 / 4)
@@ -151,18 +151,18 @@ def test_clip_statistics_are_of_the_tokens_that_rejection_sampling_keeps():
     # Kept: one over the top and one within. Left out: one over the top, and one that a dual clip would hold.
     batch.logprobs = batch.pack["packed_prox_logprobs"] + torch.tensor([0.5, 0.1, 0.5, 1.5])
     knobs = {"use_decoupled_loss": True, "rejection_sampling": RejectionSampling()}
-    _, _, metrics = run(batch, PolicyLoss(c_clip=3.0, **knobs))
+    _, _, metrics = run(batch, PolicyLossConfig(c_clip=3.0, **knobs))
     names = ("clip_ratio", "dual_clip_ratio", "clipped_tokens", "clip_fraction", "clip_fraction_high")
     assert [value_of(metrics[name]) for name in names] == [0.5, 0.0, 1.0, 0.5, 0.5]
     assert value_of(metrics["clipped_new_logp"]) == pytest.approx(-0.5)
-    _, _, metrics = run(batch, PolicyLoss(use_cispo_loss=True, **knobs))
+    _, _, metrics = run(batch, PolicyLossConfig(use_cispo_loss=True, **knobs))
     assert [value_of(metrics[name]) for name in names[:3]] == [0.5, 0.0, 1.0]
 
 
 def test_the_stale_tokens_are_measured_where_they_are_let_through():
     batch = make_batch([3], mask_share=1.0)
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"] + torch.tensor([0.0, 0.1, 3.0])
-    knobs = PolicyLoss(use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0))
+    knobs = PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0))
     _, _, metrics = run(batch, knobs)
     assert value_of(metrics["unclipped_behave_tokens"]) == 2
     assert value_of(metrics["rs_filtered_fraction"]) == pytest.approx(1 / 3)
@@ -179,7 +179,7 @@ def test_decoupled_tokens_carry_the_behaviour_weight_with_and_without_rejection_
     batch = make_batch([5, 3], mask_share=1.0, shift=0.5)
     prox, old = batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"]
     batch.logprobs = prox.clone()
-    _, gradient, _ = run(batch, PolicyLoss(use_decoupled_loss=True, rejection_sampling=sampling))
+    _, gradient, _ = run(batch, PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=sampling))
     expected = -(prox - old).exp() * batch.pack["packed_advantages"] / 8
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
     assert (prox - old).abs().max() > 0.1
@@ -192,7 +192,7 @@ def test_a_clip_range_of_zero_keeps_the_whole_gradient_at_a_ratio_of_one(dtype):
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"].clone()
     batch.pack["packed_keep"] = torch.ones(4, dtype=torch.bool)
     batch.logprobs = batch.pack["packed_logprobs"].clone()
-    knobs = PolicyLoss(eps_clip=0.0, use_decoupled_loss=True, m2_threshold=0.04)
+    knobs = PolicyLossConfig(eps_clip=0.0, use_decoupled_loss=True, m2_threshold=0.04)
     _, gradient, _ = run(batch.cast(dtype), knobs)
     assert (gradient * 4).tolist() == [-2.0, -2.0, 2.0, 2.0]
 
@@ -202,7 +202,7 @@ def test_left_out_tokens_stay_in_the_denominator():
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"] + torch.tensor([0.0, 0.0, 0.0, 9.0])
     batch.logprobs = batch.pack["packed_prox_logprobs"].clone()
     batch.pack["packed_advantages"] = torch.ones(4)
-    loss, gradient, _ = run(batch, PolicyLoss(use_decoupled_loss=True, rejection_sampling=RejectionSampling()))
+    loss, gradient, _ = run(batch, PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=RejectionSampling()))
     assert loss == pytest.approx(-3 / 4)
     assert gradient.tolist() == pytest.approx([-0.25, -0.25, -0.25, 0.0])
 
@@ -234,7 +234,7 @@ def test_distillation_follows_the_reverse_kl_gradient_without_bias_alone_and_joi
             "packed_seq_ids": torch.tensor([0]),
             "packed_num_sequences": 1,
         }
-        knobs = PolicyLoss(rl_loss_weight=rl_weight, distill_loss_weight=0.5)
+        knobs = PolicyLossConfig(rl_loss_weight=rl_weight, distill_loss_weight=0.5)
         loss, _ = policy_loss_fn(pack, moving.log_softmax(-1)[token].reshape(1), knobs)
         loss.backward()
         mean_gradient += sampler[token].exp() * moving.grad
@@ -248,7 +248,7 @@ def test_distillation_follows_the_reverse_kl_gradient_without_bias_alone_and_joi
 @QUICK
 @given(batch=batches())
 def test_without_further_knobs_it_is_grpo(batch):
-    loss, gradient, _ = run(batch, PolicyLoss(eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0))
+    loss, gradient, _ = run(batch, PolicyLossConfig(eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0))
     logprobs = batch.logprobs.detach().clone().requires_grad_(True)
     other, _ = grpo_loss_fn(batch.pack, logprobs, 0.1, clip_eps_high=0.3, dual_clip=2.0)
     other.backward()
@@ -260,12 +260,12 @@ def test_every_surrogate_begins_as_the_plain_policy_gradient_where_nothing_has_m
     batch = make_batch([4, 3], mask_share=1.0)
     batch.logprobs = batch.pack["packed_logprobs"].clone()
     expected = (-batch.pack["packed_advantages"] / 7).tolist()
-    for knobs in (PolicyLoss(), PolicyLoss(use_cispo_loss=True), PolicyLoss(use_sapo_loss=True)):
+    for knobs in (PolicyLossConfig(), PolicyLossConfig(use_cispo_loss=True), PolicyLossConfig(use_sapo_loss=True)):
         assert run(batch, knobs)[1].tolist() == pytest.approx(expected)
 
 
 def test_the_knobs_travel_to_another_process_bound_to_the_loss():
-    loss_fn = partial(policy_loss_fn, knobs=PolicyLoss(c_clip=2.0, use_decoupled_loss=True), version=3)
+    loss_fn = partial(policy_loss_fn, knobs=PolicyLossConfig(c_clip=2.0, use_decoupled_loss=True), version=3)
     again = pickle.loads(pickle.dumps(loss_fn))
     assert (again.func, again.keywords) == (policy_loss_fn, loss_fn.keywords)
 
@@ -283,7 +283,7 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
-        ({"rl_loss_weight": 0.0}, "nothing would be learned"),
+        ({"rl_loss_weight": 0.0}, "set at least one of them above 0"),
         ({"use_sapo_loss": True, "use_cispo_loss": True}, "are two losses"),
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
@@ -299,15 +299,15 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
 )
 def test_bad_knobs_are_named_with_what_to_do(options, text):
     with pytest.raises(ValueError, match=text):
-        PolicyLoss(**options)
+        PolicyLossConfig(**options)
 
 
 @pytest.mark.parametrize(
     ("options", "missing", "text"),
     [
         ({"use_decoupled_loss": True}, "packed_prox_logprobs", "give every row prox_logprobs"),
-        ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine stamped"),
-        ({"use_decoupled_loss": True, "m2_threshold": 0.1}, "packed_keep", "choose_by_second_moment"),
+        ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine recorded"),
+        ({"use_decoupled_loss": True, "m2_threshold": 0.1}, "packed_keep", "select_by_second_moment"),
         ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "give every row teacher_logprobs"),
     ],
 )
@@ -315,12 +315,12 @@ def test_a_batch_that_lacks_what_a_knob_reads_is_refused(options, missing, text)
     batch = make_batch([3, 3])
     del batch.pack[missing]
     with pytest.raises(ValueError, match=text):
-        policy_loss_fn(batch.pack, batch.logprobs, PolicyLoss(**options), version=VERSION)
+        policy_loss_fn(batch.pack, batch.logprobs, PolicyLossConfig(**options), version=VERSION)
 
 
 def test_an_approximation_needs_to_know_the_version():
     batch = make_batch([3])
-    knobs = PolicyLoss(use_decoupled_loss=True, prox_logp_method="loglinear")
+    knobs = PolicyLossConfig(use_decoupled_loss=True, prox_logp_method="loglinear")
     with pytest.raises(ValueError, match="one more than the engine's version"):
         policy_loss_fn(batch.pack, batch.logprobs, knobs)
 
@@ -330,6 +330,6 @@ def test_only_forward_passes_that_a_knob_reads_are_asked_for():
         (decoupled, method)
         for decoupled, method in itertools.product([False, True], ["recompute", "metrics", "loglinear"])
         if (decoupled or method == "recompute")
-        and PolicyLoss(use_decoupled_loss=decoupled, prox_logp_method=method).needs_proximal
+        and PolicyLossConfig(use_decoupled_loss=decoupled, prox_logp_method=method).needs_proximal
     }
     assert needing == {(True, "recompute"), (True, "metrics")}

@@ -82,8 +82,8 @@ def test_different_lengths_are_refused_with_both():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gamma": 1.1, "lam": 0.9}, r"gamma must be within 0 and 1, got 1\.1"),
-        ({"gamma": 1.0, "lam": -0.1}, r"lam must be within 0 and 1, got -0\.1"),
+        ({"gamma": 1.1, "lam": 0.9}, r"gamma must be between 0 and 1, got 1\.1"),
+        ({"gamma": 1.0, "lam": -0.1}, r"lam must be between 0 and 1, got -0\.1"),
         ({"gamma": 1.0, "lam": 0.9, "next_value": math.nan}, "next_value that are not finite"),
     ],
 )

@@ -22,7 +22,7 @@ EXACT = {"rel": 1e-6, "abs": 1e-9}
 
 
 def bounds(metric):
-    return float(metric.least), float(metric.greatest)
+    return float(metric.minimum), float(metric.maximum)
 
 
 @QUICK
@@ -37,7 +37,7 @@ def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
     for name, key in (("new_value", "x"), ("old_value", "values"), ("target_value", "returns")):
         assert value_of(metrics[name]) == pytest.approx(mean([t[key] for t in tokens]), **EXACT)
         if tokens:
-            assert float(metrics[name].greatest) == pytest.approx(max(t[key] for t in tokens))
+            assert float(metrics[name].maximum) == pytest.approx(max(t[key] for t in tokens))
 
 
 @QUICK

@@ -243,8 +243,8 @@ REFUSED = [
     (gspo_loss_fn, {"kl_coef": -0.1}, "kl_coef must not be negative, got -0.1"),
     (gspo_loss_fn, {"kl_coef": math.nan}, "kl_coef must not be negative, got nan"),
     (grpo_loss_fn, {"loss_mean": "rows"}, "'rows' is unknown; choose one of: token, sequence, dr_grpo"),
-    (grpo_loss_fn, {"loss_mean": "dr_grpo"}, "max_tokens, which must be above 0, got None"),
-    (grpo_loss_fn, {"loss_mean": "dr_grpo", "max_tokens": 0}, "max_tokens, which must be above 0, got 0"),
+    (grpo_loss_fn, {"loss_mean": "dr_grpo"}, "needs max_tokens above 0, got None"),
+    (grpo_loss_fn, {"loss_mean": "dr_grpo", "max_tokens": 0}, "needs max_tokens above 0, got 0"),
 ]
 
 

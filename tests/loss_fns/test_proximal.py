@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from areno.loss_fns.proximal import APPROXIMATIONS, approximate_proximal, approximation_metrics, travelled
+from areno.loss_fns.proximal import APPROXIMATIONS, approximate_proximal, approximation_metrics, interpolation_fraction
 from tests.loss_fns.packs import QUICK, VERSION, batches, value_of
 from tests.loss_fns.written_out import mean
 from tests.loss_fns.written_out_family import approximation
@@ -19,8 +19,8 @@ EXACT = {"rel": 1e-6, "abs": 1e-9}
 
 def test_the_way_travelled_of_a_token_of_each_version():
     versions = torch.tensor([-1, 0, 3, 4, 5, 6])
-    assert travelled(versions, 6).tolist() == pytest.approx([0.0, 5 / 6, 2 / 3, 1 / 2, 0.0, 0.0])
-    assert travelled(versions, 6).tolist() == [travelled_written_out(v, 6) for v in versions.tolist()]
+    assert interpolation_fraction(versions, 6).tolist() == pytest.approx([0.0, 5 / 6, 2 / 3, 1 / 2, 0.0, 0.0])
+    assert interpolation_fraction(versions, 6).tolist() == [travelled_written_out(v, 6) for v in versions.tolist()]
 
 
 @pytest.mark.parametrize("kind", APPROXIMATIONS)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.loss_fns import Norm, RewardShaping, shape_advantages
-from areno.loss_fns.shaping import choose_by_second_moment, finished, row_counts, summaries, version_statistics
+from areno.loss_fns.shaping import row_counts, select_by_second_moment, summaries, untruncated, version_statistics
 from areno.types import TrainSequence
 from tests.loss_fns.packs import QUICK
 from tests.loss_fns.test_norm import normalised
@@ -173,7 +173,7 @@ def test_the_longest_answer_of_a_batch_is_not_taken_for_a_cut_one():
     assert found["no_eos_ratios"].tolist() == [0.0, 1.0]
     assert rows[0].advantages == [0.0] + [1.0] * 9
     assert rows[1].advantages == [0.0] * 3
-    assert finished(rows) == rows[:1]
+    assert untruncated(rows) == rows[:1]
 
 
 def test_only_a_cut_answer_is_worth_what_the_critic_says_comes_after_it():
@@ -254,7 +254,7 @@ def test_staleness_is_counted_over_trained_tokens_in_versions():
 @QUICK
 @given(rows=row_lists())
 def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
-    share = choose_by_second_moment(rows, 0.5)
+    share = select_by_second_moment(rows, 0.5)
     tokens = [(row, i) for row in rows for i in trained(row)]
     kept = [(row.logprobs[i] - row.prox_logprobs[i]) ** 2 for row, i in tokens if row.keep[i]]
     gone = [(row.logprobs[i] - row.prox_logprobs[i]) ** 2 for row, i in tokens if not row.keep[i]]
@@ -272,8 +272,8 @@ def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
         ({"reward_clip": 0.0}, "reward_clip must be above 0"),
         ({"kl_ctl": -0.1}, "kl_ctl must not be negative"),
         ({"kl_estimator": "k4"}, "kl_estimator must be k1, k2 or k3"),
-        ({"discount": 1.5}, "discount must be within 0 and 1"),
-        ({"gae_lambda": -1.0}, "gae_lambda must be within 0 and 1"),
+        ({"discount": 1.5}, "discount must be between 0 and 1"),
+        ({"gae_lambda": -1.0}, "gae_lambda must be between 0 and 1"),
         ({"overlong_reward_penalty": True}, "needs overlong_tokens of at least 1, got None"),
         ({"overlong_reward_penalty": True, "overlong_tokens": 4}, "needs overlong_penalty_factor of at least 0"),
     ],
@@ -289,7 +289,7 @@ def test_bad_batches_are_refused():
     with pytest.raises(ValueError, match="values of 1 rows, got 0"):
         shape_advantages([answer(1.0)], RewardShaping(), [])
     with pytest.raises(ValueError, match="row 0 lacks them"):
-        choose_by_second_moment([answer(1.0)], 0.04)
+        select_by_second_moment([answer(1.0)], 0.04)
 
 
 def test_settings_travel_to_another_process():

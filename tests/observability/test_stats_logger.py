@@ -11,8 +11,8 @@ import pytest
 from areno.cli.inspect import run as inspect_run
 from areno.observability.logs import setup_logging
 from areno.observability.stats_logger import StatsLogger, table
-from areno.storage.layout import EXPERIMENT
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import EXPERIMENT
 
 
 class Remembering:

@@ -99,7 +99,7 @@ DEFECTS = (
     ),
     Defect(
         "checkpoint not flushed to the disk",
-        "areno/storage/checkpoints.py",
+        "areno/storage/checkpoint_folder.py",
         "            sync_tree(partial)",
         "            pass",
         ("tests/engine/test_checkpoint_folder.py::test_all_is_flushed_to_the_disk_before_the_checkpoint_has_its_name",),
@@ -187,14 +187,14 @@ DEFECTS = (
     ),
     Defect(
         "common turns trained in each branch",
-        "areno/rollouts/conversation/rows.py",
+        "areno/rollouts/conversation/trajectory_rows.py",
         "if turn in places and turn not in done]",
         "if turn in places]",
         ("tests/agentic/test_token_true.py::test_rows_are_what_was_sent_and_sampled",),
     ),
     Defect(
         "samples of a prompt share seeds",
-        "areno/rollouts/conversation/tape.py",
+        "areno/rollouts/conversation/recorder.py",
         "self._draws[key] += samples",
         "self._draws[key] += 1",
         (
@@ -239,7 +239,7 @@ DEFECTS = (
     Defect(
         "knobs of the loss not passed on",
         "areno/experiments/trainers/update.py",
-        "if name in own} | others)",
+        "if name in names} | others)",
         "if name in others} | others)",
         ("tests/experiments/test_settings_update.py::test_a_knob_of_the_loss_gives_its_formula",),
     ),
@@ -253,7 +253,7 @@ DEFECTS = (
     Defect(
         "broken weights accepted",
         "areno/rollouts/fleet/tensors.py",
-        "found.update(raw(tensor).cpu().numpy().data)",
+        "checksum.update(raw(tensor).cpu().numpy().data)",
         "pass",
         (
             "tests/experiments/fleet/test_weight_updates.py::test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand",

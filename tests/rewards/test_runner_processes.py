@@ -300,10 +300,10 @@ _RAW = """
 @pytest.mark.parametrize(
     ("sent", "text"),
     [
-        ("b'garbage'", "does not follow the protocol"),
-        ("bytes(1000)", "does not follow the protocol"),
+        ("b'garbage'", "violated the protocol"),
+        ("bytes(1000)", "violated the protocol"),
         # The frames of multiprocessing: length and body.
-        ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "does not follow the protocol"),
+        ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "violated the protocol"),
     ],
 )
 def test_bytes_that_are_no_report_cost_their_record_alone(reward_file, records, sent, text):

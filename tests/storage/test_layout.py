@@ -12,7 +12,7 @@ from areno.config.experiment.saving import config_text
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
 from areno.spec import Frequency
-from areno.storage.layout import OPTIONS, newest_model
+from areno.storage.run_layout import OPTIONS, newest_model
 from areno.training.frequency import StepInfo
 from areno.training.saving import Saver
 

@@ -43,7 +43,7 @@ _IMPORTS = (
     "areno.engine.engine",
     "areno.engine.parallel.server",
     "areno.engine.parallel.fsdp",
-    "areno.experiments.run",
+    "areno.experiments.run_experiment",
 )
 # Libraries read variables of these names when they are imported.
 _READ_AT_IMPORT = (

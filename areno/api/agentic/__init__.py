@@ -24,7 +24,7 @@ _HOMES = {
     "RewardEvent": "areno.types",
     "RewardRecord": "areno.types",
     "RolloutSession": "areno.api.session",
-    "TrajectoryRow": "areno.rollouts.conversation.rows",
+    "TrajectoryRow": "areno.rollouts.conversation.trajectory_rows",
     "lint_chat_template": "areno.api.agentic.lint",
 }
 

@@ -26,7 +26,7 @@ from areno.api.agentic.samples import AgentSample, make_sample, turns_in
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import ArenoError, UsageError
 from areno.rewards.worker import describe_error, source_file
-from areno.rollouts.conversation.server import AgentServer
+from areno.rollouts.conversation.agent_server import AgentServer
 from areno.rollouts.conversation.spans import LossMaskPolicy
 
 logger = logging.getLogger(__name__)

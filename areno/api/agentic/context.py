@@ -4,8 +4,8 @@ import threading
 
 from areno.api.agentic.data import METADATA, AgentItem, AgentTrajectory, AgentTrajectoryTurn
 from areno.engine.rollout.counter_rng import derive_seed
+from areno.rollouts.conversation.agent_server import AgentServer, AgentSession
 from areno.rollouts.conversation.continuation import Turn
-from areno.rollouts.conversation.server import AgentServer, AgentSession
 
 
 class AgentContext:

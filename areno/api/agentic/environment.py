@@ -205,7 +205,8 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
         environment = make()
         try:
             await replay(environment, record.source_record, record.messages)
-            return await _settled(environment.reward())
+            reward: float = await _settled(environment.reward())
+            return reward
         finally:
             environment.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.errors import UsageError
-from areno.rollouts.conversation.continuation import Forked, Turn, go_on
+from areno.rollouts.conversation.continuation import Forked, Turn, continue_turn
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 
 FindingKind = Literal["rewrites history", "drops thinking", "no turn end", "refused"]
@@ -88,7 +88,9 @@ def _probe(tokenizer: Any, step: Step, thinking: bool, disable_thinking: bool) -
     how: dict[str, Any] = {"finish": "length", "by_token": False} if end is None else {"tokens": [end]}
     try:
         prompt_text = render([dict(_ASKED)], True).text
-        go_on(tokenizer, Turn("", None, [], "", "", prompt_text, [_ASKED], [], answer, **how), [following], render)
+        continue_turn(
+            tokenizer, Turn("", None, [], "", "", prompt_text, [_ASKED], [], answer, **how), [following], render
+        )
     except Forked as forked:
         return _KINDS.get(forked.reason, "rewrites history")
     except UsageError:

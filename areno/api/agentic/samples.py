@@ -14,8 +14,8 @@ from areno.api.sampler import Sampler
 from areno.errors import AgentError
 from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.history import text_of
-from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, branches, build_rows
 from areno.text.chat import encode_rendered, render_generation_prompt
 from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
@@ -57,7 +57,7 @@ def make_sample(
     """Look up the answers that an agent returned for a task, and build what training and rewards need.
 
     ValueError where a response is none of this session's, belongs to another task, or was returned twice; UsageError as for
-    :func:`~areno.rollouts.conversation.rows.build_rows`.
+    :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
     for turn in turns:
@@ -80,7 +80,11 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
     if not rows:
         return
     tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
-    scores = trainer.score_logprobs("actor", tokens, temperatures=temperatures, micro_bs=micro_bs)
+    records = [row.routed_experts for row in rows]
+    routed = records if any(record is not None for record in records) else None
+    scores = trainer.score_logprobs(
+        "actor", tokens, temperatures=temperatures, micro_bs=micro_bs, routed_experts=routed
+    )
     for row, scored in zip(rows, scores, strict=True):
         marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
         row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
@@ -101,8 +105,8 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
     return Turn(
         id="",
         parent=parent,
-        given=given,
-        given_text=text,
+        context_tokens=given,
+        context_text=text,
         anchor="",
         prompt_text=rendered.text,
         messages=messages,
@@ -223,8 +227,8 @@ def _plain(message: Any) -> dict[str, Any]:
 def _rendered(turn: Turn, tokenizer: Any) -> str:
     """The last conversation behind its first prompt, as the model saw it."""
     path = turn.path
-    tokens = [token for step in path for token in (*step.given, *step.tokens)]
-    return str(tokenizer.decode(tokens[len(path[0].given) :], skip_special_tokens=False))
+    tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
+    return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
 
 
 def _calls(turn: Turn) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ class ArenoConfig:
         dummy_load: random weights instead of the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
-            ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``, ``device``,
-            ``dtype``, ``trust_remote_code``, ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` to
-            generate only), and ``stall_timeout_s`` (seconds without progress after which a rank of several has failed; 600).
+            ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
+            ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
+            ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` to generate only), and
+            ``stall_timeout_s`` (seconds without progress after which a rank of several has failed; 600).
         max_running_prompts: most sequences decoded at once.
         decode_progress_interval_s: seconds between decode progress lines; 0 writes none.
         lora: train an adapter in place of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
@@ -69,7 +70,8 @@ class BackendType:
                 f"got {type(config).__name__}"
             )
         module, _, attribute = self.factory.partition(":")
-        return getattr(importlib.import_module(module), attribute)(model_path, world_size, config)
+        make: Callable[..., Callable[[], Backend]] = getattr(importlib.import_module(module), attribute)
+        return make(model_path, world_size, config)
 
 
 Areno = BackendType("areno", ArenoConfig, "areno.api.backend.local:prepare")

@@ -72,6 +72,7 @@ _RUNTIME: Mapping[str, Check] = {
     "keep_rollout_state": _flag,
     "eager_decode": _flag,
     "speculate": _FROM_0,
+    "return_routed_experts": _flag,
     "kv_cache_tokens": _or_none(_COUNT),
     "prefix_cache_tokens": _or_none(_FROM_0),
     "device": _TEXT,

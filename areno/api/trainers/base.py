@@ -18,8 +18,8 @@ from areno.errors import UsageError
 from areno.observability import log_lines, tracing
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
-from areno.storage.layout import OPTIONS
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import OPTIONS
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
 from areno.training.saving import Saver

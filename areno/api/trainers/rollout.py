@@ -46,7 +46,7 @@ from areno.observability.samples import (
 )
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import describe_record
-from areno.rollouts.conversation.rows import TrajectoryRow, known_roles
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, known_roles
 from areno.serving.token_text import TokenTexts
 from areno.training.checkpoints import rollout_state
 from areno.training.loop import PlannedStep
@@ -379,8 +379,8 @@ class RolloutTrainer(DataTrainer):
             values = trained_values(own, "advantages")
             sample.advantage = values[0] if min(values) == max(values) else float(np.mean(values))
         stats = self.row_statistics(prepared)
-        if prepared.left_out is not None:
-            stats["m2_filtered_fraction"] = prepared.left_out
+        if prepared.m2_masked is not None:
+            stats["m2_filtered_fraction"] = prepared.m2_masked
         if "ref" in self._seconds:
             stats |= spread("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
             stats["ref_logprob_forward_time_s"] = self._seconds["ref"]

@@ -9,7 +9,7 @@ from typing import Any
 from areno.api.agentic.samples import AgentSample
 from areno.api.evaluation import Answer
 from areno.api.records import reward_record
-from areno.rollouts.conversation.rows import TrajectoryRow, completion_row
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, completion_row
 from areno.rollouts.trajectory import reward_of, trajectory_row
 from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence
 

@@ -1,7 +1,7 @@
 """Where samples come from: this process or rollout processes generate them, as completions or as episodes of a workflow.
 
 A batch is generated when it is its turn. With ``--rollout async`` prompts go to processes of their own, which generate while
-this one trains; each step's samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.ahead`). With
+this one trains; each step's samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.batches_ahead`). With
 ``--workflow`` a user's class does the prompts' tasks, there or on the engine of this process.
 """
 
@@ -26,10 +26,10 @@ from areno.engine.device import rank_devices
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError
 from areno.gpus import visible_gpus
-from areno.rollouts.ahead import BatchesAhead
+from areno.rollouts.batches_ahead import BatchesAhead
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.fleet.delivery import Mode, WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.fleet.weight_transfer import Mode, WeightOptions
 from areno.rollouts.servers.start import ServerOptions, command_of
 from areno.rollouts.workflows.base import Episodes, GroupedRolloutWorkflow, SampleRows
 from areno.rollouts.workflows.resolve import resolve_workflow
@@ -39,7 +39,16 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Defaults of a server's command line, by product."""
 
-_KEPT = ("resp_tokens", "resp_logprobs", "finish_reason", "text", "versions", "cut_mass", "temperature")
+_KEPT = (
+    "resp_tokens",
+    "resp_logprobs",
+    "finish_reason",
+    "text",
+    "versions",
+    "cut_mass",
+    "temperature",
+    "routed_experts",
+)
 _NO_LIMIT = 2**31
 
 

@@ -55,6 +55,8 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         yield f"rollout.scheduling_strategy.fork false {where}: a server is a process of its own; leave it out"
     if rollout.speculate:
         yield f"rollout.speculate {rollout.speculate} {where}: a server guesses by its own options; leave it out"
+    if rollout.return_routed_experts:
+        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; leave it out"
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
         yield f"rollout.api_url lists {len(addresses)} servers {where}: give {replicas}, separated by commas"

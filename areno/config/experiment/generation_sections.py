@@ -224,7 +224,9 @@ class InferenceEngineConfig:
         maximum=63,
     )
     return_routed_experts: bool = setting(
-        False, "Return which experts each token was routed to.", refused="expert routing is not returned; remove it"
+        False,
+        "Return which experts each token was routed to, and route it there in training too: a mixture of experts then has no "
+        "gap from routing. Decoding is eager.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY

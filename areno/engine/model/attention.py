@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from areno.engine.model.routing import Routing
+
 # Name of each backend's function in transformers: fused kernels where they exist, or every score written out.
 IMPLEMENTATIONS = {"flash": "areno", "native": "areno_native"}
 
@@ -34,6 +36,8 @@ class LayerAttention:
 
 class AttentionPlan(Protocol):
     """Which tokens of a call see which. Made once per call, shared by all layers."""
+
+    routing: Routing | None  # of routers that follow one, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [T, H, D] over k, v [T, K, D] and whatever the plan caches; returns [T, H, Dv]."""

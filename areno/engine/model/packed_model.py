@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from areno.engine.limits import context_length, vocabulary_size
 from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
+from areno.engine.model.routing import Routed, Routers
 from areno.engine.model.stages import StageLayers
 
 
@@ -41,6 +42,7 @@ class PackedModel:
         self.stage: StageLayers | None = None  # which layers it has, if not all
         self.adapter: Adapter | None = None  # what is trained in place of the weights
         self.weights = Weights()
+        self.routers: Routers | None = None  # where they follow the routing of plans
         self._prefix = cast(str, module.base_model_prefix)
         self._body = cast(nn.Module, getattr(module, self._prefix))
 
@@ -106,6 +108,9 @@ class PackedModel:
         the number of the run of neighbouring layers that they pass through, None all that are here.
         """
         body = self._body if run is None or self.stage is None else self.stage.body_of(self._body, run)
-        given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}
-        out = body(**given, position_ids=position_ids[None], use_cache=False, areno=plan)
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        given: dict[str, Any] = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}
+        given |= {"position_ids": position_ids[None], "use_cache": False, "areno": plan}
+        if self.routers is None:
+            return body(**given).last_hidden_state[0]  # type: ignore[no-any-return]
+        with Routed(plan.routing):
+            return body(**given).last_hidden_state[0]  # type: ignore[no-any-return]

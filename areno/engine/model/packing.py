@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from areno.engine.device import upload
 from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+from areno.engine.model.routing import Routing
 from areno.engine.model.varlen import find_kernel
 
 MAX_PADDED_SHARE = 1.2
@@ -78,7 +79,7 @@ class _Group:
 
 
 class PackedPlan:
-    """Attention plan of sequences packed end to end.
+    """Attention plan of sequences packed end to end; ``routing`` is what routers that follow one choose.
 
     Args:
         lengths: tokens of each sequence, in packed order.
@@ -92,6 +93,7 @@ class PackedPlan:
         device: torch.device | str = "cpu",
         prefixes: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self.routing: Routing | None = None
         self.lengths = list(lengths)
         self.starts = [0, *accumulate(self.lengths)]
         self.device = torch.device(device)

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from areno.engine.model.attention import LayerAttention
 from areno.engine.model.packing import PackedPlan
+from areno.engine.model.routing import Replay, Routing
 from areno.engine.parallel.channels import Channel
 
 
@@ -86,6 +87,9 @@ class ContextPlan:
         self.count = -(-whole.tokens // channel.size)
         self.first = channel.rank * self.count
         self.position_ids = self.own(whole.position_ids)
+        replay = whole.routing
+        own = replay.part(self.first, self.count) if isinstance(replay, Replay) else None
+        self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's n of values [T, ...]; zeros behind the last token."""

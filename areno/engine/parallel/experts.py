@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from areno.engine.parallel.channels import Channel
-from areno.errors import UnsupportedModelError
+from areno.errors import UnsupportedModelError, UsageError
 
 Forward = Callable[..., Tensor]
 
@@ -125,8 +125,17 @@ class DividedExperts:
 def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[DividedExperts]:
     """Leave this rank its part of the experts of every mixture.
 
-    UnsupportedModelError: there are none, or they cannot be divided among so many ranks.
+    Raises:
+        UnsupportedModelError: there are none, or they cannot be divided among so many ranks.
+        UsageError: an adapter is trained beside them.
     """
+    layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
+    if any(is_experts(layer) for layer in layers):
+        raise UsageError(
+            f"LoRA on the experts of {type(module).__name__}, which {channel.size} ranks would divide: adapters of experts are "
+            "not divided; leave e (expert parallelism) out, or name layers of attention alone as --lora-target-modules "
+            "(target_modules)"
+        )
     mixtures = [child for child in module.modules() if is_experts(child)]
     if not mixtures:
         raise UnsupportedModelError(

@@ -34,6 +34,7 @@ from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types.routing import RoutingRecord
 
 T = TypeVar("T")
 
@@ -254,10 +255,15 @@ class EngineGroup:
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def score_logprobs(
-        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
+        self,
+        role: str,
+        rows: Sequence[Sequence[int]],
+        temperatures: float | Sequence[float] = 1.0,
+        micro_bs: int = 8,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures))
+        """Log-prob of each token of each row given the tokens before it; see :meth:`Engine.score_logprobs`."""
+        return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""
@@ -274,11 +280,12 @@ class EngineGroup:
         rows: Sequence[Sequence[int]],
         micro_bs: int,
         temperatures: Sequence[float] | None = None,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
         for index, row in enumerate(rows):
             if not row:
                 raise ValueError(f"row {index} is empty: a row to score needs at least one token")
-        found = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures)
+        found = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures, routed)
         by_row = dict(entry for part in found for entry in part)
         return [by_row[index] for index in range(len(rows))]
 

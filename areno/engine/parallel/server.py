@@ -16,6 +16,7 @@ from areno.engine.parallel.peers import connect
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult
+from areno.types.routing import RoutingRecord
 
 Send = Callable[[Any], None]
 
@@ -95,13 +96,20 @@ class EngineServer:
             self.engine.loop.drop_cache()
 
     def score(
-        self, what: Scored, role: str, rows: TokenRows, micro_bs: int, temperatures: Sequence[float] | None
+        self,
+        what: Scored,
+        role: str,
+        rows: TokenRows,
+        micro_bs: int,
+        temperatures: Sequence[float] | None,
+        routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
         """Score this rank's share, alike on all ranks with parts of the same layers: row number and result."""
         self.engine.role(role).check(rows)  # on all ranks alike, before each looks at its own rows
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
-        found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own)
+        records = None if routed is None else [routed[index] for index in mine]
+        found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own, records)
         return list(zip(mine, found, strict=True)) if self.peers.decides and self.peers.predicts else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:

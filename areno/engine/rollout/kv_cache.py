@@ -6,6 +6,7 @@ view and copies nothing; columns grow while sequences do, so memory follows what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import Forward, SlotStates
+from areno.engine.model.routing import Recording, Routers, Routing
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 
 Snapshot = dict[int, tuple[Tensor, Tensor]]
@@ -23,6 +25,11 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 ROW_STEP = 8
 # Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
 READ_STEP = 16
+
+
+def _routing_layer(mixture: int) -> int:
+    """The number under which a mixture's choices are cached; those of layers are not below 0."""
+    return -1 - mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,29 @@ class KVCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.states = SlotStates(0)
+        self.records: Routers | None = None  # whose choices are kept beside the keys, as layers of their own
+
+    def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
+        """What keeps routers' choices by ``write``, which takes keys and values of a layer; None where nobody wants them."""
+        if self.records is None:
+            return None
+        kind = self.records.kind
+
+        def keep(mixture: int, chosen: Tensor) -> None:
+            kept = chosen.to(kind)[:, None]
+            write(_routing_layer(mixture), kept, kept[..., :0])
+
+        return Recording(keep)
+
+    def routed(self, slot: int, length: int) -> Tensor:
+        """Recorded choices of the first tokens of a slot [length, mixtures, K]."""
+        assert self.records is not None
+        layers = map(_routing_layer, range(self.records.mixtures))
+        return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
+
+    def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
+        """Keys [length, size] of a layer with one head."""
+        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
         """All that is allocated."""
@@ -103,7 +133,9 @@ class SlotCache(KVCache):
 
     def release(self) -> None:
         """Give all memory back."""
+        records = self.records
         self.__init__(self.device)  # type: ignore[misc]
+        self.records = records
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
@@ -113,6 +145,9 @@ class SlotCache(KVCache):
             self._leading = None
         self.keys[layer][slots, :, positions] = k
         self.values[layer][slots, :, positions] = v
+
+    def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
+        return self.keys[layer][slot, 0, :length]
 
     def read(self, layer: int, rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Views [rows, heads, columns, size] of the slots from ``first`` on."""
@@ -166,6 +201,7 @@ class PrefillPlan(PackedPlan):
         if self._continued:
             self.position_ids = self.position_ids + self._per_token([span.offset for span in spans])
         self._place()
+        self.routing = cache.recording(self._write)
         fresh = [slot for span in spans if not span.offset for slot in span.slots]
         if fresh and cache.states.tensors():
             cache.states.clear(torch.tensor(fresh, device=self.device))
@@ -253,6 +289,7 @@ class DecodePlan:
         self._write_at, self._columns = write_at, columns
         self._rows = torch.arange(positions.shape[0], device=positions.device)
         self._masks: dict[int | None, Tensor] = {}
+        self.routing = cache.recording(self._write)
 
     @classmethod
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
@@ -274,7 +311,10 @@ class DecodePlan:
 
     def write(self, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
         """Append k, v [rows, heads, size] to the cache."""
-        self.cache.write(layer.layer, self._rows, self._write_at, k, v)
+        self._write(layer.layer, k, v)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.cache.write(layer, self._rows, self._write_at, k, v)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""

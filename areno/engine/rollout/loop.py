@@ -22,18 +22,19 @@ from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.routing import Routers
 from areno.engine.native import give_freed_memory_back, release_workers
 from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
 from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
+from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, broken_grammars
+from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, Taken, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
@@ -57,6 +58,7 @@ class RolloutLoop:
         decode_mode, builds: whether decoding may be compiled, and by this process, see :class:`DecodeSwitch`.
         speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
+        records: routers whose choices come back with each sample; decoding is eager then. None records nothing.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -76,6 +78,7 @@ class RolloutLoop:
         builds: bool = True,
         speculate: int = 0,
         prefix_tokens: int = 0,
+        records: Routers | None = None,
     ) -> None:
         self.model = model
         self.eos_ids = eos_ids
@@ -83,6 +86,7 @@ class RolloutLoop:
         self.counters = EngineLoad()
         self.scheduler = Scheduler(budget_tokens, max_running)
         self.cache = SlotCache(model.device)
+        self.records = self.cache.records = records
         self.prefixes = PrefixStore(prefix_tokens)
         self._make_stop_text = make_stop_text
         self._progress = progress
@@ -157,6 +161,7 @@ class RolloutLoop:
             except BaseException as error:
                 self._fail(error)
                 raise
+            take_all(self.cache, self.scheduler.running)
             with self._wake:
                 self.scheduler.requeue()
             self._rows = None
@@ -231,18 +236,8 @@ class RolloutLoop:
             atexit.register(_close_at_exit, weakref.ref(self))
 
     def _group(self, request: Request) -> Group:
-        sampling = request.sampling
-        stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        group = Group(request.prompt_tokens, sampling, stop_ids, Future(), request.listener)
-        for index, seed in enumerate(request.seeds):
-            watcher = self._make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
-            constraint = request.constraint() if request.constraint is not None else None
-            edited = constraint is not None or sampling.edits_logits
-            edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
-            group.members.append(Sequence(group, seed, index, watcher, edits))
-        group.unfinished = len(group.members)
-        group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
-        return group
+        closing = None if self.records is None else lambda sequence: take_routing(self.cache, sequence)
+        return Group.of(request, self.eos_ids, self._make_stop_text, closing)
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
@@ -316,9 +311,7 @@ class RolloutLoop:
             self._step()
 
     def _make_room(self) -> None:
-        running = len(self.scheduler.running)
-        self.cache.move(self.scheduler.make_room())
-        if len(self.scheduler.running) != running:
+        if make_room(self.cache, self.scheduler):
             self._rows = None
 
     def _prefill_some(self) -> None:
@@ -433,41 +426,48 @@ class RolloutLoop:
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
         self.counters.agreed_total += sum(map(len, standing)) - len(running)
+        taken = Taken()
         for rows in zip_longest(*standing):
-            kept = [row for row in rows if row is not None and check.members[row].finish is None]
+            kept = [row for row in rows if row is not None and taken.wants(check.members[row])]
             if kept:
-                self._take([check.members[row] for row in kept], draw.rows(kept))
+                self._give([check.members[row] for row in kept], draw.rows(kept), taken)
+        self._settle(taken)  # not before all have their tokens: who moves takes along what is cached of them
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         """Give each sequence its token, and let those leave that are done."""
+        self._give(sequences, draw, taken := Taken())
+        self._settle(taken)
+
+    def _give(self, sequences: list[Sequence], draw: Draw, taken: Taken) -> None:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
-        done: list[Sequence] = []
-        refused: dict[Group, EngineError] = {}
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                refused[sequence.group] = EngineError(
-                    "the model's logits are not finite; the weights have diverged or are broken"
-                )
+                error = "the model's logits are not finite; the weights have diverged or are broken"
+                taken.refused[sequence.group], taken.finite = EngineError(error), False
             elif sequence.push(token, logprob, cut, self.version, top):
-                done.append(sequence)
+                taken.done.append(sequence)
         self.counters.generated_total += len(tokens)
-        self._leave(done)
-        for group, error in (refused | broken_grammars(sequences)).items():  # the others go on
+        taken.refused.update(broken_grammars(sequences))
+
+    def _settle(self, taken: Taken) -> None:
+        self._leave(taken.done)
+        for group, error in taken.refused.items():  # the others go on
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)
-        if refused:
+        if not taken.finite:
             self.prefixes.clear()
             self.cache.make_finite()
 
     def _leave(self, done: list[Sequence]) -> None:
         if not done:
             return
+        take_all(self.cache, done)
         for sequence in done:
             self._remember(sequence)
         self.cache.move(self.scheduler.remove(done))

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
-from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
+from areno.types import FinishReason, GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
+from areno.types.routing import RoutingRecord
 
 Listener = Callable[[int, GeneratedToken], None]
 
@@ -26,6 +29,29 @@ class Group:
     listener: Listener | None = None
     members: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
+    closing: Callable[[Sequence], None] | None = None  # gets a sample with its last token, before anybody hears of it
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        eos_ids: frozenset[int],
+        make_stop_text: Callable[[list[str], bool], StopChecker],
+        closing: Callable[[Sequence], None] | None = None,
+    ) -> Group:
+        """The samples of a request; ``make_stop_text`` makes a watcher of stop strings, told whether to skip special tokens."""
+        sampling = request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
+        group = cls(request.prompt_tokens, sampling, stop_ids, Future(), request.listener, closing=closing)
+        for index, seed in enumerate(request.seeds):
+            watcher = make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
+            constraint = request.constraint() if request.constraint is not None else None
+            edited = constraint is not None or sampling.edits_logits
+            edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
+            group.members.append(Sequence(group, seed, index, watcher, edits))
+        group.unfinished = len(group.members)
+        group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
+        return group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +79,7 @@ class Sequence:
     slot: int = -1
     prefill: Prefill | None = None
     drafts: DraftIndex | None = None
+    routed: list[RoutingRecord] = field(default_factory=list)  # routers' choices so far, end to end
 
     @property
     def length(self) -> int:
@@ -88,11 +115,18 @@ class Sequence:
             self.finish = "stop"
         elif len(self.output) >= self.group.sampling.max_new_tokens:
             self.finish = "length"
+        if self.finish is not None and self.group.closing is not None:
+            self.group.closing(self)
         if self.group.listener is not None:
+            routed = self.routed_experts() if self.finish is not None else None
             forced = edits is not None and edits.forced
-            said = GeneratedToken(token, logprob, top or [], version, self.finish, forced, cut_mass)
+            said = GeneratedToken(token, logprob, top or [], version, self.finish, forced, cut_mass, routed)
             self.group.listener(self.index, said)
         return self.finish is not None
+
+    def routed_experts(self) -> RoutingRecord | None:
+        """What routers have chosen for its tokens; None where that is not recorded."""
+        return np.concatenate(self.routed) if self.routed else None
 
     def answer(self) -> RolloutSequence:
         """What the caller receives."""
@@ -105,6 +139,7 @@ class Sequence:
             cut_mass=self.cut_mass / max(len(self.output), 1),
             top_logprobs=self.top,
             temperature=self.group.sampling.logprob_temperature,
+            routed_experts=self.routed_experts(),
         )
 
 
@@ -119,6 +154,19 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
+
+
+@dataclass(slots=True)
+class Taken:
+    """What has come of the tokens of a step: samples that are done, and requests that fail, with the error."""
+
+    done: list[Sequence] = field(default_factory=list)
+    refused: dict[Group, EngineError] = field(default_factory=dict)
+    finite: bool = True  # all logits were
+
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether a sample goes on."""
+        return sequence.finish is None and sequence.group not in self.refused
 
 
 def broken_grammars(sequences: list[Sequence]) -> dict[Group, EngineError]:

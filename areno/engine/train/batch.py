@@ -10,7 +10,9 @@ from torch import Tensor
 
 from areno.engine.device import upload
 from areno.engine.model.packing import PackedPlan
+from areno.engine.model.routing import Routers, RoutingCount
 from areno.engine.model.tree import TokenTree, TreePlan
+from areno.engine.train.replay import replay_of
 from areno.loss_fns.pack import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
@@ -36,20 +38,31 @@ class PackedBatch:
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
 
-def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu", tree: bool = False) -> PackedBatch:
+def pack_rows(
+    rows: Sequence[TrainSequence],
+    device: torch.device | str = "cpu",
+    tree: bool = False,
+    routers: Routers | None = None,
+    count: RoutingCount | None = None,
+) -> PackedBatch:
     """Pack rows end to end; with ``tree`` tokens that several begin with are there once, if that saves a tenth of all.
 
-    What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``.
+    What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``. ``routers`` of the model choose
+    what rows have recorded, which ``count`` counts.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
     fed, places = tokens, torch.arange(len(tokens))  # what the model gets, and the place there of each token
     shared = TokenTree()
     paths = [shared.add(row.tokens) for row in rows] if tree and len(rows) > 1 else []
-    plan = None
+    plan: PackedPlan | None = None
     if paths and len(shared.tokens) <= MOST_KEPT * len(tokens):
         places = torch.tensor(list(chain.from_iterable(paths)))
         fed, plan = torch.tensor(shared.tokens), TreePlan(paths, device)
+    plan = plan or PackedPlan(lengths, device)
+    if routers is not None:
+        records = [row.routed_experts for row in rows]
+        plan.routing = replay_of(records, lengths, routers, device, places if len(fed) < len(tokens) else None, count)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     first[list(accumulate(lengths[:-1], initial=0))] = True
     actions = (~first).nonzero()[:, 0]
@@ -70,7 +83,7 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
             data[key] = upload(stream, device)
     return PackedBatch(
         tokens=upload(fed, device),
-        plan=plan or PackedPlan(lengths, device),
+        plan=plan,
         scored=upload(scored, device),
         sources=upload(places[actions[scored] - 1], device),
         targets=upload(tokens[actions[scored]], device),

@@ -20,6 +20,9 @@ Keeping = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which what autograd saves is kept in some way; see ``torch.autograd.graph.saved_tensors_hooks``."""
 
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
     """Bytes that a forward pass keeps for the backward pass where no layer is recomputed."""
@@ -81,10 +84,13 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     return copy.to(device, non_blocking=True)
 
 
-def recompute_layers(module: Any, enabled: bool, keeping: Keeping | None = None) -> None:
+def recompute_layers(
+    module: Any, enabled: bool, keeping: Keeping | None = None, contexts: Contexts | None = None
+) -> None:
     """Switch activation recomputation, under the name that this release of ``transformers`` gives it.
 
-    ``keeping``: how the layers' inputs are kept, which are all that they keep; None leaves them where they are.
+    ``keeping``: how the layers' inputs are kept, which are all that they keep; None leaves them where they are. ``contexts``
+    makes those of a layer's pass and of its repetition.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
@@ -92,7 +98,8 @@ def recompute_layers(module: Any, enabled: bool, keeping: Keeping | None = None)
     if not enabled:
         getattr(module, f"{name}_disable")()
         return
-    getattr(module, f"{name}_enable")({"use_reentrant": False})
+    more = {} if contexts is None else {"context_fn": contexts}
+    getattr(module, f"{name}_enable")({"use_reentrant": False, **more})
     if keeping is None:
         return
     for child in module.modules():

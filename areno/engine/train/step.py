@@ -16,6 +16,7 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.routing import RoutingCount, recompute_contexts
 from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
@@ -96,6 +97,7 @@ class TrainStep:
     pipeline: Pipeline | None = None  # where other stages have the other layers
     _skipped: int = 0
     _kept: KeptBytes | None = None
+    _routing: RoutingCount = field(default_factory=RoutingCount)  # of the passes that are being made
 
     def run(
         self,
@@ -191,14 +193,15 @@ class TrainStep:
             raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
-        measured = _Measured()
+        measured, self._routing = _Measured(), RoutingCount()
         passes = list(self._passes(mine, loss_fn, mini_bs, tree))
         alike = not self.model.weights.whole  # all ranks must make as many passes
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         spare = [[min(rows, key=lambda row: len(row.tokens))]] * missing
         if self.pipeline is not None:
             self._through_stages([*passes, *spare], len(passes), loss_fn, total, tree, measured)
-            return self.peers.pipeline.everyone(measured.totals())[-1]  # type: ignore[no-any-return]
+            loss, sums = self.peers.pipeline.everyone(measured.totals())[-1]
+            return loss, sums | self._routing_sums()
         for chunk in passes:
             PROGRESS.tick()
             CPU_THREADS.apply()
@@ -213,7 +216,20 @@ class TrainStep:
                 _backward_of_nothing(predicted)
             measured.add(loss, metrics, weight)
         self._keep_up(spare, loss_fn, backward=total > 0)
-        return measured.totals()
+        loss_sum, sums = measured.totals()
+        return loss_sum, sums | self._routing_sums()
+
+    def _packed(self, rows: Sequence[TrainSequence], tree: bool) -> PackedBatch:
+        return pack_rows(rows, self.model.device, tree, self.model.routers, self._routing)
+
+    def _routing_sums(self) -> Sums:
+        """Replayed choices of routers, over all ranks that have parts of this replica's passes."""
+        if self.model.routers is None:
+            return {}
+        found = read_all([self._routing.changed, self._routing.replayed])
+        for channel in (self.peers.context, self.peers.pipeline):
+            found = [sum(numbers) for numbers in zip(*channel.everyone(found), strict=True)]
+        return {"routed_experts_changed": ("mean", found)} if found[1] else {}
 
     def _through_stages(
         self,
@@ -227,7 +243,7 @@ class TrainStep:
         """Let all stages make the passes, the first ``weighing`` of which count; the last stage measures them."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
-        parts = [Part.of(pack_rows(chunk, self.model.device, tree), self.peers.context) for chunk in passes]
+        parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
         entropy, bounds, unit = reads_entropy(loss_fn), reads_bounds(loss_fn), reduction_of(loss_fn)
 
         def finish(index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -270,7 +286,7 @@ class TrainStep:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Loss and statistics of a pass, and what they were made from."""
-        batch = pack_rows(rows, self.model.device, tree)
+        batch = self._packed(rows, tree)
         predicted = self._predict(batch, loss_fn)
         return *self._loss_of(batch, rows, loss_fn, predicted), predicted
 
@@ -326,7 +342,8 @@ class TrainStep:
         if isinstance(self.model, CausalLM):
             self.model.keeps_logits = training and not recompute
         if recompute or (not training and self.activation_checkpointing is not False):
-            recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
+            contexts = None if self.model.routers is None else recompute_contexts
+            recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None, contexts)
         self.model.module.train(training)
 
     def _recomputes(

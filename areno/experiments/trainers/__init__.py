@@ -1,6 +1,6 @@
-"""Trainers of experiments: ``base`` is the frame, ``rl`` and ``supervised`` are what happens in a step.
+"""Trainers of experiments: ``experiment`` is their base class, ``rl`` and ``supervised`` define the steps.
 
-``rows`` reads the data, ``engines`` turns sections into engines, ``update`` is one policy update.
+``row_source`` reads the data, ``engines`` turns configuration sections into engines, ``update`` is one policy update.
 """
 
 from areno.experiments.trainers.rl import PPOTrainer

@@ -1,4 +1,4 @@
-"""From the sections of a configuration to engines: what is trained, on which ranks, at which rate."""
+"""Turns configuration sections into engines: layout, optimizer, schedule, microbatches, inference servers."""
 
 import importlib.util
 import math
@@ -40,7 +40,7 @@ _ROWS_PER_PASS = 8
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:
-    """Ranks of the actor's engine, and what each has of the model. UsageError: its layers do not divide so."""
+    """The layout of the actor's engine; UsageError if the model's layers cannot be divided that way."""
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
     layout = Layout(
@@ -68,46 +68,47 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
 
 
 def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> Layout:
-    """The layout with runs of layers for each stage."""
-    from areno.engine.parallel.fsdp import REDUCES_UNUSED  # costs a second to import, and few need it
+    """The layout with the chunks of layers of each pipeline stage."""
+    from areno.engine.parallel.fsdp import REDUCES_UNUSED  # rarely needed, and takes a second to import
 
     config: Any = AutoConfig.from_pretrained(base_of(actor.path))
     layers, size = int(config.get_text_config().num_hidden_layers), layout.pp_size
-    whole = not layout.fsdp or REDUCES_UNUSED  # else FSDP takes only one run of layers per stage
-    runs = stages.runs or (2 if stages.interleaved and layers >= 2 * size and whole else 1)
+    many = not layout.fsdp or REDUCES_UNUSED  # otherwise FSDP supports only one chunk per stage
+    chunks = stages.runs or (2 if stages.interleaved and layers >= 2 * size and many else 1)
     if stages.layers_per_run is not None:
         total = -(-(layers + sum(stages.less)) // stages.layers_per_run)
         if total % size:
             raise UsageError(
-                f"actor.archon.pp_layers_per_stage {stages.layers_per_run} cuts the {layers} layers of {actor.path} into "
-                f"{total} runs, which {size} stages cannot share; use {-(-(layers + sum(stages.less)) // (runs * size))}"
+                f"actor.archon.pp_layers_per_stage={stages.layers_per_run} cuts the {layers} layers of {actor.path} into "
+                f"{total} chunks, which {size} stages cannot divide evenly; use "
+                f"{-(-(layers + sum(stages.less)) // (chunks * size))}"
             )
-        runs = total // size
-    if layers < runs * size:
+        chunks = total // size
+    if layers < chunks * size:
         raise UsageError(
-            f"actor.backend {actor.backend}: the {layers} layers of {actor.path} are too few for {size} stages of {runs} "
-            f"runs of layers each; use fewer stages or runs"
+            f"actor.backend {actor.backend}: the {layers} layers of {actor.path} are too few for {size} stages of {chunks} "
+            f"chunks each; use fewer stages or chunks"
         )
-    return replace(layout, pp_chunks=runs, pp_less=stages.less)
+    return replace(layout, pp_chunks=chunks, pp_less=stages.less)
 
 
 def this_machine() -> Machine:
-    """What this process may use."""
+    """The resources available to this process."""
     has_flash_attention = importlib.util.find_spec("flash_attn") is not None
     return Machine(visible_gpus(), usable_cores(), has_flash_attention, openmp_threads())
 
 
 def machine_of(config: BaseExperimentConfig) -> Machine:
-    """What the experiment may use: a cluster, or this machine."""
+    """The resources available to the experiment: those of a cluster, or of this machine."""
     return cluster_machine(config) or this_machine()
 
 
 def engine_config(
     section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
 ) -> EngineConfig:
-    """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more.
+    """The engine configuration for a section's model, without ``auto`` values.
 
-    ``gpu``: it computes on one; None asks this machine.
+    ``gpu`` selects the device; None uses a GPU if this machine has one.
     """
     adapter = None
     if section.use_lora:
@@ -133,7 +134,7 @@ def engine_config(
         dummy_load=section.init_from_scratch,
         deterministic=_deterministic(section),
         use_kernels=section.use_kernels,
-        **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
+        **{"decode": "eager", **more},  # engines that generate override it
     )
 
 
@@ -143,22 +144,22 @@ def _deterministic(section: TrainEngineConfig) -> bool:
 
 
 def optimizer_of(section: TrainEngineConfig) -> OptimizerConfig:
-    """A section's optimizer; its rate is set anew for each update, see :func:`schedule_of`."""
+    """The optimizer of a section; its learning rate is set for each update, see :func:`schedule_of`."""
     if section.optimizer is None:
         return OptimizerConfig()
-    config = _rule_of(section.optimizer)
+    config = _optimizer_config(section.optimizer)
     config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
     config.offload |= section.offload or section.fsdp.per_layer_optim_step
     if section.dtype == "float16":
-        given = section.optimizer
+        scale = section.optimizer
         config.loss_scale = LossScale(
-            given.initial_loss_scale, given.min_loss_scale, max(round(given.loss_scale_window), 1), given.hysteresis
+            scale.initial_loss_scale, scale.min_loss_scale, max(round(scale.loss_scale_window), 1), scale.hysteresis
         )
     config.reduce_bf16 = section.grad_reduce_dtype == "bfloat16"
     return config
 
 
-def _rule_of(section: OptimizerSection) -> OptimizerConfig:
+def _optimizer_config(section: OptimizerSection) -> OptimizerConfig:
     return OptimizerConfig(
         lr=section.lr,
         betas=(section.beta1, section.beta2),
@@ -173,7 +174,7 @@ def _rule_of(section: OptimizerSection) -> OptimizerConfig:
 
 
 def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
-    """The rate as a function of the training step; all minibatches of one update share it."""
+    """The learning rate schedule over training steps; all minibatches of one update share the rate."""
     style: Any = section.lr_scheduler_type
     return LrSchedule(
         lr=section.lr,
@@ -185,7 +186,7 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
 
 
 def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
-    """How an optimizer step is cut; ``together`` neighbouring rows are never parted, a ``tree`` shares what rows begin with."""
+    """Microbatching options; keeps ``together`` neighbouring rows in one microbatch, ``tree`` shares common prefixes."""
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(
         n_mbs=spec.n_mbs,
@@ -198,21 +199,21 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """Rows of at most so many tokens that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
+    """Rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
 def make_engine(
     section: TrainEngineConfig, config: EngineConfig, layout: Layout, launcher: Launcher | None = None
 ) -> Backend:
-    """The engine in this process, or on ranks of its own."""
+    """Open the engine in this process, or on separate ranks."""
     threads = section.scheduling_spec[0].cpu
     processes = Processes(startup_s=section.setup_timeout, threads=threads, launcher=launcher, role="actor")
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
-    """The inference servers that generate; None where areno's own engine does. Raises UsageError: there are none here."""
+    """Options of the external inference servers, or None for areno's own engine; UsageError if not installed."""
     product: Any = server_of(config)
     if not product:
         return None
@@ -243,7 +244,7 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
-    """A device per rank of rollout: behind those of the actor, or with ``colocation`` the same ones; None is the CPU."""
+    """A device per rollout rank: those after the actor's, or with ``colocation`` the same ones; None for the CPU."""
     if not gpus:
         return None
     first = ModelAllocation.from_str(config.actor.backend).world_size

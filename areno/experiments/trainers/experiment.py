@@ -1,6 +1,6 @@
-"""What the trainers of ``areno run`` share: the run specification from the configuration, folders, log, engine, models.
+"""Base class of the trainers of ``areno run``: run specification, folders, log, engine and models.
 
-A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an evaluation measures; the loop is
+Subclasses define a step (:meth:`ExperimentTrainer.run_step`) and the measurements of an evaluation; the loop is
 :class:`areno.training.loop.TrainingLoop`.
 """
 
@@ -36,15 +36,15 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     training_layout,
 )
-from areno.experiments.trainers.report import ExperimentReporter
-from areno.experiments.trainers.rows import RowSource, load_dataset
+from areno.experiments.trainers.experiment_report import ExperimentReporter
+from areno.experiments.trainers.row_source import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, TrackingService, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
@@ -57,19 +57,19 @@ _KEPT_CHECKPOINTS = 2
 
 
 def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
-    """How often a section asks for something."""
+    """The schedule of a section."""
     return Frequency(section.freq_epochs, section.freq_steps, section.freq_secs, first, last)
 
 
 class ExperimentTrainer(TrainingLoop):
-    """See the module's text; to be used as a context manager, or closed. Rows that are not given are loaded."""
+    """Base of the trainers; use it as a context manager, or close it. Datasets that are None are loaded."""
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """What a row must have; None where that is the workflow's matter."""
+    """Columns that a row must have; None if the workflow decides."""
     section: ClassVar[str] = "ppo_actor"
-    """What statistics of the update are called."""
+    """Prefix of the update's statistics."""
     logger = _log
     best_may_be_missing = True
 
@@ -101,14 +101,14 @@ class ExperimentTrainer(TrainingLoop):
             spec = self._spec()
             checkpoints = Checkpoints(spec.checkpoints)
             self.resumed_from = checkpoints.find()
-            found = self._read_rows(train_dataset, valid_dataset)
-            self._check_rows(*found)
+            datasets = self._read_rows(train_dataset, valid_dataset)
+            self._check_rows(*datasets)
             self._services = self._open_services()
             self.launcher = open_launcher(config, self.machine)
             if self.launcher is not None:
                 self._closing.callback(self.launcher.close)
             self.engine: Backend = self._make_engine(self.resumed_from)
-            self.rows, self.eval_rows = self.make_rows(*found)
+            self.rows, self.eval_rows = self.make_rows(*datasets)
             self.saver = self._make_saver()
             self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
         except BaseException:
@@ -117,19 +117,18 @@ class ExperimentTrainer(TrainingLoop):
 
     @abstractmethod
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
-        """The rows to train on, and those to evaluate on."""
+        """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Statistics that health monitor and display know, by the name that they have there."""
-        names = {"loss": "loss", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
-        return {known: f"{self.section}/{name}" for known, name in names.items()}
+        """Maps the names of statistics in health monitor and display to those of the experiment."""
+        return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped")}
 
     def _set_environment(self) -> None:
-        """Set what was given for the process that trains: variables, which its ranks inherit, and threads of PyTorch."""
+        """Set environment variables, which ranks inherit, and PyTorch threads of the training process."""
         spec = self.config.actor.scheduling_spec[0]
-        wanted = spec.environment()
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
+        variables = spec.environment()
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         self._closing.callback(_restore, before)
         if spec.cpu is not None:
             torch.set_num_threads(spec.cpu)
@@ -142,11 +141,11 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """The rows that were not given; read before a model is loaded, because data is wrong more often."""
-        config, given = self.config, {"train_dataset": train, "valid_dataset": valid}
-        Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if given[name] is None)))
+        """Load the datasets that were not passed; before a model is loaded, because data errors are more frequent."""
+        config, passed = self.config, {"train_dataset": train, "valid_dataset": valid}
+        Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if passed[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
-            _log.warning("valid_dataset names rows of train_dataset: the evaluation measures rows that are trained on")
+            _log.warning("valid_dataset overlaps train_dataset: the evaluation measures rows that are trained on")
         train = load_dataset(config.train_dataset, "train_dataset") if train is None else train
         if valid is None and config.valid_dataset is not None:
             valid = load_dataset(config.valid_dataset, "valid_dataset")
@@ -165,7 +164,7 @@ class ExperimentTrainer(TrainingLoop):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Before a model is loaded: a login may be missing."""
+        """Open the tracking services before a model is loaded, because a login may be missing."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -177,7 +176,7 @@ class ExperimentTrainer(TrainingLoop):
         )
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """The engine, with the weights of a checkpoint where there is one."""
+        """Open the engine, with the weights of a checkpoint if there is one."""
         actor = self.config.actor
         section = actor if checkpoint is None else replace(actor, init_from_scratch=False)
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
@@ -189,7 +188,7 @@ class ExperimentTrainer(TrainingLoop):
         return make_engine(section, config, training_layout(actor), self.launcher)
 
     def _engine_options(self) -> dict[str, Any]:
-        """What the engine needs besides training."""
+        """Further engine options."""
         return {}
 
     def _spec(self) -> RunSpec:
@@ -214,24 +213,24 @@ class ExperimentTrainer(TrainingLoop):
         )
 
     def _configure_tracing(self) -> None:
-        given, perf, session = self.config.perf_tracer, None, None
-        if given is not None:
-            perf = {name: getattr(given, name) for name in ("enabled", "save_interval", "profile_steps")}
-            session = None if given.session_tracer is None else asdict(given.session_tracer)
+        section, perf, session = self.config.perf_tracer, None, None
+        if section is not None:
+            perf = {name: getattr(section, name) for name in ("enabled", "save_interval", "profile_steps")}
+            session = None if section.session_tracer is None else asdict(section.session_tracer)
         tracing.configure(self.run_dir.path, "trainer", perf=perf, session=session)
 
     def _memory_profiler(self) -> MemoryProfiler:
-        given = self.config.memory_profiler
-        if given is None:
+        section = self.config.memory_profiler
+        if section is None:
             return MemoryProfiler(self.run_dir.path, ())
-        return MemoryProfiler(self.run_dir.path, given.profile_steps, given.max_entries)
+        return MemoryProfiler(self.run_dir.path, section.profile_steps, section.max_entries)
 
     def _make_saver(self) -> Saver:
         config, saves = self.config, self.config.saver.mode != SAVES_NOTHING
         if not saves:
-            _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
+            _log.warning("saver.mode=%s: no model is saved, not even the last one", SAVES_NOTHING)
         elif not frequency(config.saver).given:
-            _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
+            _log.warning("saver.freq_epochs, freq_steps and freq_secs are null: only the last model is saved")
         root, mode = ExperimentFolders.of(config, config.saver.fileroot).checkpoints, config.saver.mode
         return Saver(root, frequency(config.saver, last=saves), self.saved_roles, mode if saves else "auto")
 
@@ -244,7 +243,7 @@ class ExperimentTrainer(TrainingLoop):
         return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names())
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """How many steps there will be; ``total_epochs`` is in place of ``total_train_epochs``."""
+        """Compute the number of steps and the schedule; ``total_epochs`` replaces ``total_train_epochs``."""
         config, per_epoch = self.config, self.rows.steps_per_epoch
         if total_epochs is not None:
             config.total_train_epochs = self.stats_logger.total_epochs = total_epochs
@@ -253,11 +252,11 @@ class ExperimentTrainer(TrainingLoop):
         self.schedule = schedule_of(config.actor.optimizer, self._total_steps)
 
     def total_steps(self) -> int:
-        """As :meth:`plan_steps` has found."""
+        """See :meth:`plan_steps`."""
         return self._total_steps
 
     def steps(self) -> Iterator[PlannedStep]:
-        """One after the other; a step finds its rows itself, because rollout reads them ahead."""
+        """The steps in order; a step fetches its rows itself, because rollout reads ahead."""
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
         if at.epoch_step >= at.steps_per_epoch:
@@ -268,59 +267,59 @@ class ExperimentTrainer(TrainingLoop):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Traces and the memory profiler."""
+        """Trace and memory profiler of a step."""
         with super().around_step(step), self.memory.step(step):
             yield
 
     def end(self) -> None:
-        """Save the last models where an early stop came unforeseen."""
+        """Save the last models, if an early stop prevented that, and write the summary."""
         self._save_last_models()
-        done = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
-        self.run_dir.write_summary({**done, "best_evaluation": self.state.best})
+        summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
+        self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})
 
     @contextmanager
     def timed(self, key: str) -> Iterator[None]:
-        """A block whose seconds become ``timeperf/{key}``, and an event of the trace."""
+        """Time a block as ``timeperf/{key}`` and as a trace event."""
         with self.tracker.record_timing(key), tracing.trace_scope(key):
             yield
 
     def optimize(
         self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
     ) -> dict[str, float]:
-        """One optimizer step over rows, at a rate."""
+        """One optimizer step on rows, with learning rate ``rate``."""
         self._updating = True
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
 
     def part_states(self) -> dict[str, Any]:
-        """The position in the rows."""
+        """The data position."""
         return {"rows": self.rows.state_dict()}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Go on from it."""
+        """Restore the data position."""
         self.rows.load_state_dict(parts["rows"])
 
-    def begin_anew(self) -> None:
-        """Refuse to write over a trial that has run; what an attempt without a checkpoint has left is dropped."""
+    def start_fresh(self) -> None:
+        """Refuse to overwrite a trial that has run, and drop the records of an attempt without a checkpoint."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(
                 f"trial_name {self.config.trial_name!r}: {names} has run already, in {self.run_dir.path}; choose another "
-                "trial_name, or set recover.mode=auto to go on with it"
+                "trial_name, or set recover.mode=auto to resume it"
             )
         if self.spec.checkpoints.enabled:
-            _log.info("no checkpoint in %s; the run begins at its first step", self.spec.checkpoints.folder)
+            _log.info("no checkpoint in %s; starting at the first step", self.spec.checkpoints.folder)
         self.report.rewind(self.state)
 
     def save_at_stop(self) -> None:
-        """A checkpoint where there are any, else the models."""
+        """Write a checkpoint, or the models if checkpoints are disabled."""
         if self.spec.checkpoints.enabled:
             self.checkpoint()
         else:
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Save the models of the last step, unless that is done or nothing is saved; what is being written is waited for."""
+        """Finish pending saves, and save the models of the last step unless they exist or saving is disabled."""
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
@@ -329,7 +328,7 @@ class ExperimentTrainer(TrainingLoop):
             self.save_models(at)
 
     def close(self) -> None:
-        """End everything that was started; a second call does nothing."""
+        """Shut everything down; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -348,7 +347,7 @@ class ExperimentTrainer(TrainingLoop):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            _log.error("the experiment has failed: %s: %s", type(error).__name__, error)
+            _log.error("the experiment failed: %s: %s", type(error).__name__, error)
         self.close()
 
 
@@ -361,5 +360,5 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Statistics under a section's name."""
+    """Prefix the names of statistics with a section."""
     return {f"{section}/{name}": value for name, value in numbers.items()}

@@ -1,9 +1,9 @@
-"""PPO, GRPO and their family: rollout goes on in processes of its own while this one trains.
+"""PPO, GRPO and related algorithms: rollout runs in separate processes while this one trains.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, restart point
 
-The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+The next batches are generated concurrently, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
 
 import logging
@@ -24,9 +24,9 @@ from areno.errors import DataError, RewardError, UsageError
 from areno.experiments.checks import BUILT_IN_WORKFLOWS, parser_problems
 from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
-from areno.experiments.trainers.rows import RowSource, without_long
+from areno.experiments.trainers.row_source import RowSource, without_long
 from areno.experiments.trainers.workflows import filter_of, workflow_of
-from areno.loss_fns.family import PolicyLoss
+from areno.loss_fns.family import PolicyLossConfig
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.loss_fns.units import with_names
@@ -37,15 +37,15 @@ from areno.observability.samples import row_records
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
-from areno.rollouts.in_turn import SharedEngine
+from areno.rollouts.fleet.weight_transfer import WeightOptions
+from areno.rollouts.shared_engine import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
 from areno.rollouts.trajectory import Trajectory, reward_of, samples_of, train_sequences
 from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
 from areno.serving.token_text import TokenTexts
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
@@ -64,12 +64,12 @@ _TIMED = {
     ("train", ACTOR): "train_step",
     ("train", update.CRITIC): "critic_train_step",
 }
-"""What the times of an update's stages are called; that of another role's log-probs has the role's name."""
+"""Timer names of an update's stages; log-probs of other roles use the role's name."""
 _EVAL_AHEAD = 10**12
 
 
 class PPOTrainer(ExperimentTrainer):
-    """Policy-gradient training; see the module's text and :class:`ExperimentTrainer`."""
+    """Policy-gradient training; see the module's docstring and :class:`ExperimentTrainer`."""
 
     config: PPOConfig
     best_metric = "eval-rollout/reward/avg"
@@ -116,7 +116,7 @@ class PPOTrainer(ExperimentTrainer):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Rows of the workflows that come with areno need a prompt; what others need is known to them alone."""
+        """Check that rows of built-in workflows have a prompt; custom workflows have their own requirements."""
         if config.rollout.agent.agent_cls_path or config.workflow_section.path not in BUILT_IN_WORKFLOWS:
             return
         try:
@@ -125,54 +125,54 @@ class PPOTrainer(ExperimentTrainer):
             raise DataError(f"{name}, row 1: {error}") from None
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
-        """Prompts; those that are longer than ``max_length`` are left out."""
+        """The prompts, without those longer than ``max_length``."""
         config, section = self.config, self.config.train_dataset
 
         def length(row: Any) -> int:
             return len(input_ids_of(extract_prompt(row), self.engine.tokenizer, False))
 
         longest = self._longest_prompt(section.max_length)
-        rows, left_out = without_long(train, length, longest)
-        if left_out:
-            numbers = (left_out, left_out + len(rows), longest)
-            _log.info("%d of %d prompts are longer than %s tokens and left out", *numbers)
+        rows, dropped = without_long(train, length, longest)
+        if dropped:
+            _log.info("dropped %d of %d prompts longer than %s tokens", dropped, dropped + len(rows), longest)
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         if self.config.recover.enabled and len(rows):
-            # Rows of the queue go into recovery points, the first of which may be hours away.
+            # Queued rows go into restart points; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
-        """Tokens of the longest prompt that is kept: behind it, the model's context must leave room for an answer."""
+        """Maximum prompt length in tokens; the model's context must leave room for an answer."""
         context = self.engine.context_length
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 
     def ensure_roles(self) -> None:
-        """Reference, critic and teacher."""
+        """Load reference, critic, teacher and reward model, as configured."""
         critic = self.config.critic
         optimizer = None
         if critic is not None and critic.optimizer is not None:
             config = engines.optimizer_of(critic)
-            optimizer = {one.name: getattr(config, one.name) for one in fields(config)}
+            optimizer = {field.name: getattr(config, field.name) for field in fields(config)}
         self.engine.ensure_roles(update.roles_of(self.config, optimizer))
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:
-        """Checkpoint and configuration of an engine that generates."""
+        """Checkpoint and configuration of a rollout engine."""
         config, actor = self.config, self.config.actor
-        options = {"gpu": self.machine.gpus > 0, **self._generation_options()}
+        options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """A server that cannot be started is said before a model is loaded."""
+        """Check the inference servers before a model is loaded, then open the engine."""
         self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """The actor's engine generates where nothing else does."""
-        return self._generation_options() if takes_turns(self.config) else {}
+        """Routing replay, and generation options if the actor's engine also generates."""
+        routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
+        return routing | (self._generation_options() if takes_turns(self.config) else {})
 
     def _generation_options(self) -> dict[str, Any]:
         running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples
@@ -198,10 +198,10 @@ class PPOTrainer(ExperimentTrainer):
             launcher=self.launcher,
             scales=True,
         )
-        far = self._server is not None and (self.launcher is not None or self._server.elsewhere)
-        if far and mode == "shm":
-            mode = "disk"  # other machines see no memory of this one
-        folder = self.folders.checkpoints / ACTOR_MODELS if far or mode == "disk" else None
+        remote = self._server is not None and (self.launcher is not None or self._server.elsewhere)
+        if remote and mode == "shm":
+            mode = "disk"  # shared memory does not reach other machines
+        folder = self.folders.checkpoints / ACTOR_MODELS if remote or mode == "disk" else None
         weights = WeightOptions(mode=mode, folder=folder)
         devices = None if self.launcher else engines.rollout_devices(self.config, self.machine.gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
@@ -222,7 +222,7 @@ class PPOTrainer(ExperimentTrainer):
         )
         kind = "eval-rollout" if evaluates else "rollout"
         on_stale: Any = rollout.on_stale
-        made = BatchDispatcher(
+        dispatcher = BatchDispatcher(
             self.client,
             staleness,
             seed=config.seed,
@@ -233,19 +233,19 @@ class PPOTrainer(ExperimentTrainer):
             stall_timeout_s=rollout.request_timeout,
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
-            listener=None if evaluates else self._heard,
-            on_wait=self.stop.check,  # while a batch is waited for, a stop costs nothing that is not done again
+            listener=None if evaluates else self._trace_episode,
+            on_wait=self.stop.check,  # a stop while waiting for a batch loses no work
             stops_on=(RewardError,) if config.reward_section.on_error == "stop" else (),
         )
-        self.dispatchers.append(made)
-        return made
+        self.dispatchers.append(dispatcher)
+        return dispatcher
 
-    def _heard(self, task: int, status: str, reason: str) -> None:
-        """In any thread."""
+    def _trace_episode(self, task: int, status: str, reason: str) -> None:
+        """Trace an episode's status; called in any thread."""
         tracing.instant(f"rollout {status}", Category.SCHEDULER, {"task": task})
         if status != "running":
-            ended: Any = status
-            tracing.session_tracer().finalize(task, ended, reason or None)
+            outcome: Any = status
+            tracing.session_tracer().finalize(task, outcome, reason or None)
 
     def train(
         self,
@@ -259,23 +259,23 @@ class PPOTrainer(ExperimentTrainer):
         """Run the experiment.
 
         Args:
-            workflow: an object, a class or a name; None takes the ``workflow`` section.
-            eval_workflow: the same for evaluations; None takes ``workflow`` with ``eval_gconfig``.
-            workflow_kwargs: arguments of a class.
+            workflow: an object, a class or a name; None uses the ``workflow`` section.
+            eval_workflow: the same for evaluations; None uses ``workflow`` with ``eval_gconfig``.
+            workflow_kwargs: keyword arguments of a class.
             eval_workflow_kwargs: the same for evaluations.
-            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on; None takes the one that
-                the ``workflow`` section names, if any.
-            total_epochs: in place of ``total_train_epochs``.
+            dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
+                ``workflow`` section, if any.
+            total_epochs: replaces ``total_train_epochs``.
 
         Raises:
-            RolloutStoppedError: episodes are left out one after the other; the first cause is in the message.
-            EngineError: a process has failed for good, or nothing happens any more.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected; the message has the first cause.
+            EngineError: a process failed permanently, or there is no more progress.
         """
         self.plan_steps(total_epochs)
         self.workflow = workflow_of(self.config, workflow, workflow_kwargs, self.engine.tokenizer)
         if self.eval_rows is not None:
-            again = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
-            self.eval_workflow = workflow_of(self.config, *again, self.engine.tokenizer, evaluates=True)
+            chosen = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
+            self.eval_workflow = workflow_of(self.config, *chosen, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
         self.accept = filter_of(self.config, dynamic_filter_fn)
         self.fit()
@@ -286,7 +286,7 @@ class PPOTrainer(ExperimentTrainer):
         assert self.fleet is not None
         with self.timed("rollout"), self.fleet.generating():
             batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
-        self._judge(batch.trajectories)
+        self._score_rewards(batch.trajectories)
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers = self._rollout_statistics(batch, rows)
         if rows:
@@ -301,8 +301,8 @@ class PPOTrainer(ExperimentTrainer):
         sequences = numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows], sequences=sequences)
 
-    def _judge(self, trajectories: Sequence[Trajectory]) -> None:
-        """Give answers the rewards of the reward model, where there is one."""
+    def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Set the rewards of the reward model, if there is one."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]
@@ -311,27 +311,27 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Those of the update and of the rollout."""
+        """Names in the statistics of the update and of the rollout."""
         names = {"loss": "actor_loss/avg", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
-        known = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
-        return known | {"reward_mean": "rollout/reward/avg"}
+        names = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
+        return names | {"reward_mean": "rollout/reward/avg"}
 
     def _rollout_statistics(self, batch: Batch, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        told = self.dispatcher.statistics()
+        counts = self.dispatcher.statistics()
         numbers = {
-            f"rollout/{name}": float(told[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
+            f"rollout/{name}": float(counts[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
         }
         turns = update.turns_of(batch.trajectories)
-        found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
+        columns = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
-                found[f"agent/{key}"] = update.told_by_workflows(batch.trajectories, key)
-        found |= part_columns([row.reward for row in rows], PARTS)
-        numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
+                columns[f"agent/{key}"] = update.workflow_values(batch.trajectories, key)
+        columns |= part_columns([row.reward for row in rows], PARTS)
+        numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}))
         return numbers
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """Also make the objective, whose rates depend on the number of steps."""
+        """Also create the objective, whose learning rates depend on the number of steps."""
         super().plan_steps(total_epochs)
         actor, critic = self.config.actor, self.config.critic
         learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
@@ -346,19 +346,18 @@ class PPOTrainer(ExperimentTrainer):
         )
 
     def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
-        """The statistics of an update, by their documented names."""
+        """Run an update, and return its statistics by their documented names."""
         section = f"{self.section}/update"
         prepared = self.objective.prepare(rows)
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
-        masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
+        scalars = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
         knobs = knobs_of(self.loss)
-        if isinstance(knobs, PolicyLoss):
-            masked |= knobs.scalars()
-        told = {**summaries(prepared.populations), **row_counts(rows), **masked}
-        numbers |= in_scope(self.section, told)
+        if isinstance(knobs, PolicyLossConfig):
+            scalars |= knobs.scalars()
+        numbers |= in_scope(self.section, {**summaries(prepared.populations), **row_counts(rows), **scalars})
         numbers |= in_scope(section, version_statistics(rows, at.global_step + 1))
-        if prepared.left_out is not None:
-            numbers[f"{section}/m2_filtered_fraction"] = prepared.left_out
+        if prepared.m2_masked is not None:
+            numbers[f"{section}/m2_filtered_fraction"] = prepared.m2_masked
         if prepared.rows:
             for role, stats in self.objective.updates(prepared.rows, at.global_step):
                 assert stats is not None
@@ -377,35 +376,35 @@ class PPOTrainer(ExperimentTrainer):
         return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
-        """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
+        """Run the evaluation workflow on the held-out rows, while training rollouts continue."""
         assert self.eval_rows is not None
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
         with self.fleet.generating():
-            found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
-        self._judge(found)
-        samples = [row for t in found for row in samples_of(t)]
+            trajectories = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
+        self._score_rewards(trajectories)
+        samples = [row for t in trajectories for row in samples_of(t)]
         rewards = [reward_of(row) for row in samples]
-        columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(found)}
+        columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(trajectories)}
         columns["seq_len"] = [float(len(row["input_ids"])) for row in samples]
-        told = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
-        counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
-        counts["rejected"] = float(len(rows) - len(found))
-        return in_scope("eval-rollout", {**summaries(told), **counts})
+        populations = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+        counts = {"n_prompts": float(len(trajectories)), "accepted": float(len(trajectories))}
+        counts["rejected"] = float(len(rows) - len(trajectories))
+        return in_scope("eval-rollout", {**summaries(populations), **counts})
 
     def rollout_state(self) -> Any:
-        """Rows that wait or run, trajectories that no batch has used yet, counters."""
+        """Waiting and running rows, unused trajectories, and counters."""
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Also bring the replicas to the weights of the checkpoint, and the queue to its rows."""
+        """Also restore the weights of the replicas and the dispatcher's queue."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)
         self.dispatcher.load_state(rollout_state(checkpoint))
 
     def close(self) -> None:
-        """Episodes first, then the replicas, then the rest."""
+        """Close the episodes, then the replicas, then the rest."""
         for dispatcher in self.dispatchers:
             dispatcher.close()
         self.dispatchers = []

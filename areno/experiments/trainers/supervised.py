@@ -1,4 +1,4 @@
-"""Experiments that generate nothing: SFT, reward models, DPO and IPO. Each step takes rows of the data set."""
+"""Supervised experiments, without generation: SFT, reward models, DPO and IPO."""
 
 import functools
 import logging
@@ -11,7 +11,7 @@ from areno.config.experiment.named_algorithm import named_algorithm
 from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
 from areno.experiments.trainers.engines import micro_batching, rows_at_once
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
-from areno.experiments.trainers.rows import RowSource
+from areno.experiments.trainers.row_source import RowSource
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.shaping import sizes
 from areno.loss_fns.units import with_names
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 _ANY_LENGTH = 2**31
 
 
-class SupervisedTrainer(ExperimentTrainer):
-    """Rows are tokenized once; a step is one optimizer step over ``batch_size`` examples."""
+class SupervisedExperimentTrainer(ExperimentTrainer):
+    """Tokenizes all rows once; a step is one optimizer step on ``batch_size`` examples."""
 
     objective: ClassVar[Objective]
 
     def train(self, total_epochs: int | None = None) -> None:
-        """Run the experiment; ``total_epochs`` is in place of ``total_train_epochs``."""
+        """Run the experiment; ``total_epochs`` replaces ``total_train_epochs``."""
         self.plan_steps(total_epochs)
         actor = self.config.actor
         self.batching = micro_batching(
@@ -44,7 +44,7 @@ class SupervisedTrainer(ExperimentTrainer):
         self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Examples | None]:
-        """Training rows, or pairs of them; those that are longer than ``max_length`` are left out."""
+        """Training rows or pairs, without those longer than ``max_length``."""
         config, section = self.config, self.config.train_dataset
         examples = self._encoded(train, section, "train_dataset")
         held_out = None
@@ -55,7 +55,7 @@ class SupervisedTrainer(ExperimentTrainer):
     def _encoded(self, rows: Sequence[Any], section: TrainDatasetConfig, name: str) -> Examples:
         bounds = {"max_length": section.max_length, "the model's context": self.engine.context_length}
         limits = " and ".join(f"{what} {bound}" for what, bound in bounds.items() if bound is not None)
-        examples, left_out = self.objective.encode(
+        examples, dropped = self.objective.encode(
             rows,
             self.engine.tokenizer,
             RowBounds(
@@ -65,11 +65,11 @@ class SupervisedTrainer(ExperimentTrainer):
                 context_limit=tightest(*bounds.values()),
                 source=f"{name} {section.path}",
                 loader=f"{name}.dataset_kwargs.{LOADER}",
-                limits=limits or "no limit of their length",
+                limits=limits or "no length limit",
             ),
         )
-        if left_out:
-            _log.info("%s: %d of %d rows are too long or have no answer, and are left out", name, left_out, len(rows))
+        if dropped:
+            _log.info("%s: dropped %d of %d rows that are too long or have no answer", name, dropped, len(rows))
         return examples
 
     def loss(self) -> LossFn:
@@ -77,7 +77,7 @@ class SupervisedTrainer(ExperimentTrainer):
         return self.objective.experiment_loss()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
-        """One optimizer step over the next rows."""
+        """One optimizer step on the next rows."""
         self.display.phase("train")
         rows = sequences(self.rows.batch())
         rate = self.schedule.at(at.global_step + 1)
@@ -87,7 +87,7 @@ class SupervisedTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, sequences=numbers.get(f"{self.section}/n_seqs", self.rows.batch_size))
 
     def measure(self) -> dict[str, float]:
-        """The loss and its statistics on the held-out rows, without training."""
+        """The loss and its statistics on the held-out rows."""
         assert self.eval_rows is not None
         rows = sequences(self.eval_rows)
         stats = self.engine.measure(rows, self.loss_fn, self.batching)
@@ -98,8 +98,8 @@ def _sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
     return {**sizes(rows), "prompt_tokens": float(sum(sum(row.prompt_mask) for row in rows))}
 
 
-class SFTTrainer(SupervisedTrainer):
-    """Supervised fine-tuning: on a response to a prompt, an answer to a question, or the last message of a conversation."""
+class SFTTrainer(SupervisedExperimentTrainer):
+    """Supervised fine-tuning on the response to a prompt, the answer to a question, or the last message of a conversation."""
 
     objective = SFT
     needs = objective.needs
@@ -107,7 +107,7 @@ class SFTTrainer(SupervisedTrainer):
     best_metric = "sft/eval/loss"
 
 
-class RWTrainer(SupervisedTrainer):
+class RWTrainer(SupervisedExperimentTrainer):
     """A reward model (Bradley and Terry 1952); ``batch_size`` counts pairs."""
 
     objective = REWARD_MODEL
@@ -118,8 +118,8 @@ class RWTrainer(SupervisedTrainer):
     actor_trains: ClassVar[str] = "reward"
 
 
-class DPOTrainer(SupervisedTrainer):
-    """DPO and IPO against a frozen reference, which scores once; ``batch_size`` counts pairs."""
+class DPOTrainer(SupervisedExperimentTrainer):
+    """DPO and IPO against a frozen reference, which scores all rows once; ``batch_size`` counts pairs."""
 
     config: DPOConfig
     objective = DPO
@@ -129,7 +129,7 @@ class DPOTrainer(SupervisedTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Give every row the log-probs of the reference; an algorithm by name has none."""
+        """Set the reference log-probs of all rows, unless ``actor.algorithm`` has its own loss without a reference."""
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")
@@ -145,14 +145,14 @@ class DPOTrainer(SupervisedTrainer):
             self.rows.rows, self.eval_rows = reference.score(examples, held_out)
 
     def loss(self) -> LossFn:
-        """DPO's, IPO's or SLiC's."""
+        """The loss of DPO, IPO, SLiC, or of ``actor.algorithm``."""
         return preference_loss(self.config.actor)
 
 
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
-    """The loss of a section; IPO compares means per token, so that its target 1 / (2 beta) holds for any length.
+    """The preference loss of a section. IPO compares means per token, so that its target 1 / (2 beta) is length-independent.
 
-    That of an algorithm by name reports the statistics of DPO if :func:`areno.loss_fns.units.mean_loss` has made it.
+    The loss of ``actor.algorithm`` reports the statistics of DPO if it is a :func:`areno.loss_fns.units.mean_loss`.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)

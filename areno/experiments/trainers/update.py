@@ -1,4 +1,4 @@
-"""One policy update: what rows are scored with, how rewards become advantages, and the optimizer steps."""
+"""Settings of a policy update: the models that score rows, reward shaping, and the loss."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_at_once
-from areno.loss_fns.family import PolicyLoss, policy_loss_fn
+from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.pack import LossFn, knobs_of
 from areno.loss_fns.rejection import RejectionSampling
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference where there is a KL to it, a critic, a teacher, a reward model."""
+    """The models besides the actor: a reference if a KL term needs it, a critic, a teacher, a reward model."""
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
@@ -46,9 +46,10 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """What becomes of rows before the optimizer steps: by which models they are scored, and how they are shaped.
+    """How rows are scored and shaped before the optimizer steps.
 
-    Raises UsageError: a teacher's server does not answer.
+    Raises:
+        UsageError: a teacher's server does not answer.
     """
     scorers = {}
     if config.teacher is not None and is_address(config.teacher.path):
@@ -67,7 +68,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
     return PolicySettings(
         shaping=shaping,
         rows_at_once=rows_of,
-        scores=[score for score, wanted in scores.items() if wanted],
+        scores=[score for score, needed in scores.items() if needed],
         scorers=scorers,
         critic=None if critic is None else CRITIC,
         reward_path=config.reward_section.path,
@@ -77,60 +78,62 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """The loss of ``actor.algorithm``, else the policy loss; its parameters are bound, but for ``version`` if it has that."""
+    """The loss of ``actor.algorithm``, or the policy loss, with all parameters bound except ``version``."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)
         if not is_family(spec):
-            own: Any = spec.make_loss_fn(options)
-            return functools.partial(own)
+            custom: Any = spec.make_loss_fn(options)
+            return functools.partial(custom)
         loss = spec.resolve_default_loss()
     kl = {"kl_coef": actor.kl_loss_coef, "kl_type": actor.kl_loss_type}
     return functools.partial(loss, knobs=policy_loss_of(actor, teacher), **kl)
 
 
 def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:
-    """The loss of an update that makes ``version``."""
+    """Bind ``version``, the weight version that the update produces, if the loss takes it."""
     return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
-def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:
-    """The knobs of the loss."""
+def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLossConfig:
+    """The settings of the policy loss."""
     bounds = actor.rejection_sampling
-    rejection = bounds and made_of(RejectionSampling, bounds)
-    return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
+    rejection = bounds and from_settings(RejectionSampling, bounds)
+    return from_settings(PolicyLossConfig, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
 
 
 def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
-    """The way from task rewards to advantages."""
+    """The reward shaping of an experiment."""
     weights = part_weights(reward.weights) if reward.normalize_parts else None
-    norms = {name: getattr(actor, name) for name in ("reward_norm", "adv_norm")}
-    made = {name: norm and made_of(Norm, norm) for name, norm in norms.items()}
-    return made_of(RewardShaping, actor, part_weights=weights, **made)
+    sections = {name: getattr(actor, name) for name in ("reward_norm", "adv_norm")}
+    norms = {name: section and from_settings(Norm, section) for name, section in sections.items()}
+    return from_settings(RewardShaping, actor, part_weights=weights, **norms)
 
 
-def made_of(cls: type[T], *sections: Any, **others: Any) -> T:
-    """A dataclass whose fields take the values of the settings that have their names.
+def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
+    """Create a dataclass from the settings with the names of its fields.
 
     Args:
         cls: the dataclass.
-        sections: a later one goes before an earlier one.
-        others: fields whose values are not those of a setting.
+        sections: later sections override earlier ones.
+        others: values of further fields.
     """
-    values = {entry.name: getattr(one, entry.name) for one in sections for entry in fields(one) if entry.init}
-    own = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in values.items() if name in own} | others)
+    values = {
+        entry.name: getattr(section, entry.name) for section in sections for entry in fields(section) if entry.init
+    }
+    names = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in values.items() if name in names} | others)
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Answers of the model in the episode of each row, as far as workflows say it."""
+    """Number of model turns in the episode of each row, for workflows that report it."""
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 
-def told_by_workflows(trajectories: Sequence[Trajectory], key: str) -> list[float]:
-    """What workflows have returned under a key of their own, a number per entry; :class:`UsageError` if none has it."""
-    found = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
-    if trajectories and not found:
+def workflow_values(trajectories: Sequence[Trajectory], key: str) -> list[float]:
+    """The numbers that workflows returned under a custom key; UsageError if no trajectory has it."""
+    values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
+    if trajectories and not values:
         names = ", ".join(sorted(set().union(*trajectories)))
         raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; they have {names}")
-    return torch.cat(found).tolist() if found else []
+    return torch.cat(values).tolist() if values else []

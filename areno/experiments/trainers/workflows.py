@@ -1,4 +1,4 @@
-"""From the configuration of an experiment to the workflow of its episodes, and to the filter of their trajectories."""
+"""Creates the workflow and the trajectory filter of an experiment from its configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,25 +17,24 @@ _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
 
 def workflow_of(
-    config: PPOConfig, given: Any, kwargs: dict[str, Any] | None, tokenizer: Any, *, evaluates: bool = False
+    config: PPOConfig, workflow: Any, kwargs: dict[str, Any] | None, tokenizer: Any, *, evaluates: bool = False
 ) -> RolloutWorkflow:
     """The workflow of an experiment, in groups of ``gconfig.n_samples``.
 
-    ``given`` is an object, a class, for which ``kwargs`` are, or a name; None takes the ``workflow`` section. One that
-    ``evaluates`` samples as ``eval_gconfig`` says.
+    ``workflow`` is an object, a class (with ``kwargs``), or a name; None uses the ``workflow`` section. With ``evaluates``
+    it samples according to ``eval_gconfig``.
     """
     gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
     agent = config.rollout.agent
-    named = given
-    if given is None:
+    if workflow is None:
         section = config.workflow_section
-        named, kwargs = section.path, {**section.kwargs, **(kwargs or {})}
+        workflow, kwargs = section.path, {**section.kwargs, **(kwargs or {})}
         if agent.agent_cls_path:
-            named, kwargs = agent.agent_cls_path, kwargs or None
-    if isinstance(named, str) and named in _WORKFLOWS:
-        named, kwargs = _WORKFLOWS[named], {"reward_fn": _reward_call(config), **(kwargs or {})}
+            workflow, kwargs = agent.agent_cls_path, kwargs or None
+    if isinstance(workflow, str) and workflow in _WORKFLOWS:
+        workflow, kwargs = _WORKFLOWS[workflow], {"reward_fn": _reward_call(config), **(kwargs or {})}
     return resolve_workflow(
-        named,
+        workflow,
         gconfig,
         workflow_kwargs=kwargs or None,
         offered={"gconfig": gconfig, "tokenizer": tokenizer},
@@ -46,7 +45,7 @@ def workflow_of(
 
 
 def _reward_call(config: PPOConfig) -> AsyncReward | None:
-    """The reward function of the workflows that come with areno; None where a reward model judges."""
+    """The reward function of built-in workflows; None with a reward model."""
     reward = config.reward_section
     if reward.path:
         return None
@@ -61,10 +60,11 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
     )
 
 
-def filter_of(config: PPOConfig, given: Any) -> Callable[[Trajectory], bool] | None:
-    """The filter that was given or that the ``workflow`` section names, and the band of success rates."""
-    named = given or config.workflow_section.dynamic_filter_fn or None
-    accept = resolve_function(named, "workflow.dynamic_filter_fn")
+def filter_of(config: PPOConfig, filter_fn: Any) -> Callable[[Trajectory], bool] | None:
+    """The filter ``filter_fn``, or that of the ``workflow`` section, combined with the band of success rates."""
+    accept = resolve_function(
+        filter_fn or config.workflow_section.dynamic_filter_fn or None, "workflow.dynamic_filter_fn"
+    )
     low, high = config.success_rate_lb, config.success_rate_ub
     if low is None and high is None:
         return accept

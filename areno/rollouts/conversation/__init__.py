@@ -1,7 +1,6 @@
-"""The tokens of a conversation, as they were sampled, and the training rows that they become.
+"""The tokens of conversations as they were sampled, and their conversion to training rows.
 
-- ``server``: what agents talk to; ``tape``: the tokens of every turn, which it records.
-- ``continuation``: how a conversation continues from known tokens, and when it cannot; ``history``: when two message
-  lists are the same.
-- ``rows``: training rows, with ``spans`` of roles, and the policy of which tokens are trained on.
+- ``agent_server``: the server for agents; ``recorder``: records the tokens of every turn.
+- ``continuation``: continues a conversation from recorded tokens; ``history``: compares message lists.
+- ``trajectory_rows``: training rows; ``spans``: the role of each token, and which tokens are trained on.
 """

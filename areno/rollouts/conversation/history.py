@@ -1,7 +1,7 @@
-"""When two message lists are the same conversation, whatever a client did to their form on the way back.
+"""Compares message lists as conversations, ignoring how a client reformatted them.
 
-Clients split content into parts, write arguments of calls anew, drop reasoning that they have no field for and add empty
-fields. None of that is an edit. What the model can see of a message is compared, everything else is not.
+Clients split content into parts, reserialize call arguments, drop reasoning that they have no field for, and add empty
+fields. None of that is an edit: only what the model can see of a message is compared.
 """
 
 import itertools
@@ -11,40 +11,40 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-# Fields of an assistant's message that clients add, or that are compared apart.
+# Fields of an assistant message that clients add, or that are compared separately.
 _FORM = frozenset(
     {"role", "content", "tool_calls", "reasoning_content", "refusal", "annotations", "audio", "function_call"}
 )
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[int]:
-    """One key for each beginning of a conversation: equal keys mean equal messages, as far as a hash can tell."""
+    """One key per prefix of a conversation: equal keys mean equal messages, up to hash collisions."""
     return list(itertools.accumulate(messages, next_key, initial=0))[1:]
 
 
 def next_key(before: int, message: Message) -> int:
-    """The key of a conversation with one more message; ``before`` is its key without that."""
+    """The key of a conversation with one more message, given the key ``before`` it."""
     return hash((before, _canonical(message)))
 
 
-def same_answer(said: Message, returned: Message) -> bool:
-    """Whether a client has sent an assistant's message back as it was said; leaving ids or reasoning out is no change."""
-    if _canonical(said) != _canonical(returned):
+def same_answer(original: Message, returned: Message) -> bool:
+    """Whether a client returned an assistant message unchanged; dropped ids or reasoning do not count as a change."""
+    if _canonical(original) != _canonical(returned):
         return False
     reasoning = returned.get("reasoning_content")
-    if reasoning and str(reasoning).strip() != str(said.get("reasoning_content") or "").strip():
+    if reasoning and str(reasoning).strip() != str(original.get("reasoning_content") or "").strip():
         return False
-    pairs = zip(said.get("tool_calls") or [], returned.get("tool_calls") or [], strict=True)
+    pairs = zip(original.get("tool_calls") or [], returned.get("tool_calls") or [], strict=True)
     return all(not theirs.get("id") or theirs["id"] == mine.get("id") for mine, theirs in pairs)
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of a message's calls, where they have one."""
+    """Ids of a message's tool calls that have one."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 
 def text_of(content: Any) -> str:
-    """Content as one text."""
+    """Join content parts into one text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else []

@@ -1,1 +1,1 @@
-"""Rollout processes beside a trainer, and how new weights come into them."""
+"""Rollout replicas in separate processes, and the transfer of new weights to them."""

@@ -1,7 +1,7 @@
-"""How many replicas a run has, changed from outside while it goes on: the two ends of ``areno scale``.
+"""Changes the number of replicas of a running experiment: both ends of ``areno scale``.
 
-A running fleet keeps ``replicas.json`` in its run directory, which says how many there are and what it is doing about a
-request. A request is ``replicas.wanted.json``, one at a time.
+A running fleet keeps ``replicas.json`` in its run directory, with the number of replicas and the state of a request. A
+request is the file ``replicas.wanted.json``, one at a time.
 """
 
 import json
@@ -24,80 +24,80 @@ _POLL_S, _ANSWER_S, _JOIN_S = 0.5, 60.0, 10.0  # a mounted folder may show chang
 
 
 class Resizable(Protocol):
-    """A fleet as it is seen here."""
+    """A fleet that can be resized."""
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
         """See :meth:`RolloutFleet.resize`."""
 
     def size(self) -> int:
-        """Replicas that it has."""
+        """Number of replicas."""
 
 
 class ReplicaControl:
-    """Follows the requests that are made in a run directory, until it is closed."""
+    """Handles resize requests in a run directory until it is closed."""
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
         self._ended = threading.Event()
-        (folder / _WANTED).unlink(missing_ok=True)  # of a run that was killed
-        self._say()
+        (folder / _WANTED).unlink(missing_ok=True)  # left by a killed run
+        self._write_state()
         self._threads = [
-            threading.Thread(target=run, name="areno-scale", daemon=True) for run in (self._watch, self._beat)
+            threading.Thread(target=run, name="areno-scale", daemon=True) for run in (self._watch, self._heartbeat)
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Follow no more requests."""
+        """Stop handling requests."""
         self._ended.set()
         for thread in self._threads:
             thread.join(_JOIN_S)
         for name in (_STATE, _WANTED):
             (self._folder / name).unlink(missing_ok=True)
 
-    def _say(self, **more: str) -> None:
+    def _write_state(self, **more: str) -> None:
         if not self._ended.is_set():
             _write(self._folder / _STATE, {"replicas": self._fleet.size(), **more})
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            with suppress(OSError):  # a full disk; whoever has asked sees that nobody answers
-                self._look()
+            with suppress(OSError):  # such as a full disk; the requester then times out
+                self._handle_request()
 
-    def _beat(self) -> None:
-        """Show that the run is alive, also while a request is worked on."""
+    def _heartbeat(self) -> None:
+        """Update the file time of the state as a sign of life, even while a request is handled."""
         while not self._ended.wait(_POLL_S):
             with suppress(OSError):
                 os.utime(self._folder / _STATE)
 
-    def _look(self) -> None:
+    def _handle_request(self) -> None:
         path = self._folder / _WANTED
-        wanted = _read(path)
-        if wanted is None:
+        request = _read(path)
+        if request is None:
             return
         if path.stat().st_uid != os.getuid():
-            logger.warning("%s belongs to another user; it is not followed", path)
+            logger.warning("ignoring %s, which belongs to another user", path)
             return
         path.unlink()
-        self._say(begun=wanted["id"])
+        self._write_state(begun=request["id"])
         before, problem = self._fleet.size(), ""
         try:
-            added = wanted["addresses"]
-            self._fleet.resize(before + len(added) if wanted["replicas"] is None else wanted["replicas"], added)
+            added = request["addresses"]
+            self._fleet.resize(before + len(added) if request["replicas"] is None else request["replicas"], added)
             logger.info("rollout replicas: %d, before %d", self._fleet.size(), before)
         except Exception as error:
             problem = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
             logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
-        self._say(begun=wanted["id"], done=wanted["id"], problem=problem)
+        self._write_state(begun=request["id"], done=request["id"], problem=problem)
 
 
 def replicas_of(folder: Path) -> int:
-    """Replicas of a running experiment. Raises UsageError: none is running there that could have another number."""
+    """Number of replicas of a running experiment; UsageError if no resizable experiment runs there."""
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
-            f"{folder} has no rollout replicas: the run has ended, or its trainer generates as well "
-            "(rollout.backend of an experiment, --rollout-replicas)"
+            f"{folder} has no rollout replicas: the run has ended, or its training engine generates too "
+            "(see rollout.backend of an experiment, --rollout-replicas)"
         )
     return int(state["replicas"])
 
@@ -105,36 +105,39 @@ def replicas_of(folder: Path) -> int:
 def request(
     folder: Path, replicas: int | None, addresses: Sequence[str], timeout_s: float, say: Callable[[str], None]
 ) -> int:
-    """Ask a running experiment for another number of replicas, and wait for it; returns how many it has then.
+    """Request another number of replicas from a running experiment, wait, and return the new number.
 
-    Raises EngineError: the run does not answer, cannot have so many, or has not within the time (it goes on trying).
+    Raises:
+        EngineError: the run does not respond, cannot be resized, or has not finished in time (it keeps trying).
     """
     before = replicas_of(folder)
-    wanted = {"id": uuid.uuid4().hex, "replicas": replicas, "addresses": list(addresses)}
-    _write(folder / _WANTED, wanted)
-    began, told = time.monotonic(), False
-    last, alive = _beat_of(folder), began
+    request_id = uuid.uuid4().hex
+    _write(folder / _WANTED, {"id": request_id, "replicas": replicas, "addresses": list(addresses)})
+    began, accepted = time.monotonic(), False
+    last, alive = _last_heartbeat(folder), began
     while True:
         state = _read(folder / _STATE) or {}
-        if state.get("done") == wanted["id"]:
+        if state.get("done") == request_id:
             if state["problem"]:
                 raise EngineError(state["problem"])
             return int(state["replicas"])
-        if not told and state.get("begun") == wanted["id"]:
-            told = True
-            say(f"the run has {before} and follows; a new replica loads the model, a leaving one finishes its samples")
-        now, beat = time.monotonic(), _beat_of(folder)
-        if beat != last:  # clocks of machines differ, so that only a change counts
+        if not accepted and state.get("begun") == request_id:
+            accepted = True
+            say(f"resizing from {before} replicas; new ones load the model, leaving ones finish their samples")
+        now, beat = time.monotonic(), _last_heartbeat(folder)
+        if beat != last:  # compare only for changes, because the clocks of machines differ
             last, alive = beat, now
         if now - alive > _ANSWER_S:
             (folder / _WANTED).unlink(missing_ok=True)
-            raise EngineError(f"the run in {folder} does not answer within {_ANSWER_S:g} s; is it still going?")
+            raise EngineError(
+                f"the run in {folder} did not respond within {_ANSWER_S:g} s; check that it is still running"
+            )
         if now - began > timeout_s:
-            raise EngineError(f"not done within {timeout_s:g} s; the run goes on with it, and its log says how it ends")
+            raise EngineError(f"not done within {timeout_s:g} s; the run continues resizing, see its log")
         time.sleep(_POLL_S)
 
 
-def _beat_of(folder: Path) -> float:
+def _last_heartbeat(folder: Path) -> float:
     with suppress(OSError):
         return (folder / _STATE).stat().st_mtime
     return 0.0
@@ -148,6 +151,6 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(FileNotFoundError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return values
     return None

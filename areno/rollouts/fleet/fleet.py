@@ -1,7 +1,7 @@
-"""Rollout replicas beside a trainer, behind the methods that an engine generates with.
+"""A fleet of rollout replicas beside a trainer, with the generation interface of an engine.
 
-Each replica is an engine in processes of its own, without optimizer or gradients, and its failure is nobody else's. A
-request goes to the replica that has the least to do. If that one dies, the request goes to another from its beginning.
+Each replica is an engine in separate processes, without optimizer or gradients, and fails independently. A request goes to
+the least loaded replica. If that replica dies, the request restarts on another.
 """
 
 import os
@@ -28,38 +28,38 @@ from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.control import ReplicaControl
-from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
 from areno.rollouts.fleet.router import RequestRouter
-from areno.rollouts.fleet.scheduler import Job, LocalScheduler, Worker, WorkerFailedError
-from areno.rollouts.fleet.server_delivery import ServerDelivery
-from areno.rollouts.fleet.tensors import wanted
+from areno.rollouts.fleet.scheduler import LocalScheduler, ReplicaJob, Worker, WorkerFailedError
+from areno.rollouts.fleet.server_weight_transfer import ServerWeightTransfer
+from areno.rollouts.fleet.tensors import rollout_specs
+from areno.rollouts.fleet.weight_transfer import Mode, UpdateReport, WeightOptions, WeightTransfer, refuse_unknown
 from areno.rollouts.servers.channel import ServerChannel
 from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import ServerOptions, open_server
 from areno.types import Request, RolloutResult
 
-# Idle threads of OpenMP sleep at once: whoever spins takes the core from the trainer, or from another replica.
+# Idle OpenMP threads sleep at once: spinning would take cores from the trainer and other replicas.
 _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """How a fleet is laid out, and what happens when a replica dies; for further fields see :class:`Job`."""
+    """Size and supervision of a fleet; for further fields see :class:`ReplicaJob`."""
 
-    replicas: int = 1  # engines that generate, of ``tp_size`` ranks each
+    replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1
     role: str = "rollout"
     log_folder: Path = Path("logs")
     restart: bool = True  # restart a dead or stuck replica, with the current weights
-    max_restarts: int = 3  # of each replica, within ten minutes; with one more failure the fleet ends
+    max_restarts: int = 3  # per replica within ten minutes; one more failure ends the fleet
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
-    stall_s: float = STALL_S  # a replica that has work and makes no progress for so long is stuck
-    threads: int | None = None  # of PyTorch in each process; None divides the cores between all ranks and one trainer
+    stall_s: float = STALL_S  # a replica with work that makes no progress for this long is stuck
+    threads: int | None = None  # PyTorch threads per process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
-    server: ServerOptions | None = None  # replicas are inference servers of others
-    launcher: Launcher | None = None  # starts the processes, on other machines as well; None on this one
-    scales: bool = False  # ``areno scale`` may change the number of replicas, by files in ``log_folder``
+    server: ServerOptions | None = None  # replicas are external inference servers
+    launcher: Launcher | None = None  # starts the processes, possibly on other machines; None starts them here
+    scales: bool = False  # let ``areno scale`` change the number of replicas, by files in ``log_folder``
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
@@ -69,7 +69,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """One replica: its processes, and how many requests it works on."""
+    """One replica: its worker, and its number of unfinished requests."""
 
     worker: Worker
     unfinished: int
@@ -77,29 +77,29 @@ class ReplicaHealth:
 
 @dataclass(frozen=True, slots=True)
 class FleetHealth:
-    """All replicas."""
+    """State of all replicas."""
 
     replicas: list[ReplicaHealth]
-    version: int  # of the weights that were brought last
-    restarts: int  # how often replicas were restarted
-    resubmitted: int  # requests that were begun again because their replica died; their partial output is discarded
-    waiting: int  # requests that wait for a replica
+    version: int  # of the last weight update
+    restarts: int  # number of replica restarts
+    resubmitted: int  # requests restarted because their replica died; their partial output is discarded
+    waiting: int  # requests waiting for a replica
 
 
 class RolloutFleet:
-    """See the module's text.
+    """Rollout replicas with the generation interface of an engine.
 
     Args:
-        path: checkpoint folder or hub id of the policy, as the trainer's.
-        config: of the trainer's engine; optimizer and training are left out.
-        weights: how weights travel, unless an update says otherwise.
-        devices: one per rank, replica by replica; None takes the CPU, or GPUs from 0 on.
+        path: checkpoint folder or hub id of the policy.
+        config: of the trainer's engine; its training options are ignored.
+        weights: default options of weight updates.
+        devices: one per rank, replica by replica; None uses the CPU, or GPUs from 0 on.
 
     Attributes:
-        threads: of PyTorch in each process. A trainer that is to share the cores fairly takes as many.
+        threads: PyTorch threads per process. The trainer should use the same number for a fair share of the cores.
 
     Raises:
-        UsageError: the checkpoint cannot be used, or cannot in this layout.
+        UsageError: the checkpoint cannot be used, or not in this layout.
         WorkerCreationError: a replica could not be started.
     """
 
@@ -119,11 +119,11 @@ class RolloutFleet:
         self._router = RequestRouter()
         self._updating, self._resizing = threading.Lock(), threading.Lock()
         self._server = options.server
-        # Processes of a replica that a launcher starts.
+        # Processes per replica that a launcher starts.
         self._ranks = 1 if options.server is not None else options.tp_size
-        # All of one kind, as the delivery is: EngineGroup, or ServerReplica.
+        # All of one type, EngineGroup or ServerReplica, which determines the type of the transfer.
         self._replicas: dict[int, Any] = {}
-        self._delivery: Delivery | ServerDelivery | None = None
+        self._transfer: WeightTransfer | ServerWeightTransfer | None = None
         self._control: ReplicaControl | None = None
         self._closed = self._keeps = False
         self._scheduler = LocalScheduler(self._job())
@@ -133,12 +133,14 @@ class RolloutFleet:
         try:
             if isinstance(first, ServerReplica):
                 assert options.server is not None
-                self._delivery = ServerDelivery(self.weights, options.server, first.vocab_size, self._channel(first))
+                self._transfer = ServerWeightTransfer(
+                    self.weights, options.server, first.vocab_size, self._channel(first)
+                )
             else:
-                far = options.launcher is not None and options.launcher.names is not None
-                where = first.meets if far else None
-                specs = first.each_rank(wanted)[0]
-                self._delivery = Delivery(specs, self.weights, keeps=options.restart, where=where)
+                remote = options.launcher is not None and options.launcher.names is not None
+                where = first.meets if remote else None
+                specs = first.each_rank(rollout_specs)[0]
+                self._transfer = WeightTransfer(specs, self.weights, keeps=options.restart, where=where)
             self._control = ReplicaControl(self, options.log_folder) if options.scales else None
         except BaseException:
             self.close()
@@ -147,19 +149,20 @@ class RolloutFleet:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each. While no replica is up, they wait for one.
+        """Queue requests, and return one future each. If no replica is up, they wait for one.
 
-        Raises EngineError: the fleet is closed, or a request cannot be answered; WorkerFailedError: replicas have
-        failed more often than they may.
+        Raises:
+            EngineError: the fleet is closed, or a request cannot be answered.
+            WorkerFailedError: replicas exceeded their allowed restarts.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far."""
+        """End one request with its partial answer."""
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:
-        """What generation is busy with, over all replicas that are up."""
+        """The generation load, summed over all replicas that are up."""
         loads = []
         for replica in self._up().values():
             with suppress(EngineError):
@@ -167,41 +170,44 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """A block in which generation is waited for; replicas generate outside of it too."""
+        """Context for waiting on generation; replicas also generate outside of it."""
         return nullcontext()
 
-    def keep_contexts(self, wanted: bool) -> None:
-        """See :meth:`Engine.keep_contexts`; replicas that start later do the same."""
+    def keep_contexts(self, enabled: bool) -> None:
+        """See :meth:`Engine.keep_contexts`; also applies to replicas that start later."""
         with self._updating:
-            self._keeps = wanted
+            self._keeps = enabled
             for replica in self._up().values():
                 with suppress(EngineError):
-                    replica.keep_contexts(wanted)
+                    replica.keep_contexts(enabled)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def update_weights(
         self, engine: Backend, version: int, mode: Mode | None = None, verify: bool | None = None
     ) -> UpdateReport:
-        """Bring the weights of a trainer, which must not train meanwhile, to all replicas.
+        """Transfer the weights of a trainer, which must not train meanwhile, to all replicas.
 
-        Generation goes on, but for a pause between two tokens of each replica; every later token carries ``version``.
-        ``mode`` and ``verify`` are those of the :class:`WeightOptions`, unless given. Raises UsageError: there is no
-        such mode, or trainer and replicas have different models; EngineError: the trainer has failed, the fleet is
-        closed, or a replica could not take the weights over and is not restarted.
+        Generation continues, except for a pause of each replica between two tokens; every later token has ``version``.
+        ``mode`` and ``verify`` override the :class:`WeightOptions`.
+
+        Raises:
+            UsageError: the mode is unknown, or trainer and replicas have different models.
+            EngineError: the trainer failed, the fleet is closed, or a replica could not load the weights and is not
+                restarted.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
         with self._updating:
-            if self._closed or self._delivery is None:
+            if self._closed or self._transfer is None:
                 raise EngineError("the rollout fleet is closed")
             checked = self.weights.verify if verify is None else verify
-            report = self._delivery.deliver(engine, self._up(), version, chosen, checked)
+            report = self._transfer.deliver(engine, self._up(), version, chosen, checked)
             self.version = version
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """Compute with ``threads``, or as many as each rank of a replica has, where the replicas use the CPU too."""
+        """Limit this process to ``threads``, or the threads of a replica's rank, if the replicas use the CPU."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
@@ -210,15 +216,17 @@ class RolloutFleet:
     # -- size ------------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Replicas, those that are being restarted included."""
+        """Number of replicas, including those that are restarting."""
         return len(self._scheduler.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
-        """Let further replicas join, or the last ones leave once their requests are answered; returns when that is done.
+        """Add replicas, or remove the last ones after their requests are answered; blocks until done.
 
-        ``addresses`` are those of servers to join, behind those that were joined at the start. A new replica has the newest
-        weights before it gets a request. Raises UsageError: there is no place for so many; EngineError,
-        WorkerCreationError: a further one could not be started; there are as many as before.
+        ``addresses`` are further servers to join. A new replica gets the newest weights before its first request.
+
+        Raises:
+            UsageError: there are no resources for that many replicas.
+            EngineError, WorkerCreationError: a new replica could not be started; the number is unchanged.
         """
         with self._resizing:
             if addresses:
@@ -237,38 +245,38 @@ class RolloutFleet:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
-        """The servers and further ones. Raises UsageError: they cannot be joined."""
+        """The server options with further addresses; UsageError if they cannot be joined."""
         server = self._server
         if server is None or not server.addresses:
-            raise UsageError("the replicas are started by the run; only one that has joined servers can join more")
+            raise UsageError("this run starts its replicas itself; only a run that joined servers can join more")
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:
             if not address.startswith(("http://", "https://")):
-                raise UsageError(f"--add {address}: that is no address; write http://HOST:PORT")
+                raise UsageError(f"--add {address} is not an address; use http://HOST:PORT")
             if address in server.addresses:
-                raise UsageError(f"--add {address}: that server is a replica already")
+                raise UsageError(f"--add {address} is already a replica")
         if replace(server, addresses=added).elsewhere and self.weights.folder is None:
             raise UsageError(
-                f"--add {', '.join(added)}: weights of this run are in this machine's memory; a run that is to join servers of "
-                "other machines needs weight_update_mode=disk and a shared folder"
+                f"--add {', '.join(added)}: this run transfers weights in the memory of this machine; to join servers on other "
+                "machines, start it with weight_update_mode=disk and a shared folder"
             )
         return replace(server, addresses=(*server.addresses, *added))
 
     def _refuse_size(self, replicas: int) -> None:
         if replicas < 1:
             raise UsageError(f"{replicas} replicas: use at least 1")
-        most = None
+        limit = None
         if self._server is not None and self._server.addresses:
-            most, what = len(self._server.addresses), "servers are known by address"
+            limit, reason = len(self._server.addresses), "server addresses are known"
         elif self._devices is not None and self.options.launcher is None:
-            most, what = len(self._devices) // self.options.tp_size, "replicas have devices on this machine"
-        if most is not None and replicas > most:
-            raise UsageError(f"{replicas} replicas: {most} {what}")
+            limit, reason = len(self._devices) // self.options.tp_size, "replicas have devices on this machine"
+        if limit is not None and replicas > limit:
+            raise UsageError(f"{replicas} replicas: only {limit} {reason}")
 
     # -- supervision -----------------------------------------------------------------------------------------------
 
     def health(self) -> FleetHealth:
-        """State of every replica, and what has happened so far."""
+        """State of all replicas, and counts of restarts and resubmissions."""
         workers = self._scheduler.workers()
         return FleetHealth(
             replicas=[ReplicaHealth(worker, self._router.unfinished(n)) for n, worker in enumerate(workers)],
@@ -279,7 +287,7 @@ class RolloutFleet:
         )
 
     def close(self) -> None:
-        """End all replicas; what is pending is answered with what it has so far. A second call does nothing."""
+        """End all replicas; pending requests end with their partial answers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -288,16 +296,16 @@ class RolloutFleet:
         if self._control is not None:
             self._control.close()
         with self._updating:
-            if self._delivery is not None:
-                self._delivery.close()
+            if self._transfer is not None:
+                self._transfer.close()
 
     def _up(self) -> dict[int, Any]:
         return {n: group for n, group in sorted(self._replicas.items()) if not group.workers.failed}
 
-    def _job(self) -> Job:
+    def _job(self) -> ReplicaJob:
         options = self.options
         environment = {} if "OMP_WAIT_POLICY" in os.environ else dict(_NO_SPINNING)
-        return Job(
+        return ReplicaJob(
             role=options.role,
             replicas=options.replicas,
             make=self._make,
@@ -322,28 +330,28 @@ class RolloutFleet:
         devices = None if self._devices is None else self._devices[number * ranks : (number + 1) * ranks]
         if server is not None:
             return open_server(self.path, number, server, devices, processes, on_failure)
-        config = replace(self.config, builds_decode=number == 0)  # the others find it on disk
+        config = replace(self.config, builds_decode=number == 0)  # the others load the compiled decode from disk
         layout = Layout(1, ranks)
         return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
 
-    def _started(self, number: int, made: Any) -> None:
-        with self._updating:  # an update that is under way goes on without this one, which then gets it here
-            if self._delivery is not None:
-                self._delivery.catch_up(made)
+    def _started(self, number: int, started: Any) -> None:
+        with self._updating:  # a concurrent update does not include this replica, which then catches up here
+            if self._transfer is not None:
+                self._transfer.catch_up(started)
             if self._keeps:
-                made.keep_contexts(True)
-            self._replicas[number] = made
-        self._router.enter(number, made)
+                started.keep_contexts(True)
+            self._replicas[number] = started
+        self._router.enter(number, started)
 
     def _leaving(self, number: int) -> None:
-        with self._updating:  # no update counts on it any more
+        with self._updating:  # later updates do not include it
             replica = self._replicas.pop(number, None)
         self._router.leave(number)
         if replica is not None:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """For servers that this fleet starts, which all weights go to."""
+        """The broadcast channel, for servers that this fleet starts and that receive all weights."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None
@@ -351,6 +359,6 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """Without restarts the others go on while there are any; with them, the cause must be found."""
+        """End the fleet when a replica used up its restarts, or, without restarts, when no replica is left."""
         if self.options.restart or not self._up():
             self._router.end(error)

@@ -1,4 +1,4 @@
-"""Which replica works on which request, and what becomes of the requests of a replica that dies."""
+"""Routes requests to replicas, and resubmits the requests of a replica that dies."""
 
 import functools
 import threading
@@ -13,8 +13,8 @@ from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.scheduler import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
-# A request that was with so many replicas when they died is not given to another: it may be what kills them.
-_MOST_TRIES = 3
+# After this many replicas died with a request, it fails: it may be what kills them.
+_MAX_TRIES = 3
 _DRAIN_POLL_S = 0.1
 
 
@@ -25,12 +25,12 @@ class RolloutReplica(Replica, Protocol):
         """See :class:`areno.engine.backend.Generator`."""
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """The same."""
+        """See :class:`areno.engine.backend.Generator`."""
 
 
 @dataclass(slots=True, eq=False)
-class _Routed:
-    """A request and the replica that works on it; ``inner`` is that replica's future."""
+class _RoutedRequest:
+    """A request and the replica that processes it; ``inner`` is that replica's future."""
 
     request: Request
     future: Future[RolloutResult]
@@ -42,34 +42,34 @@ class _Routed:
 
 
 class RequestRouter:
-    """Takes requests, and gives each to the replica that has the least to do.
+    """Routes each request to the least loaded replica.
 
     Attributes:
-        resubmitted: requests that were begun again because their replica died; their partial output is discarded.
+        resubmitted: number of requests restarted because their replica died; their partial output is discarded.
     """
 
     def __init__(self) -> None:
         self.resubmitted = 0
         self._lock = threading.Lock()
         self._replicas: dict[int, RolloutReplica] = {}
-        self._open: dict[Future[RolloutResult], _Routed] = {}
-        self._parked: list[_Routed] = []
+        self._open: dict[Future[RolloutResult], _RoutedRequest] = {}
+        self._parked: list[_RoutedRequest] = []
         self._error: ArenoError | None = None
 
     def enter(self, number: int, replica: RolloutReplica) -> None:
-        """A replica takes requests from now on."""
+        """Start routing requests to a replica."""
         with self._lock:
             self._replicas[number] = replica
             parked, self._parked = self._parked, []
         self._place(parked)
 
     def leave(self, number: int) -> None:
-        """A replica takes none any more."""
+        """Stop routing requests to a replica."""
         with self._lock:
             self._replicas.pop(number, None)
 
     def drain(self, replica: RolloutReplica) -> None:
-        """Wait until a replica that has left works on nothing."""
+        """Wait until a replica that has left has finished its requests."""
         while True:
             with self._lock:
                 if not any(routed.replica is replica for routed in self._open.values()):
@@ -77,7 +77,7 @@ class RequestRouter:
             time.sleep(_DRAIN_POLL_S)
 
     def end(self, error: ArenoError) -> None:
-        """Nobody takes requests any more: those that wait for a replica fail, and so does every later one."""
+        """Reject requests from now on, and fail those that wait for a replica."""
         with self._lock:
             self._error = self._error or error
             parked, self._parked = self._parked, []
@@ -85,12 +85,12 @@ class RequestRouter:
             self._finish(routed, error)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Take requests; one future each. Raises ArenoError: nobody takes requests any more."""
+        """Route requests, and return one future each; ArenoError after :meth:`end`."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()
             future.set_running_or_notify_cancel()
-            opened[future] = _Routed(request, future)
+            opened[future] = _RoutedRequest(request, future)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -99,7 +99,7 @@ class RequestRouter:
         return list(opened)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer a request with what it has so far."""
+        """End a request with its partial answer."""
         with self._lock:
             routed = self._open.get(future)
             if routed is None:
@@ -115,19 +115,19 @@ class RequestRouter:
                 routed.replica.cancel(routed.inner)
 
     def unfinished(self, number: int) -> int:
-        """Requests that a replica works on."""
+        """Number of unfinished requests of a replica."""
         with self._lock:
             replica = self._replicas.get(number)
             return sum(routed.replica is replica for routed in self._open.values()) if replica is not None else 0
 
     def waiting(self) -> int:
-        """Requests that no replica works on."""
+        """Number of requests without a replica."""
         return len(self._parked)
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
-    def _place(self, requests: Sequence[_Routed]) -> None:
-        batches: dict[RolloutReplica, list[_Routed]] = {}
+    def _place(self, requests: Sequence[_RoutedRequest]) -> None:
+        batches: dict[RolloutReplica, list[_RoutedRequest]] = {}
         with self._lock:
             up = [replica for replica in self._replicas.values() if not replica.workers.failed]
             tokens = dict.fromkeys(up, 0)
@@ -147,7 +147,7 @@ class RequestRouter:
         for replica, batch in batches.items():
             self._hand_over(replica, batch)
 
-    def _hand_over(self, replica: RolloutReplica, batch: list[_Routed]) -> None:
+    def _hand_over(self, replica: RolloutReplica, batch: list[_RoutedRequest]) -> None:
         try:
             answers = replica.submit([self._watched(routed) for routed in batch])
         except EngineError as error:
@@ -161,46 +161,45 @@ class RequestRouter:
                 with suppress(EngineError):
                     replica.cancel(inner)
 
-    def _watched(self, routed: _Routed) -> Request:
-        """The request, with a listener that notes whether anything was streamed."""
+    def _watched(self, routed: _RoutedRequest) -> Request:
+        """The request, with a listener that records whether tokens were streamed."""
         listener = routed.request.listener
         if listener is None:
             return routed.request
 
-        def note(sample: int, token: GeneratedToken) -> None:
+        def record(sample: int, token: GeneratedToken) -> None:
             routed.streamed = True
             listener(sample, token)
 
-        return replace(routed.request, listener=note)
+        return replace(routed.request, listener=record)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def _answered(self, routed: _Routed, replica: RolloutReplica, inner: Future[RolloutResult]) -> None:
+    def _answered(self, routed: _RoutedRequest, replica: RolloutReplica, inner: Future[RolloutResult]) -> None:
         error = inner.exception()
         if error is None:
             self._finish(routed, inner.result())
         else:
             self._failed(routed, replica, error)
 
-    def _failed(self, routed: _Routed, replica: RolloutReplica, error: BaseException) -> None:
-        """An error of the request's own is its answer; what a dead replica has left undone is begun again."""
+    def _failed(self, routed: _RoutedRequest, replica: RolloutReplica, error: BaseException) -> None:
+        """Fail a request with its own error, or resubmit it if its replica died."""
         routed.tries += 1
         if not replica.workers.failed:
             self._finish(routed, error)
         elif routed.cancelled:
             self._finish(routed, _nothing(routed.request))
         elif routed.streamed:
-            self._finish(routed, EngineError(f"the replica died after it had begun to stream the answer: {error}"))
-        elif routed.tries >= _MOST_TRIES:
-            died = f"{routed.tries} replicas died while they had this request; last: {error}"
-            self._finish(routed, EngineError(died))
+            self._finish(routed, EngineError(f"the replica died while streaming the answer: {error}"))
+        elif routed.tries >= _MAX_TRIES:
+            self._finish(routed, EngineError(f"{routed.tries} replicas died with this request; last: {error}"))
         else:
             with self._lock:
                 self.resubmitted += 1
                 routed.replica = routed.inner = None
             self._place([routed])
 
-    def _finish(self, routed: _Routed, outcome: RolloutResult | BaseException | None) -> None:
+    def _finish(self, routed: _RoutedRequest, outcome: RolloutResult | BaseException | None) -> None:
         with self._lock:
             self._open.pop(routed.future, None)
         if isinstance(outcome, RolloutResult):

@@ -1,7 +1,7 @@
-"""Replicas in worker processes: started, watched, restarted when they fail, and made more or fewer while others work.
+"""Starts, supervises, restarts and resizes replicas in worker processes.
 
-Each replica is a group of processes with a log file of its own, and its failure is nobody else's. A replica that dies, is
-stopped or makes no progress is restarted, after a pause that doubles each time, until its restarts are used up.
+Each replica is a group of processes with its own log file, and fails independently. A replica that dies, is stopped or makes
+no progress is restarted with exponential backoff until its restarts are used up.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 TAIL_LINES = 50
-# A replica that has run for so long has used up none of its restarts.
+# A replica that ran this long gets all its restarts back.
 _STEADY_S = 600.0
 _LONGEST_BACKOFF_S = 60.0
 
@@ -35,7 +35,7 @@ class WorkerCreationError(ArenoError):
 
 
 class WorkerFailedError(ArenoError):
-    """A replica has failed more often than it may be restarted; the message ends with the last lines of its log."""
+    """A replica failed and used up its restarts; the message ends with the last lines of its log."""
 
 
 class Workers(Protocol):
@@ -43,18 +43,18 @@ class Workers(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether they have."""
+        """Whether they have failed."""
 
     @property
     def pids(self) -> Sequence[int]:
-        """Those that run."""
+        """Ids of the running processes."""
 
     def abandon(self, reason: str) -> None:
-        """End them as failed."""
+        """End the processes and mark them as failed."""
 
 
 class Replica(Protocol):
-    """What a job makes: something that lives in a group of processes."""
+    """An engine or server in a group of processes."""
 
     @property
     def workers(self) -> Workers:
@@ -65,35 +65,35 @@ class Replica(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Replicas of one role.
+class ReplicaJob:
+    """How to start and supervise the replicas of one role.
 
     Attributes:
-        make: starts a replica, given its number, how its processes are to be started, and whom to tell of a failure.
-        on_start: called with number and replica before it counts as ready; an error there is a failed start.
-        on_given_up: called with the number of a replica that is not restarted, and why.
+        make: starts a replica, given its number, its process options, and a failure callback.
+        on_start: called with number and replica before it is ready; an error there is a failed start.
+        on_given_up: called with the number of a replica that is not restarted, and the error.
     """
 
-    role: str  # names log files (``{role}-{number}.log``) and messages
+    role: str  # used in log file names (``{role}-{number}.log``) and messages
     replicas: int
     log_folder: Path
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
-    on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a replica that has failed
-    on_leaving: Callable[[int], None] = lambda _number: None  # returns when nobody needs the replica any more
+    on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a failed replica
+    on_leaving: Callable[[int], None] = lambda _number: None  # returns when the replica is no longer in use
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
-    restarts: int = 3  # how often each replica is restarted, first after ``backoff_s``
+    restarts: int = 3  # restarts per replica, the first after ``backoff_s``
     backoff_s: float = 1.0
-    launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None on this machine
+    launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None starts them here
     ranks: int = 1
-    threads: int = 1  # of PyTorch in each process; ``environment`` has variables beside those of this one
-    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 1  # PyTorch threads per process
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables in addition to those of this process
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One replica, as others see it: ``id`` is ``role/number``, ``error`` why it failed last (empty if it has not)."""
+    """State of one replica: ``id`` is ``role/number``, ``error`` its last failure or empty."""
 
     id: str
     state: State
@@ -105,7 +105,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The place of a replica in a job; what is in it may change."""
+    """The slot of a replica, which persists over restarts."""
 
     number: int
     name: str
@@ -120,13 +120,14 @@ class _Slot:
 
 
 class LocalScheduler:
-    """Starts all replicas of a job at the same time, and returns when all are ready; to be closed.
+    """Starts all replicas of a job concurrently, and returns when all are ready; the caller closes it.
 
-    Raises UsageError: a replica's arguments cannot work; WorkerCreationError: a replica could not be started; the
-    others are ended.
+    Raises:
+        UsageError: a replica's arguments are invalid.
+        WorkerCreationError: a replica could not be started; the others are ended.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ReplicaJob) -> None:
         self._job = job
         self._changed = threading.Condition()
         self._closed = False
@@ -135,9 +136,10 @@ class LocalScheduler:
         self.resize(job.replicas)
 
     def resize(self, replicas: int) -> None:
-        """Start further replicas, or end the last ones once they are not needed; one call at a time.
+        """Start further replicas, or end the last ones once they are unused; one call at a time.
 
-        Raises UsageError, WorkerCreationError: as the constructor; those that this call has started are ended.
+        Raises:
+            UsageError, WorkerCreationError: as in the constructor; replicas started by this call are ended.
         """
         with self._changed:
             if self._closed:
@@ -161,7 +163,7 @@ class LocalScheduler:
         def start(slot: _Slot) -> None:
             errors[slot.number] = self._start(slot)
 
-        # Daemons, because a model may take minutes to load, and nobody waits for it when the program ends.
+        # Daemon threads, so that the program can end while a model is loading.
         threads = [threading.Thread(target=start, args=[slot], name="areno-start", daemon=True) for slot in slots]
         for thread in threads:
             thread.start()
@@ -179,7 +181,7 @@ class LocalScheduler:
             raise WorkerCreationError(text) from error
 
     def workers(self) -> list[Worker]:
-        """All replicas, as they are now."""
+        """Current state of all replicas."""
         with self._changed:
             return [_describe(slot) for slot in self._slots]
 
@@ -204,7 +206,7 @@ class LocalScheduler:
     # -- one replica -----------------------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> Exception | None:
-        """Make a replica, or say why that did not work."""
+        """Start a replica; returns the error if that failed."""
         job = self._job
         with open(slot.log_file, "a", encoding="utf-8") as log:
             log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
@@ -238,12 +240,12 @@ class LocalScheduler:
         if closed:
             job.on_leaving(slot.number)
             replica.close()
-        elif replica.workers.failed:  # before it was ready, so that nobody was told
+        elif replica.workers.failed:  # before it was ready, so that the callback was ignored
             self._lost(slot, EngineError("it failed as soon as it was ready"))
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """A replica has failed; called in a thread of its own group. One that was not ready yet fails in its start."""
+        """Handle a failed replica; called in a thread of its group. One that is not ready yet fails in its start."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return
@@ -255,9 +257,9 @@ class LocalScheduler:
             slot.thread.start()
 
     def _revive(self, slot: _Slot, dead: Replica) -> None:
-        """Restart a replica, as often as it may be."""
+        """Restart a replica until it is ready, or its restarts are used up."""
         job = self._job
-        logger.warning("%s has failed: %s", slot.name, slot.error)
+        logger.warning("%s failed: %s", slot.name, slot.error)
         job.on_lost(slot.number)
         with contextlib.suppress(EngineError):
             dead.close()
@@ -270,15 +272,15 @@ class LocalScheduler:
             slot.restarts += 1
             failure = self._start(slot)
             if failure is None:
-                logger.warning("%s runs again", slot.name)
+                logger.warning("%s was restarted", slot.name)
                 return
             slot.error = _text(failure)
         with self._changed:
             if slot.state == "closed":
                 return
             slot.state = "failed"
-        times = f"its {slot.used} restarts are used up" if slot.used else "it is not to be started again"
-        text = f"{slot.name} has failed, and {times}: {slot.error}\n{tail(slot.log_file)}"
+        times = f"its {slot.used} restarts are used up" if slot.used else "restarts are disabled"
+        text = f"{slot.name} failed, and {times}: {slot.error}\n{tail(slot.log_file)}"
         job.on_given_up(slot.number, WorkerFailedError(text))
 
 

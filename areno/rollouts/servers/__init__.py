@@ -1,1 +1,1 @@
-"""Rollout replicas that are inference servers of others, vLLM and SGLang: their processes, and their calls over HTTP."""
+"""Rollout replicas that are external inference servers, vLLM and SGLang: their processes and HTTP calls."""

@@ -1,4 +1,4 @@
-"""What a rollout replica asks of an inference server, whichever product it is."""
+"""The HTTP calls of a rollout replica to an inference server, independent of the product."""
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,31 +12,31 @@ from areno.rollouts.fleet.tensors import TensorSpec
 from areno.types import RolloutSequence, SamplingParams
 
 SERVED_NAME = "policy"
-"""What the model is called in requests."""
+"""Name of the model in requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A server that is up: its limits, and the weights it has."""
+class ServerInfo:
+    """Limits and weight version of a running server."""
 
     context_length: int
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One answer that is asked for; ``rid`` names it when it is to be aborted."""
+class SampleRequest:
+    """A request for one answer; ``rid`` identifies it for aborting."""
 
     rid: str
     prompt: list[int]
     sampling: SamplingParams
     seed: int
-    adapter: str = ""  # name of the adapter that answers; empty is the model itself
+    adapter: str = ""  # name of the adapter to use; empty uses the model itself
 
 
 @dataclass(slots=True)
-class Answer:
-    """What a server has answered, token by token. Raises EngineError: some tokens have no log-prob or no version."""
+class ServerAnswer:
+    """The answer of a server, per token; EngineError if some tokens lack a log-prob or a version."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -50,7 +50,7 @@ class Answer:
             raise EngineError(f"{len(self.tokens)} tokens came with {counts}")
 
     def sequence(self, sampling: SamplingParams, text: str) -> RolloutSequence:
-        """The same as the engine has it."""
+        """The answer as a :class:`RolloutSequence`."""
         reason: Any = self.finish_reason if self.finish_reason in ("stop", "length") else "abort"
         return RolloutSequence(
             self.tokens,
@@ -64,47 +64,47 @@ class Answer:
 
 
 class ServerCalls(Protocol):
-    """The calls of one product. Each raises EngineError where the server refuses or is gone."""
+    """The calls of one product. Each raises EngineError if the server rejects the call or is unreachable."""
 
     product: str
 
-    async def describe(self, http: httpx.AsyncClient) -> Served:
-        """Called when the server is healthy, before anything else."""
+    async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
+        """Query the limits of the server; the first call, after it is healthy."""
 
-    async def generate(self, http: httpx.AsyncClient, sample: Sample) -> Answer:
-        """One answer, with log-probs and the weight version of each token."""
+    async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
+        """Generate one answer, with the log-prob and weight version of each token."""
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
-        """End samples; their calls answer with what there is. One that the server has not begun yet may begin nevertheless."""
+        """Abort samples; their calls return partial answers. A sample that is still queued may start nevertheless."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Take over a checkpoint between two tokens of everything that runs. What was computed with old weights is dropped."""
+        """Load a checkpoint between two tokens of all running samples, and drop the caches of the old weights."""
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
-        """Serve an adapter under a name, and forget the one that was called ``outdated``, if any."""
+        """Load an adapter under a name, and unload the adapter ``outdated``, if any."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
-        """Log-prob of each token of a prompt but the first, at temperature 1."""
+        """Log-prob of each prompt token except the first, at temperature 1."""
 
 
 @runtime_checkable
 class TransferCalls(Protocol):
-    """The calls of a product that can take weights from a broadcast; ``transfers`` says whether this server does."""
+    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server does."""
 
     transfers: bool
 
     async def world_size(self, http: httpx.AsyncClient) -> int:
-        """Workers of the server."""
+        """Number of workers of the server."""
 
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """Have them join a group of ``size`` at a store, as its members from ``first`` on."""
+        """Let the workers join a group of ``size`` at a store, as members from ``first`` on."""
 
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """As :meth:`ServerCalls.load_weights`, with what the group's first member sends."""
+        """Like :meth:`ServerCalls.load_weights`, with the weights that the group's first member broadcasts."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -113,7 +113,7 @@ def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
-    """What both products call by the same names in the ``sampling_params`` of a request."""
+    """The ``sampling_params`` of a request that have the same names in both products."""
     names = ("top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     chosen = {name: getattr(sampling, name) for name in (*names, *penalties)}
@@ -126,13 +126,13 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
     return chosen
 
 
-async def ask(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and the JSON that comes back, None where there is no JSON. Raises EngineError: see :class:`ServerCalls`."""
+async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
+    """POST, and return the JSON of the response, or None if it has none; EngineError as in :class:`ServerCalls`."""
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 
-async def look(http: httpx.AsyncClient, path: str) -> Any:
-    """The same by GET; again where the server has just closed the connection, as it does after an error of its own."""
+async def get_json(http: httpx.AsyncClient, path: str) -> Any:
+    """GET, and return the JSON of the response; retries once if the server closed the connection."""
     return await _answered(http, path, _got(http, path))
 
 
@@ -155,7 +155,7 @@ async def _answered(http: httpx.AsyncClient, path: str, call: Awaitable[httpx.Re
 
 def _reason(answer: httpx.Response) -> str:
     try:
-        found = answer.json()
-        return str(found.get("error", found).get("message", found))[:500]
+        body = answer.json()
+        return str(body.get("error", body).get("message", body))[:500]
     except (ValueError, AttributeError):
         return answer.text[:500]

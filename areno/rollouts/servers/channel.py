@@ -1,6 +1,6 @@
-"""Weights from a trainer to vLLM servers by a broadcast: vLLM's own calls for it, with a transfer engine that areno gives it.
+"""Broadcasts weights from a trainer to vLLM servers, by vLLM's weight transfer calls with a transfer engine of areno.
 
-The names that travel are those of a checkpoint, so models whose files have other names than their parameters go as folders.
+Tensors have the names of the checkpoint, so models whose files use other names than their parameters are sent as folders.
 """
 
 import logging
@@ -21,18 +21,18 @@ from areno.engine.backend import Backend
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.rendezvous import serve_store
 from areno.errors import EngineError
-from areno.rollouts.fleet import ranks
-from areno.rollouts.fleet.ranks import PATIENCE_S, DialledStore, Update
+from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.tensors import TensorSpec
+from areno.rollouts.fleet.weight_update import PATIENCE_S, DialledStore, Update
 from areno.rollouts.servers.replica import ServerReplica
 
 logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """The group of rank 0 of a trainer and the workers of all servers; made anew whenever a member has changed.
+    """A process group of the trainer's rank 0 and the workers of all servers, recreated when a member changes.
 
-    Its members meet at a store of this process, which they reach at ``host``.
+    Its members meet at a store of this process, reachable at ``host``.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -45,39 +45,39 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether weights can travel so: the files of the checkpoint call its tensors as the trainer's model does."""
+        """Whether weights can be broadcast: the checkpoint files use the tensor names of the trainer's model."""
         if self._fits is None:
-            self.specs = tuple(engine.each_rank(ranks.own_specs)[0])
+            self.specs = tuple(engine.each_rank(weight_update.own_specs)[0])
             stored = _stored_names(self._path)
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
-                why = "its files call tensors otherwise" if stored else "there are no safetensors of it here"
-                logger.info("the weights of %s go to the servers as folders: %s", self._path, why)
+                why = "its files use other tensor names" if stored else "it has no local safetensors files"
+                logger.info("the weights of %s are sent to the servers as folders: %s", self._path, why)
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Bring the weights to the servers, and keep them for others; returns the seconds of the servers that have got them."""
+        """Send the weights to the servers, and keep them for others; returns the seconds of each server reached."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
         if not name:
-            engine.each_rank(ranks.send, self._sent)
+            engine.each_rank(weight_update.send, self._sent)
             return self._one_by_one(replicas)
         with ThreadPoolExecutor(len(replicas), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(replica.receive, self._sent) for n, replica in replicas.items()}
-            broken = "the trainer has failed"
+            broken = "the trainer failed"
             try:
-                broken = engine.each_rank(ranks.send, replace(self._sent, channel=name))[0]
+                broken = engine.each_rank(weight_update.send, replace(self._sent, channel=name))[0]
             finally:
                 if broken:
-                    self.leave()  # so that no server waits for more
+                    self.leave()  # so that no server keeps waiting
         arrived = {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
         if len(arrived) < len(replicas):
             self.leave()
         return arrived | self._one_by_one({n: replica for n, replica in replicas.items() if n not in arrived})
 
     def _one_by_one(self, replicas: Mapping[int, ServerReplica]) -> dict[int, float]:
-        """Bring the kept weights to servers that a broadcast has not reached."""
+        """Send the kept weights to servers that the broadcast did not reach."""
         arrived: dict[int, float] = {}
         for number, replica in replicas.items():
             if not self._fits or replica.workers.failed:
@@ -85,37 +85,37 @@ class ServerChannel:
             try:
                 arrived[number] = self.catch_up(replica)
             except EngineError as error:
-                logger.warning("the broadcast has not reached server %d: %s", number, error)
+                logger.warning("the broadcast did not reach server %d: %s", number, error)
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Bring the weights that rank 0 of the trainer has kept to one server, also while that trains."""
+        """Send the weights kept by the trainer's rank 0 to one server, even during training."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:
             return 0.0
         size = 1 + replica.world_size()
         update, where = replace(sent, channel=f"channel-{uuid.uuid4().hex}"), self._open_store(size)
         if isinstance(engine, EngineGroup):
-            engine.workers.tell(0, "apply", ranks.hand_over, update, where, size)
+            engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
         else:
-            engine.each_rank(ranks.hand_over, update, where, size)
+            engine.each_rank(weight_update.hand_over, update, where, size)
         replica.join_group(where, 1, size)
         return replica.receive(update)
 
     def _open_store(self, size: int) -> DialledStore:
-        """One that lasts until the next is opened."""
+        """Open a store, which lasts until the next one is opened."""
         self._store, port = serve_store(self._host, size, timedelta(seconds=PATIENCE_S))
         return DialledStore(self._host, port)
 
     def leave(self) -> None:
-        """End the group."""
+        """Leave the group."""
         name, self._name = self._name, ""
         if name and self._sender is not None:
             with suppress(EngineError):
-                self._sender.each_rank(ranks.leave, name)
+                self._sender.each_rank(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """The group with all in it; empty where they have not come together, which is not tried again then."""
+        """The name of the group of all members; empty if they could not connect, which is not retried."""
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
             return self._name
@@ -129,7 +129,7 @@ class ServerChannel:
                 for replica, first in zip(replicas.values(), accumulate(sizes, initial=1), strict=False):
                     asked.append(pool.submit(replica.join_group, where, first, 1 + sum(sizes)))
                     asked[-1].add_done_callback(self._call_off)
-                problem = engine.each_rank(ranks.join, where, name, 0, 1 + sum(sizes))[0]
+                problem = engine.each_rank(weight_update.join, where, name, 0, 1 + sum(sizes))[0]
             for answer in asked:
                 answer.result()
         except EngineError as error:
@@ -138,17 +138,17 @@ class ServerChannel:
         if problem:
             self.leave()
             self._fits = any(replica.workers.failed for replica in replicas.values())
-            logger.warning("vLLM's servers and the trainer have not come together: %s", problem)
+            logger.warning("the vLLM servers and the trainer could not connect: %s", problem)
         return self._name
 
     def _call_off(self, answer: Future[None]) -> None:
-        """Without the store, nobody waits for a member that does not come."""
+        """Close the store after a failure, so that no member keeps waiting."""
         if answer.exception() is not None:
             self._store = None
 
 
 def _stored_names(path: str) -> set[str]:
-    """Names in the files of a checkpoint, or of a hub's copy that is here; none where it has no safetensors."""
+    """Tensor names in a checkpoint folder or a cached hub snapshot; empty without safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         with suppress(OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Run a server under a supervisor, which ends it and all that it has started when the trainer ends, whatever ends that.
+"""Runs a server under a supervisor, which ends it and its child processes when the trainer ends for any reason.
 
     python -m areno.rollouts.servers.launch COMMAND...
 
-It dials whoever has started it, and says where the server will listen: on the address of this machine that others reach, on
-a free port, which take the places of ``{host}`` and ``{port}`` in the command.
+Connects back to the launching process and reports the server's address: this machine's reachable address and a free port,
+which replace ``{host}`` and ``{port}`` in the command.
 """
 
 import os
@@ -22,9 +22,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    """Fork, and become the command in the child."""
+    """Fork, and exec the command in the child."""
     with suppress(OSError):
-        os.setsid()  # Ctrl-C is the trainer's matter
+        os.setsid()  # only the trainer handles Ctrl-C
     connection = dial()
     frames = connection.frames()
     host = os.environ.get(NODE_ADDRESS, _LOOPBACK) if connection.far else _LOOPBACK
@@ -32,15 +32,15 @@ def main() -> None:
     frames.send(f"{host} {port}".encode())
     fork_supervised(connection.socket.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # This program's own packages are not those of a server of another environment.
-    own, paths = str(Path(areno.__file__).parents[1]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != own)
+    # A server in another environment must not import this program's packages.
+    root, paths = str(Path(areno.__file__).parents[1]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != root)
     command = [word.replace(HOST, host).replace(PORT, str(port)) for word in sys.argv[1:]]
     os.execvp(command[0], command)
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now; a server that finds it taken ends, and is started again with another."""
+    """A currently free port; a server that finds it taken exits, and is restarted with another."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A server process of a replica: started with a log file of its own, watched, and ended with all that it has started."""
+"""The server process of a replica: started with its own log file, watched, and ended with all its child processes."""
 
 import shlex
 import signal
@@ -19,18 +19,18 @@ _MODULE = "areno.rollouts.servers.launch"
 _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
-class ServerProcess:
-    """One server, on this machine or where the launcher of ``processes`` puts it.
+class InferenceServerProcess:
+    """A server process, on this machine or where the launcher of ``processes`` places it.
 
     Args:
-        command: and its arguments; ``{host}`` and ``{port}`` in them become where it is to listen.
-        environment: variables beside those of the machine.
-        processes: how it is started, and who is told that it has ended.
-        on_failure: called once, in a thread of this object, when the server ends or is given up.
+        command: the command with arguments; ``{host}`` and ``{port}`` are replaced by its listening address.
+        environment: additional environment variables.
+        processes: launcher, log file and startup timeout.
+        on_failure: called once, in a thread of this object, when the server ends or is abandoned.
 
     Attributes:
         url: of the server.
-        failed: the server has ended, or was given up.
+        failed: the server has ended, or was abandoned.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class ServerProcess:
             self._process.kill()
             self._cut()
             self._lifeline.close()
-            raise EngineError("the server has ended before it was started; its log says why") from error
+            raise EngineError("the server process ended during startup; see its log") from error
         self.url = f"http://{host}:{port}"
         threading.Thread(target=self._watch, name="areno-server", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
-        """The supervisor, and on this machine the server and what it has started, as far as they run."""
+        """Running process ids: the supervisor, and on this machine the server and its child processes."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]
 
     def abandon(self, reason: str) -> None:
-        """End the server as one that has failed."""
+        """End the server and report it as failed."""
         self._reason = self._reason or reason
         self._cut()
 
@@ -84,7 +84,7 @@ class ServerProcess:
         if self._closing:
             return
         self._closing = True
-        # It removes what it has in shared memory then.
+        # SIGTERM first, so that the server can remove its shared memory.
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
@@ -103,6 +103,6 @@ class ServerProcess:
         code = self._process.wait()
         self.failed = True
         if not self._closing:
-            ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             where = f" on {self._process.node}" if self._process.node else ""
-            self._on_failure(EngineError(self._reason or f"the server{where} has ended {ended}"))
+            self._on_failure(EngineError(self._reason or f"the server{where} ended {cause}"))

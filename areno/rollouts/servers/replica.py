@@ -1,6 +1,7 @@
-"""An inference server as a rollout replica: requests go out as calls, one per sample; weights come as folders.
+"""An inference server as a rollout replica: one HTTP call per sample; weights are sent as folders or by a broadcast.
 
-The calls run in one thread with an event loop. The server is a process of ours, or one that runs already and is only joined.
+All calls run in one thread with an event loop. The server is either a process started here, or an external one that is
+joined.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from areno.config.paths import base_of, tokenizer_of
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
-from areno.rollouts.fleet.ranks import PATIENCE_S, DialledStore, Update
-from areno.rollouts.servers.calls import Answer, Sample, ServerCalls, TransferCalls
-from areno.rollouts.servers.process import ServerProcess
+from areno.rollouts.fleet.weight_update import PATIENCE_S, DialledStore, Update
+from areno.rollouts.servers.calls import SampleRequest, ServerAnswer, ServerCalls, TransferCalls
+from areno.rollouts.servers.process import InferenceServerProcess
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
@@ -37,26 +38,26 @@ _HEALTHY = 200
 _PROBE_ANSWER = 16
 
 
-class Joined:
-    """A server that somebody else has started: its failure can be seen, and nothing be ended."""
+class ExternalServer:
+    """A server that was started externally: its failure can be detected, but it cannot be ended."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
         self._on_failure = on_failure
 
     def abandon(self, reason: str) -> None:
-        """Take it for failed."""
+        """Mark the server as failed."""
         if not self.failed:
             self.failed = True
             threading.Thread(target=self._on_failure, args=[EngineError(reason)], daemon=True).start()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the server is not ours."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request whose samples are being answered; ``rids`` are those of the samples."""
+    """A request in progress; ``rids`` are the request ids of its samples."""
 
     request: Request
     rids: list[str]
@@ -65,17 +66,18 @@ class _Open:
 
 
 class ServerReplica:
-    """See the module's text.
+    """A rollout replica on an inference server.
 
     Args:
         path: checkpoint that the server has loaded, for its tokenizer.
         url: of the server.
-        calls: of its product.
-        server: its process, or :class:`Joined`.
-        startup_s: how long it may take until it is healthy.
+        calls: the calls of its product.
+        server: its process, or :class:`ExternalServer`.
+        startup_s: time limit until it is healthy.
         vocab_size: width of its logits.
 
-    Raises EngineError: the server ended, or was not healthy in time.
+    Raises:
+        EngineError: the server ended, or was not healthy in time.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ServerReplica:
         path: str,
         url: str,
         calls: ServerCalls,
-        server: ServerProcess | Joined,
+        server: InferenceServerProcess | ExternalServer,
         *,
         startup_s: float,
         timeout_s: float,
@@ -91,7 +93,7 @@ class ServerReplica:
         api_key: str = "",
     ) -> None:
         self.workers, self.calls = server, calls
-        self._adapter, self._version = "", 0  # of the adapter, which the server has no version for
+        self._adapter, self._version = "", 0  # name and version of the adapter; servers do not version adapters
         self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(tokenizer_of(path))
         check_tokenizer(self.tokenizer, path, option="--ckpt")
@@ -100,8 +102,8 @@ class ServerReplica:
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._load = EngineLoad()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A pool without limit: the server decides how many samples run at once. Connections rest for less than the 5 s after
-        # which uvicorn closes them, so that none is used while it is being closed.
+        # Unlimited connections: the server decides how many samples run at once. Idle connections expire before uvicorn closes
+        # them after 5 s, so that none is used while it is being closed.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
         self._loop = asyncio.new_event_loop()
@@ -123,7 +125,7 @@ class ServerReplica:
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         if any(request.constraint is not None for request in requests):
             raise UsageError(
-                f"{self.calls.product} replicas follow no grammar; leave tool_choice and response_format out"
+                f"{self.calls.product} replicas do not support grammars; omit tool_choice and response_format"
             )
         opened = []
         for request in requests:
@@ -137,7 +139,7 @@ class ServerReplica:
         return opened
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far."""
+        """End one request with its partial answer."""
         with self._lock:
             entry = self._open.get(future)
         if entry is not None and not entry.cancelled:
@@ -145,41 +147,41 @@ class ServerReplica:
             self._begin(self._abort(entry))
 
     async def _abort(self, entry: _Open) -> None:
-        """Again until the answer is there, because what a server has not begun yet it may begin after the abort."""
+        """Repeat the abort until the request ends, because the server may start a queued sample after an abort."""
         while not entry.future.done():
-            with suppress(EngineError):  # a server that is gone has ended it too
+            with suppress(EngineError):  # an unreachable server has ended it too
                 await self.calls.abort(self._http, entry.rids)
             await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
-        """What has been asked for and answered; what the server does with it is its own matter."""
+        """Running samples and generated tokens, as seen from here."""
         with self._lock:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
 
-    def keep_contexts(self, wanted: bool) -> None:
-        """The server's prefix cache is set when it is started."""
+    def keep_contexts(self, enabled: bool) -> None:
+        """Do nothing: the server's prefix cache is configured at its start."""
 
     async def _answer(self, entry: _Open) -> None:
         request, adapter, version = entry.request, self._adapter, self._version
         samples = [
-            Sample(rid=rid, prompt=request.prompt_tokens, sampling=request.sampling, seed=seed, adapter=adapter)
+            SampleRequest(rid=rid, prompt=request.prompt_tokens, sampling=request.sampling, seed=seed, adapter=adapter)
             for rid, seed in zip(entry.rids, request.seeds, strict=True)
         ]
         try:
             answers = await asyncio.gather(*(self.calls.generate(self._http, sample) for sample in samples))
-            for answer in answers if adapter else ():  # a sample keeps the adapter that it began with
+            for answer in answers if adapter else ():  # a sample keeps the adapter that it started with
                 answer.versions = [version] * len(answer.tokens)
-            sequences = [self._heard(entry, index, answer) for index, answer in enumerate(answers)]
+            sequences = [self._sequence(entry, index, answer) for index, answer in enumerate(answers)]
         except Exception as error:
-            known = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
-            await self._blame(known)
-            self._end(entry, known)
+            failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            await self._abandon_if_unhealthy(failure)
+            self._end(entry, failure)
         else:
             self._end(entry, RolloutResult(sequences))
 
-    async def _blame(self, error: EngineError) -> None:
-        """Give the server up where it is the cause, before anybody hears of the error: others then take the request over."""
+    async def _abandon_if_unhealthy(self, error: EngineError) -> None:
+        """Abandon an unhealthy server before the request fails, so that it is resubmitted to another replica."""
         if self.workers.failed or await self._healthy():
             return
         self.workers.abandon(str(error))
@@ -187,18 +189,18 @@ class ServerReplica:
         while not self.workers.failed and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
-    def _heard(self, entry: _Open, index: int, answer: Answer) -> RolloutSequence:
-        """The sequence; a listener is told of its tokens now, because they come as a whole."""
+    def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
+        """Convert an answer, and pass its tokens to the listener at once, because answers are not streamed."""
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
             checker.push(token)
         sequence = answer.sequence(sampling, checker.text)
         last = len(answer.tokens) - 1
-        for place, token in enumerate(answer.tokens if listener is not None else ()):
-            finish = sequence.finish_reason if place == last else None
-            top = answer.top[place] if answer.top else []
-            listener(index, GeneratedToken(token, answer.logprobs[place], top, answer.versions[place], finish))  # type: ignore[misc]
+        for i, token in enumerate(answer.tokens if listener is not None else ()):
+            finish = sequence.finish_reason if i == last else None
+            top = answer.top[i] if answer.top else []
+            listener(index, GeneratedToken(token, answer.logprobs[i], top, answer.versions[i], finish))  # type: ignore[misc]
         return sequence
 
     def _end(self, entry: _Open, outcome: RolloutResult | EngineError) -> None:
@@ -215,7 +217,7 @@ class ServerReplica:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def take_over(self, folder: Path, version: int, adapter: str = "") -> float:
-        """Bring the weights of a checkpoint to the server; returns the seconds that took. Raises EngineError."""
+        """Load the weights of a checkpoint into the server, and return the seconds taken; EngineError on failure."""
         began = time.perf_counter()
         if adapter:
             name = f"{adapter}-v{version}"
@@ -227,19 +229,19 @@ class ServerReplica:
 
     @property
     def transfers(self) -> bool:
-        """Whether its server takes weights from a broadcast."""
+        """Whether the server can receive weights by a broadcast."""
         return isinstance(self.calls, TransferCalls) and self.calls.transfers
 
     def world_size(self) -> int:
-        """Workers of its server. Raises EngineError."""
+        """Number of workers of the server; EngineError on failure."""
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Have the server's workers join a group of ``size``, as its members from ``first`` on. Raises EngineError."""
+        """Let the server's workers join a group of ``size``, as members from ``first`` on; EngineError on failure."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
-        """Take over what is broadcast; returns the seconds that took. Raises EngineError: the server needs a reload then."""
+        """Receive broadcast weights, and return the seconds taken; after an EngineError the server needs a reload."""
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
         return time.perf_counter() - began
@@ -250,22 +252,24 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Token ids, and what the server gives as the log-probs of the last of them.
+        """Return token ids and the server's log-probs of the last of them.
 
-        Those of the prompt; with an adapter those of an answer, since vLLM 0.32 on CPUs dies of prompt log-probs beside other
-        requests of an adapter.
+        Scores the prompt, or with an adapter a generated answer, because vLLM 0.32 on CPUs crashes when it computes prompt
+        log-probs concurrently with other requests of an adapter.
         """
         if not self._adapter:
             return prompt, self.call(self.calls.logprobs(self._http, prompt))
         sampling = SamplingParams(max_new_tokens=_PROBE_ANSWER, ignore_eos=True)
-        sample = Sample(rid=f"probe-{version}", prompt=prompt, sampling=sampling, seed=version, adapter=self._adapter)
+        sample = SampleRequest(
+            rid=f"probe-{version}", prompt=prompt, sampling=sampling, seed=version, adapter=self._adapter
+        )
         answer = self.call(self.calls.generate(self._http, sample))
         return [*prompt, *answer.tokens], answer.logprobs
 
     # -- the server ------------------------------------------------------------------------------------------------
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call; must not be used in the thread of the calls."""
+        """Run a call and wait for it; must not be used in the thread of the event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -275,10 +279,10 @@ class ServerReplica:
         deadline = time.monotonic() + limit_s
         while not self.call(self._healthy()):
             if self.workers.failed:
-                raise EngineError(f"the {self.calls.product} server has ended while it started")
+                raise EngineError(f"the {self.calls.product} server ended during startup")
             if time.monotonic() > deadline:
                 where = f"the {self.calls.product} server at {self._http.base_url}"
-                raise EngineError(f"{where} is not healthy within {limit_s:g} s; see its log")
+                raise EngineError(f"{where} was not healthy within {limit_s:g} s; see its log")
             time.sleep(_POLL_S)
 
     async def _healthy(self) -> bool:
@@ -287,16 +291,16 @@ class ServerReplica:
         return False
 
     async def _watch_health(self) -> None:
-        """A server whose engine has died answers, but not as a healthy one; three times make sure."""
+        """Abandon a server that is unhealthy three times in a row, such as one whose engine died."""
         sick = 0
         while not self.workers.failed:
             await asyncio.sleep(_HEALTH_S)
             sick = 0 if await self._healthy() else sick + 1
             if sick == 3:
-                self.workers.abandon(f"{self._http.base_url}/health has not answered as healthy three times")
+                self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
-        """End the server if it is ours; what is open fails. A second call does nothing."""
+        """End the server if it was started here, and fail open requests. A second call does nothing."""
         if self._loop.is_closed():
             return
         self.workers.close()

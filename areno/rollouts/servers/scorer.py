@@ -1,7 +1,7 @@
-"""A frozen model behind an address: any server of the OpenAI protocol that gives prompts their log-probs.
+"""Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-That is ``/v1/completions`` with a prompt of token ids, ``echo`` and ``logprobs``, as vLLM and SGLang have it. The model must
-have the vocabulary of the policy, which is not checked.
+It uses ``/v1/completions`` with a prompt of token ids, ``echo`` and ``logprobs``, as vLLM and SGLang support it. The model
+must have the vocabulary of the policy, which is not checked.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,14 @@ class ServerScorer:
     """Scores rows of token ids.
 
     Args:
-        url: with its version, such as ``http://HOST:8000/v1``.
-        option: what names it in messages.
-        timeout_s: of one row.
+        url: base URL including the version, such as ``http://HOST:8000/v1``.
+        option: its option name in messages.
+        timeout_s: time limit per row.
 
-    The key is taken from ``OPENAI_API_KEY``. Raises UsageError: nobody answers there.
+    The API key is taken from ``OPENAI_API_KEY``.
+
+    Raises:
+        UsageError: the server does not respond.
     """
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:
@@ -32,7 +35,8 @@ class ServerScorer:
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it, at temperature 1; entry 0 is 0.0.
 
-        Raises EngineError: the server has refused, is gone, or gives prompts no log-probs.
+        Raises:
+            EngineError: the server rejected the request, is unreachable, or returns no prompt log-probs.
         """
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="areno-teacher") as pool:
             return list(pool.map(self._row, rows))
@@ -43,12 +47,12 @@ class ServerScorer:
         try:
             answer = self._client.post("completions", body)
         except ServerError as error:
-            raise EngineError(f"{where} does not score a row of {len(tokens)} tokens: {error}") from error
+            raise EngineError(f"{where} failed to score a row of {len(tokens)} tokens: {error}") from error
         try:
-            given: Any = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
+            logprobs: Any = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
         except (LookupError, AttributeError, TypeError):
-            given = []
-        scores = given[: len(tokens)]
+            logprobs = []
+        scores = logprobs[: len(tokens)]
         if len(scores) < len(tokens) or any(score is None for score in scores[1:]):
-            raise EngineError(f"{where} gives prompts no log-probs (echo with logprobs); vLLM and SGLang do")
+            raise EngineError(f"{where} returns no prompt log-probs (echo with logprobs); use vLLM or SGLang")
         return [0.0, *(float(score) for score in scores[1:])]

@@ -1,6 +1,6 @@
-"""The calls of an SGLang server, as its 0.5.23 documents and defines them; they have not run against one here.
+"""The calls of an SGLang server, written after the documentation and source of 0.5.23; untested against a real server.
 
-Log-probs are those of the temperature-scaled distribution before top-k and top-p. Weights travel as checkpoint folders.
+Log-probs are those of the temperature-scaled distribution before top-k and top-p. Weights are sent as checkpoint folders.
 """
 
 from pathlib import Path
@@ -9,21 +9,29 @@ from typing import Any
 import httpx
 
 from areno.errors import EngineError
-from areno.rollouts.servers.calls import Answer, Sample, Served, ask, look, sampling_of, versions_of
+from areno.rollouts.servers.calls import (
+    SampleRequest,
+    ServerAnswer,
+    ServerInfo,
+    get_json,
+    post_json,
+    sampling_of,
+    versions_of,
+)
 
 
 class SglangCalls:
-    """See the module's text."""
+    """The calls of SGLang."""
 
     product = "SGLang"
 
-    async def describe(self, http: httpx.AsyncClient) -> Served:
-        """Limits of the model; it was started with version 0."""
-        found = await look(http, "/server_info")
-        limit = found.get("context_length") or found.get("max_total_num_tokens")
-        return Served(context_length=int(limit))
+    async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
+        """Limits of the model; the server was started with weight version 0."""
+        info = await get_json(http, "/server_info")
+        limit = info.get("context_length") or info.get("max_total_num_tokens")
+        return ServerInfo(context_length=int(limit))
 
-    async def generate(self, http: httpx.AsyncClient, sample: Sample) -> Answer:
+    async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """See :class:`ServerCalls`."""
         body: dict[str, Any] = {
             "rid": sample.rid,
@@ -41,7 +49,7 @@ class SglangCalls:
         }
         if sample.adapter:
             body["lora_path"] = sample.adapter
-        answer = await ask(http, "/generate", body)
+        answer = await post_json(http, "/generate", body)
         meta, tokens = answer["meta_info"], list(answer["output_ids"])
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code"):
@@ -49,16 +57,16 @@ class SglangCalls:
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or ()]
-        return Answer(tokens, logprobs, versions_of(spans), str(reason["type"]), top)
+        return ServerAnswer(tokens, logprobs, versions_of(spans), str(reason["type"]), top)
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
         """See :class:`ServerCalls`."""
         for rid in rids:
-            await ask(http, "/abort_request", {"rid": rid})
+            await post_json(http, "/abort_request", {"rid": rid})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Running requests go back to the queue meanwhile, and are computed anew with the new weights."""
-        await ask(http, "/pause_generation", {"mode": "retract"})
+        """Load a checkpoint; running requests are queued again, and their caches recomputed with the new weights."""
+        await post_json(http, "/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),
             "weight_version": str(version),
@@ -66,16 +74,16 @@ class SglangCalls:
             "flush_cache": True,
             "keep_pause": True,
         }
-        done = await ask(http, "/update_weights_from_disk", body)
+        done = await post_json(http, "/update_weights_from_disk", body)
         if not done.get("success"):
             raise EngineError(f"{http.base_url}/update_weights_from_disk: {done.get('message')}")
-        await ask(http, "/continue_generation", {})
+        await post_json(http, "/continue_generation", {})
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
         """See :class:`ServerCalls`."""
-        await ask(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        await post_json(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         if outdated:
-            await ask(http, "/unload_lora_adapter", {"lora_name": outdated})
+            await post_json(http, "/unload_lora_adapter", {"lora_name": outdated})
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """See :class:`ServerCalls`."""
@@ -85,5 +93,5 @@ class SglangCalls:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        meta = (await ask(http, "/generate", body))["meta_info"]
+        meta = (await post_json(http, "/generate", body))["meta_info"]
         return [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]

@@ -1,4 +1,4 @@
-"""Start an inference server for a replica, or join one that runs."""
+"""Starts an inference server for a replica, or joins a running one."""
 
 import importlib.util
 import os
@@ -19,8 +19,8 @@ from areno.engine.parallel.workers import Processes
 from areno.errors import EngineError, UsageError
 from areno.rollouts.servers.calls import SERVED_NAME, ServerCalls
 from areno.rollouts.servers.launch import HOST, PORT
-from areno.rollouts.servers.process import ServerProcess
-from areno.rollouts.servers.replica import Joined, ServerReplica
+from areno.rollouts.servers.process import InferenceServerProcess
+from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang import SglangCalls
 from areno.rollouts.servers.vllm import VllmCalls
 
@@ -28,7 +28,7 @@ Product = Literal["vllm", "sglang"]
 
 _EXTENSION = Path(__file__).parent / "extension"
 _WORKER = "areno_vllm_worker.ArenoWorker"
-_OWN_WORKER = "--worker-extension-cls"
+_WORKER_OPTION = "--worker-extension-cls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class ServerOptions:
     """The inference servers of a fleet.
 
     Attributes:
-        arguments: what the section of the product gives on the command line.
-        command: that starts a server; empty takes the product's own from PATH or this Python.
-        addresses: of servers that run already, one per replica; none are started then.
-        adapter: name that the trainer's adapter gets; empty where it has none.
+        arguments: command line arguments from the section of the product.
+        command: command that starts a server; empty uses the product's command from PATH or this Python.
+        addresses: running servers to join, one per replica, instead of starting them.
+        adapter: name of the trainer's adapter; empty without one.
     """
 
     product: Product
@@ -53,7 +53,7 @@ class ServerOptions:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a server that is joined may be on another machine, which shares folders at most."""
+        """Whether a joined server may be on another machine, which can share folders but not memory."""
         hosts = {urlsplit(address).hostname for address in self.addresses}
         return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 
@@ -66,19 +66,21 @@ def open_server(
     processes: Processes,
     on_failure: Callable[[EngineError], None],
 ) -> ServerReplica:
-    """Replica ``number``: its server started or joined, healthy, with the weights of ``path`` as version 0.
+    """Start or join the server of replica ``number``, and wait until it is healthy, with ``path`` as weight version 0.
 
-    Raises UsageError: the product is not installed; EngineError: the server ended, or was not healthy in time.
+    Raises:
+        UsageError: the product is not installed.
+        EngineError: the server ended, or was not healthy in time.
     """
-    own_worker = _has_own_worker(options)
-    calls: ServerCalls = VllmCalls(extended=not own_worker) if options.product == "vllm" else SglangCalls()
-    server: ServerProcess | Joined
+    extended = not _has_custom_worker(options)
+    calls: ServerCalls = VllmCalls(extended=extended) if options.product == "vllm" else SglangCalls()
+    server: InferenceServerProcess | ExternalServer
     if options.addresses:
-        url, server = options.addresses[number], Joined(on_failure)
+        url, server = options.addresses[number], ExternalServer(on_failure)
     else:
         command = [*command_of(options), *_arguments(path, options)]
         environment = environment_of(options, processes.threads or 1, devices) | dict(processes.environment)
-        server = ServerProcess(command, environment, processes, on_failure)
+        server = InferenceServerProcess(command, environment, processes, on_failure)
         url = server.url
     return ServerReplica(
         path,
@@ -93,34 +95,33 @@ def open_server(
 
 
 def context_length_of(path: str) -> int | None:
-    """Most tokens of a sequence, as the model of a checkpoint states it."""
+    """Context length of a checkpoint's model in tokens, if stated."""
     return context_length(AutoConfig.from_pretrained(base_of(path)))
 
 
 def command_of(options: ServerOptions) -> list[str]:
-    """What starts a server, without arguments. Raises UsageError: it is not installed."""
+    """The command that starts a server, without arguments; UsageError if the product is not installed."""
     if options.command:
         return list(options.command)
     if options.product == "sglang":
         command = [sys.executable, "-m", "sglang.launch_server"]
-        found = command[0] if importlib.util.find_spec("sglang") is not None else None
+        executable = command[0] if importlib.util.find_spec("sglang") is not None else None
     else:
-        found = shutil.which(
-            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        )
-        command = [str(found), "serve"]
-    if found is None:
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        executable = shutil.which("vllm", path=search_path)
+        command = [str(executable), "serve"]
+    if executable is None:
         example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
         raise UsageError(
-            f"{options.product} is not installed here; install it, name the command of another environment, such as "
-            f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join servers that "
-            "run (rollout.api_url, --rollout-url), or let areno's own engine generate (rollout.backend=areno:dN)"
+            f"{options.product} is not installed here; install it, set the command of another environment, such as "
+            f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join running "
+            "servers (rollout.api_url, --rollout-url), or use areno's own engine (rollout.backend=areno:dN)"
         )
     return command
 
 
-def _has_own_worker(options: ServerOptions) -> bool:
-    return any(word.partition("=")[0] == _OWN_WORKER for word in options.arguments)
+def _has_custom_worker(options: ServerOptions) -> bool:
+    return any(word.partition("=")[0] == _WORKER_OPTION for word in options.arguments)
 
 
 def _arguments(path: str, options: ServerOptions) -> list[str]:
@@ -129,13 +130,13 @@ def _arguments(path: str, options: ServerOptions) -> list[str]:
         weights = ["--model-path", path, "--weight-version", "0"]
         return [*weights, *where, *options.arguments]
     needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    extension = [_OWN_WORKER, _WORKER, "--weight-transfer-config", '{"backend": "areno"}']
-    worker = [] if _has_own_worker(options) else extension
+    extension = [_WORKER_OPTION, _WORKER, "--weight-transfer-config", '{"backend": "areno"}']
+    worker = [] if _has_custom_worker(options) else extension
     return [path, *where, *needed, *worker, *options.arguments]
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Variables that a server needs, which a user's own come on top of; without ``devices`` a launcher gives it its own."""
+    """Default environment variables of a server; None for ``devices`` if a launcher assigns them."""
     chosen = {}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)

@@ -1,6 +1,6 @@
-"""What an episode does: from a data row to a trajectory.
+"""Workflows: how an episode turns a data row into a trajectory.
 
-- ``base``: the interface, groups of samples; ``resolve``: workflows by instance, class, name or file.
-- ``rlvr`` and ``multi_turn``: one answer, or several tries, with a reward function (``rewards``).
-- ``agents``: a user's agent through a server, in this process or in ``processes`` of its own, and its training rows.
+- ``base``: the interface, and groups of samples; ``resolve``: workflows by instance, class, name or file.
+- ``rlvr`` and ``multi_turn``: one answer, or several attempts, with a reward function (``rewards``).
+- ``agents``: a user's agent that talks to a server, in this process or in separate ``processes``, and its training rows.
 """

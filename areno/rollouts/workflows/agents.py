@@ -1,7 +1,7 @@
-"""Any agent as a workflow: an object with ``async run(data, **extra)`` that talks to an OpenAI or Anthropic client.
+"""Runs any agent as a workflow: an object with ``async run(data, **extra)`` that uses an OpenAI or Anthropic client.
 
-All that it changes is the address. What it says is recorded by the server with the very tokens, and becomes training rows
-when its run has returned a reward.
+The agent only changes the address of its client. The server records the exact tokens, which become training rows when the
+run returns a reward.
 """
 
 import asyncio
@@ -17,51 +17,51 @@ from areno.config.packages import require_packages
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError, UsageError
 from areno.loss_fns.gae import discounted_returns
+from areno.rollouts.conversation.agent_server import AgentServer, AgentSession
 from areno.rollouts.conversation.continuation import Turn
-from areno.rollouts.conversation.rows import TrajectoryRow, build_rows
-from areno.rollouts.conversation.server import AgentServer, AgentSession
 from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, build_rows
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
 from areno.rollouts.workflows.base import EpisodeResult, Interaction, RolloutWorkflow
+from areno.rollouts.workflows.pickling import name_of, pickled
 from areno.rollouts.workflows.processes import AgentProcesses, returned_value
-from areno.rollouts.workflows.sending import name_of, pickled
 
 logger = logging.getLogger(__name__)
 
 DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
-"""Of agents outside of experiments."""
+"""Options of agents outside of experiments."""
 
 
 class AgentWorkflow(RolloutWorkflow):
     """One run of an agent per sample.
 
-    The run returns its reward as a number, which the last answer gets; or a dictionary from ids of answers to their rewards;
-    or None, when it has sent rewards to ``/rl/set_reward``. A run without any reward is an error.
+    The run returns a number as the reward of the last answer, a dictionary from response ids to rewards, or None if it sent
+    rewards to ``/rl/set_reward``. A run without any reward is an error.
 
     Args:
-        agent: has ``async run(data, **extra)``; ``extra`` are ``base_url``, ``api_key`` and, inline, ``http_client``, as far
-            as it takes them.
-        gconfig: what its requests are sampled with unless they say otherwise.
+        agent: has ``async run(data, **extra)``; ``extra`` are ``base_url``, ``api_key`` and, inline, ``http_client``, if it
+            accepts them.
+        gconfig: default sampling of its requests.
         options: how it is run. With ``subproc`` it finds address and key in its environment (``OPENAI_BASE_URL``,
             ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
         model_name: the model's name in requests.
 
     Raises:
-        UsageError: the object is no agent, an option is unknown, or the server's packages are not installed.
+        UsageError: the object is not an agent, an option is unknown, or the server's packages are not installed.
     """
 
     def __init__(
         self, agent: Any, gconfig: GenerationSettings, options: AgentConfig = DEFAULTS, model_name: str = "default"
     ) -> None:
         if not is_agent(agent):
-            raise UsageError(f"{name_of(agent)} is no agent: it has no method `async def run(self, data, **extra)`")
+            raise UsageError(f"{name_of(agent)} is not an agent: it has no method `async def run(self, data, **extra)`")
         if options.mode not in ("inline", "subproc"):
-            raise UsageError(f"agent.mode {options.mode!r} is not here; use inline or subproc")
+            raise UsageError(f"agent.mode {options.mode!r} is not supported; use inline or subproc")
         if options.export_style not in ("individual", "concat"):
             raise UsageError(f"agent.export_style {options.export_style!r} is unknown; use individual or concat")
         if gconfig.min_new_tokens:
             raise UsageError(
-                f"gconfig.min_new_tokens={gconfig.min_new_tokens}: requests of agents have no such field; set it to 0"
+                f"gconfig.min_new_tokens={gconfig.min_new_tokens} is not supported for agents; set it to 0"
             )
         require_packages("serve", "agents need")
         self.agent, self.gconfig = agent, gconfig
@@ -86,17 +86,17 @@ class AgentWorkflow(RolloutWorkflow):
         turns = list(session.tape.turns)
         if not any(turn.tokens for turn in turns):
             raise AgentError(
-                f"agent {name_of(self.agent)} ended without an answer of the model; use its base_url and api_key"
+                f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to its client"
             )
         if all(turn.reward is None for turn in turns):
             raise AgentError(
-                f"agent {name_of(self.agent)} returned no reward and set none; return a number from run, or a dictionary "
-                "from ids of answers to rewards"
+                f"agent {name_of(self.agent)} neither returned nor set a reward; return a number from run, or a dictionary "
+                "from response ids to rewards"
             )
         return export_interactions(turns, self._options, engine.tokenizer)
 
     async def aclose(self) -> None:
-        """End processes and server."""
+        """Close processes and server."""
         if self._processes is not None:
             self._processes.close()
         if self._server is not None:
@@ -118,22 +118,22 @@ class AgentWorkflow(RolloutWorkflow):
                     reasoning_parser=self._options.reasoning_parser,
                     request_timeout_s=self._timeout_s,
                 )
-                logger.info("agents find the model at %s", self._server.url)
+                logger.info("the agent server listens at %s", self._server.url)
         return self._server
 
     async def _run(self, session: AgentSession, data: dict[str, Any]) -> float | dict[str, float] | None:
         extra = {"base_url": session.base_url, "api_key": session.api_key}
         if self._processes is not None:
-            wanted = _accepted(self.agent.run, extra)
-            return await self._processes.run(self._sent, data, wanted, session.environment, self._timeout_s)
+            arguments = _accepted(self.agent.run, extra)
+            return await self._processes.run(self._sent, data, arguments, session.environment, self._timeout_s)
         import httpx
 
-        # A client of its own: agents close what they are given. No certificates are looked up for a loopback address.
+        # A new client per run, because agents may close it; no certificate checks for a loopback address.
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline, httpx.AsyncClient(timeout=self._timeout_s, verify=False) as http_client:
-                wanted = _accepted(self.agent.run, {**extra, "http_client": http_client})
-                return returned_value(await self.agent.run(data, **wanted))
+                arguments = _accepted(self.agent.run, {**extra, "http_client": http_client})
+                return returned_value(await self.agent.run(data, **arguments))
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -143,12 +143,12 @@ class AgentWorkflow(RolloutWorkflow):
 
 
 def is_agent(thing: Any) -> bool:
-    """Whether something has a method ``run`` that is a coroutine function."""
+    """Whether an object has a coroutine function ``run``."""
     return inspect.iscoroutinefunction(getattr(thing, "run", None))
 
 
 def _accepted(run: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that ``run`` takes."""
+    """The arguments that ``run`` accepts."""
     parameters = inspect.signature(run).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra
@@ -161,34 +161,32 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
             try:
                 session.tape.set_reward(reward, name)
             except ValueError as error:
-                raise AgentError(f"the agent's run returned a reward for an unknown answer: {error}") from error
+                raise AgentError(f"the agent's run returned a reward for an unknown response: {error}") from error
     elif returned is not None and session.tape.turns:
         session.tape.set_reward(returned)
 
 
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
-    """The training rows of a session's turns, which are in the order in which they were given.
+    """The training rows of a session's turns, in chronological order.
 
-    ``individual`` makes every answer a row of its own, behind the prompt that it was given. ``concat`` makes one row of each
-    conversation: answers that go on from one another stand in one row with all that was said, and the row has the reward
-    of its last answer. A conversation that forks has a row for each end; what they share is trained on once. An answer earns
-    its own reward (0 where it has none) and ``turn_discount`` times what the next one earns.
+    ``individual`` makes a row of every answer with its prompt. ``concat`` makes one row per conversation, with all its answers
+    and the return of the last one; a conversation that forks has a row per branch, whose common prefix is trained on once.
+    The return of an answer is its reward (0 without one) plus ``turn_discount`` times the return of the next answer.
     """
-    said = [turn for turn in turns if turn.tokens]
-    earned = discounted_returns([turn.reward or 0.0 for turn in said], options.turn_discount)
-    returns = dict(zip(said, earned, strict=True))
+    answered = [turn for turn in turns if turn.tokens]
+    discounted = discounted_returns([turn.reward or 0.0 for turn in answered], options.turn_discount)
+    returns = dict(zip(answered, discounted, strict=True))
     if options.export_style == "individual":
-        rows = [(turn, _alone(turn, tokenizer)) for turn in said]
+        rows = [(turn, _single_turn_row(turn, tokenizer)) for turn in answered]
     else:
-        rows = [(said[max(row.turns)], row) for row in build_rows(said, LossMaskPolicy(), tokenizer)]
+        rows = [(answered[max(row.turns)], row) for row in build_rows(answered, LossMaskPolicy(), tokenizer)]
     return {
         f"{turn.response_id or turn.id}#{index}": Interaction(
-            turn.response_id or turn.id, row, returns[turn], [*turn.messages, turn.answer], len(said)
+            turn.response_id or turn.id, row, returns[turn], [*turn.messages, turn.answer], len(answered)
         )
         for index, (turn, row) in enumerate(rows)
     }
 
 
-def _alone(turn: Turn, tokenizer: Any) -> TrajectoryRow:
-    whole = replace(turn, parent=None, given=turn.prompt)
-    return build_rows([whole], LossMaskPolicy(), tokenizer)[0]
+def _single_turn_row(turn: Turn, tokenizer: Any) -> TrajectoryRow:
+    return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)[0]

@@ -1,4 +1,4 @@
-"""The interface of workflows; groups, several episodes of one row that are judged together; and what runs them."""
+"""The interface of workflows, groups of samples of one row, and a runner for ``--workflow``."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from areno.errors import UsageError
-from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
-from areno.rollouts.pool import EpisodeLoop
+from areno.rollouts.episode_loop import EpisodeLoop
 from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, samples_of, stack
 
 logger = logging.getLogger(__name__)
@@ -22,45 +22,45 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
-"""The rows of one sample as plain lists, see :func:`areno.rollouts.trajectory.samples_of`; empty where it was left out."""
+"""The rows of one sample as plain lists, see :func:`areno.rollouts.trajectory.samples_of`; empty if it was rejected."""
 
 
 @dataclass(slots=True)
 class Interaction:
-    """One answer, or a whole conversation of them, as a training row."""
+    """One answer, or all answers of a conversation, as a training row."""
 
-    id: str  # the client's name of the answer; of the last one in a conversation
+    id: str  # response id of the answer, or of the last one in a conversation
     row: TrajectoryRow
     reward: float  # after discounting
-    messages: list[dict[str, Any]]  # what the answer was given, and the answer
-    num_turns: int  # answers in the whole session
+    messages: list[dict[str, Any]]  # the prompt messages and the answer
+    num_turns: int  # answers in the session
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""None leaves the episode out; tensors as in :mod:`areno.rollouts.trajectory`; or interactions by name."""
+"""None rejects the episode; tensors as in :mod:`areno.rollouts.trajectory`; or interactions by name."""
 
 
 class RolloutWorkflow(ABC):
-    """One episode as one coroutine.
+    """Runs an episode as a coroutine.
 
-    An exception leaves the episode out, is counted and shown. Episodes of all rows run in one event loop, so a workflow
-    must await what takes long, and must not block.
+    If it raises, the episode is dropped, counted and logged. All episodes run in one event loop, so a workflow must await
+    long operations and must not block.
     """
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run one sample of a data row, which episodes must not change; ``engine`` gives tokens."""
+        """Run one sample of a data row, which episodes must not modify; ``engine`` generates tokens."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Run several samples of a row; a workflow that can share work between them has its own way."""
+        """Run several samples of a row; override it to share work between them."""
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
     async def aclose(self) -> None:  # noqa: B027  (most start nothing)
-        """End what the workflow has started; called once, when no episode of it runs any more."""
+        """Release the workflow's resources; called once, after its last episode."""
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run copies of an episode at the same time, each with draws of its own; raises the first error when all have ended."""
+    """Run copies of an episode concurrently with different seeds; raises the first error after all have ended."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:
@@ -80,10 +80,10 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Several samples of each row, judged as one group.
+    """Runs several samples of each row as one group.
 
-    With ``drop_incomplete`` a group is left out when one of its samples was left out (returned None); otherwise it goes on
-    with the others, as a smaller group of its own.
+    With ``drop_incomplete`` a group is rejected if any of its samples was rejected (returned None); otherwise the group
+    continues with the remaining samples.
     """
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int, drop_incomplete: bool = False) -> None:
@@ -92,48 +92,52 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.workflow, self.group_size, self.drop_incomplete = workflow, group_size, drop_incomplete
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """All samples of a row, as the rows of one trajectory."""
+        """Run all samples of a row, as the rows of one trajectory."""
         results = await self.workflow.arun_group(engine, data, self.group_size)
-        kept = [found for result in results if (found := as_trajectory(result)) is not None]
-        if len(kept) < len(results):
-            what = "the group is left out" if self.drop_incomplete or not kept else "the group goes on without them"
-            logger.warning("%d of %d samples of a row were left out; %s", len(results) - len(kept), len(results), what)
-        if not kept or (self.drop_incomplete and len(kept) < len(results)):
+        accepted = [trajectory for result in results if (trajectory := as_trajectory(result)) is not None]
+        dropped = len(results) - len(accepted)
+        if dropped:
+            what = "dropping the group" if self.drop_incomplete or not accepted else "the group continues without them"
+            logger.warning("%d of %d samples of a row were rejected; %s", dropped, len(results), what)
+        if not accepted or (self.drop_incomplete and dropped):
             return None
-        return stack(kept)
+        return stack(accepted)
 
     async def aclose(self) -> None:
-        """End what the inner workflow has started."""
+        """Release the resources of the inner workflow."""
         await self.workflow.aclose()
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """What a workflow has returned, as tensors; None where it left the episode out, also by an empty mapping.
+    """Convert the result of a workflow to tensors; None for a rejected episode, also if it is an empty mapping.
 
-    With ``check`` every key, shape and number is looked at. Raises UsageError: it is no :data:`EpisodeResult`, or the
-    check failed.
+    With ``check``, all keys, shapes and numbers are checked.
+
+    Raises:
+        UsageError: the result is not an :data:`EpisodeResult`, or the check failed.
     """
     if result is None or (isinstance(result, dict) and not result):
         return None
     if isinstance(result, dict) and all(isinstance(value, Interaction) for value in result.values()):
-        trajectory = make_trajectory([(found.row, found.reward) for found in result.values()])
-        return {**trajectory, "num_turns": torch.tensor([found.num_turns for found in result.values()])}
+        interactions = result.values()
+        trajectory = make_trajectory([(interaction.row, interaction.reward) for interaction in interactions])
+        return {**trajectory, "num_turns": torch.tensor([interaction.num_turns for interaction in interactions])}
     if check or not isinstance(result, dict) or "input_ids" not in result:
         check_trajectory(result)
     return result
 
 
 class Episodes:
-    """Runs groups of episodes of one workflow, each group a future: what ``--workflow`` runs; to be closed."""
+    """Runs groups of episodes of one workflow for ``--workflow``, each group as a future; the caller closes it."""
 
     def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
         self._workflow, self._client = workflow, client
         self._loop = EpisodeLoop()
 
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
-        """Run several samples of a data row; the future has one entry per sample, or what an episode raised.
+        """Run several samples of a data row; the future has one entry per sample, or the exception of an episode.
 
-        Draws derive from the group's ``number``.
+        Seeds derive from the group's ``number``.
         """
         return self._loop.start(self._run(number, data, samples))
 
@@ -144,7 +148,7 @@ class Episodes:
         return [[] if trajectory is None else list(samples_of(trajectory)) for trajectory in trajectories]
 
     def close(self) -> None:
-        """Cancel what runs, and end what the workflow has started."""
-        with contextlib.suppress(TimeoutError):  # an episode blocks the loop, which then reports it
+        """Cancel running episodes, and release the workflow's resources."""
+        with contextlib.suppress(TimeoutError):  # an episode blocks the loop; closing the loop reports it
             self._loop.start(self._workflow.aclose()).result(_CLOSE_S)
         self._loop.close()

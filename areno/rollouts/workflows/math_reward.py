@@ -1,4 +1,4 @@
-"""The reward of the quickstart's programs: a mathematically right answer is worth 1."""
+"""The default reward of ``main_async_ppo.py`` and ``main_sync_ppo.py``: 1 for a mathematically correct answer."""
 
 from typing import Any
 

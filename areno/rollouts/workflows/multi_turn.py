@@ -1,18 +1,19 @@
-"""Several tries at one task: a wrong answer is told so, and the model tries again."""
+"""Several attempts at one task: after a wrong answer, the model is asked to try again."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from areno.errors import DataError, UsageError
-from areno.rollouts.conversation.rows import build_rows
+from areno.rollouts.conversation.recorder import ConversationRecorder
 from areno.rollouts.conversation.spans import LossMaskPolicy
-from areno.rollouts.conversation.tape import AgentTape
+from areno.rollouts.conversation.trajectory_rows import build_rows
 from areno.rollouts.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
-from areno.rollouts.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
+from areno.rollouts.workflows.rlvr import ExtractPrompt, answer_text, extract_prompt
 from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 from areno.text.markers import warn_about_markers
@@ -27,16 +28,15 @@ TRY_AGAIN = (
 class MultiTurnWorkflow(RolloutWorkflow):
     """Up to ``max_turns`` answers, until one has a reward other than 0.
 
-    The conversation goes on from the very tokens that were sampled, and makes one training row with all answers in it; a
-    chat template that rewrites what was said before makes several. Each row has the last reward, times
-    ``turn_discount ** (turns - 1)``.
+    The conversation continues from the sampled tokens and becomes one training row with all answers; a chat template that
+    rewrites the history yields several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
 
     Args:
-        reward_fn: judges every answer; ``completions`` is the latest one. This and what is not listed is as in
-            :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
-        max_turns: most answers.
-        turn_discount: what a further try costs, in (0, 1].
-        retry_message: what a wrong answer is told.
+        reward_fn: scores every answer; ``completions`` is the latest one. This and the arguments that are not listed are as
+            in :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
+        max_turns: maximum number of answers.
+        turn_discount: factor on the reward per further attempt, in (0, 1].
+        retry_message: user message after a wrong answer.
 
     Raises:
         UsageError: a number is out of range.
@@ -66,7 +66,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         prompt = self._prompt_of(data)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         warn_about_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
-        tape, reward = AgentTape(self.tokenizer, 0), 0.0
+        tape, reward = ConversationRecorder(self.tokenizer, 0), 0.0
         for _ in range(self.max_turns):
             turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))
             try:
@@ -74,8 +74,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
             except DataError:
                 if not tape.turns:
                     raise
-                break  # the conversation has filled the context
-            text = said_in(answer, self.tokenizer, self.gconfig)
+                break  # the conversation fills the context
+            text = answer_text(answer, self.tokenizer, self.gconfig)
             turn.end(_recorded(answer, text))
             reward = await self.reward(turn.prompt_text, text, answer.input_tokens, answer.output_tokens, **data)
             if reward != 0:
@@ -92,15 +92,16 @@ class MultiTurnWorkflow(RolloutWorkflow):
         )
 
     async def aclose(self) -> None:
-        """End the reward workers."""
+        """Close the reward workers."""
         self.reward.close()
 
 
 def _recorded(answer: ModelResponse, text: str) -> RecordedSample:
-    said = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    sampled = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    tokens = [GeneratedToken(token, logprob, [], version, None) for token, logprob, version in sampled]
     return RecordedSample(
         message={"role": "assistant", "content": text},
-        tokens=[GeneratedToken(token, logprob, [], version, None) for token, logprob, version in said],
+        tokens=[*tokens[:-1], *(replace(last, routed_experts=answer.routed_experts) for last in tokens[-1:])],
         finish="length" if answer.stop_reason == "length" else "stop",
         by_token=answer.stop_reason == "stop" and answer.output_tokens[-1] in answer.stop_ids,
         temperature=answer.temperature,

@@ -1,7 +1,7 @@
-"""Agents in processes of their own: what they block, crash or leave running costs one episode.
+"""Runs agents in separate processes, so that an agent that blocks, crashes or leaks costs only one episode.
 
-A process runs one agent after another, each with the session's variables in its environment. It loads neither torch nor a
-model; only what the agent itself imports.
+A process runs one agent at a time, with the session's variables in its environment. It imports neither torch nor a model,
+unless the agent does.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from areno.frames import FrameError
 from areno.rewards.supervisor import supervised
 from areno.rewards.worker_pool import WorkerProcess
 
-ANSWER_BYTES = 16 << 20  # most that an answer may have
+ANSWER_BYTES = 16 << 20  # maximum size of an answer
 _MAX_ERROR_CHARS = 20_000
 
 
 class AgentProcesses:
-    """A pool of processes, started when first needed; each runs one agent at a time."""
+    """A pool of processes, started on demand; each runs one agent at a time."""
 
     def __init__(self, workers: int) -> None:
         self._slots = asyncio.Semaphore(workers)
@@ -35,9 +35,12 @@ class AgentProcesses:
     async def run(
         self, agent: bytes, data: dict[str, Any], extra: dict[str, Any], environment: dict[str, str], timeout_s: float
     ) -> float | dict[str, float] | None:
-        """Run a pickled agent; the process is killed, with all that it has started, when it is late or nobody waits any more.
+        """Run a pickled agent; on a timeout or cancellation its process is killed with all child processes.
 
-        ``timeout_s`` counts from when a process is free. AgentError: it raised, was late, died, or returned what is no reward.
+        ``timeout_s`` starts when a process is free.
+
+        Raises:
+            AgentError: the agent raised, timed out, died, or returned something other than rewards.
         """
         job = pickle.dumps({"agent": agent, "data": data, "extra": extra, "environment": environment})
         async with self._slots:
@@ -58,7 +61,7 @@ class AgentProcesses:
         raise AgentError(f"the agent's process failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Keep a process that has answered, and kill any other."""
+        """Return a process that has answered to the pool, and kill any other."""
         self._busy.discard(worker)
         if asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)
@@ -67,9 +70,9 @@ class AgentProcesses:
         asked.add_done_callback(lambda _: worker.close())
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """End all processes, including busy ones."""
         for worker in self._busy:
-            worker.stop()  # whoever waits for it closes it
+            worker.stop()  # the waiting caller closes it
         for worker in self._idle:
             worker.kill()
         self._idle = []
@@ -77,7 +80,7 @@ class AgentProcesses:
 
 
 def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
-    """What the agent's process says; with ``died``, what became of it instead."""
+    """The kind and value of the process's answer; ``died`` with the reason if it failed."""
     try:
         worker.frames.send(job)
         kind, value = json.loads(worker.frames.receive())
@@ -88,8 +91,8 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
     except (EOFError, OSError):
         return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
-        return ["died", f"it was stopped, because it does not follow the protocol: {error}"]
-    return ["died", f"it was stopped, because it answered with {kind!r:.80}"]
+        return ["died", f"it violated the protocol and was stopped: {error}"]
+    return ["died", f"it sent an unknown answer {kind!r:.80} and was stopped"]
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -104,7 +107,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """``["value", returned]`` or ``["error", text]``; JSON, because what an agent says is data and never code."""
+    """``["value", returned]`` or ``["error", text]``, sent as JSON, so that an agent's answer is never unpickled."""
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])
@@ -115,7 +118,7 @@ def _run(sent: bytes) -> list[Any]:
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:
-    """What an agent has returned: one reward, rewards by the ids of answers, or None where it has set them itself."""
+    """Validate an agent's return value: one reward, rewards by response id, or None if it set them itself."""
     if returned is None:
         return None
     if isinstance(returned, dict):
@@ -124,6 +127,6 @@ def returned_value(returned: Any) -> float | dict[str, float] | None:
         return float(returned)
     except (TypeError, ValueError):
         raise TypeError(
-            f"the agent's run returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or rewards by the "
-            "ids of answers (dict)"
+            f"the agent's run returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or rewards by "
+            "response id (dict)"
         ) from None

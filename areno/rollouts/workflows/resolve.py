@@ -1,4 +1,4 @@
-"""Workflows and functions as users name them: an object, a class, ``package.module.Name`` or ``file.py:Name``."""
+"""Resolves workflows and functions given as an object, a class, ``package.module.Name`` or ``file.py:Name``."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from areno.errors import UsageError
 from areno.rollouts.engine_client import GenerationSettings
 from areno.rollouts.workflows.agents import DEFAULTS, AgentWorkflow, is_agent
 from areno.rollouts.workflows.base import GroupedRolloutWorkflow, RolloutWorkflow
-from areno.rollouts.workflows.sending import name_of
+from areno.rollouts.workflows.pickling import name_of
 
 
 def resolve_workflow(
@@ -28,43 +28,46 @@ def resolve_workflow(
 
     Args:
         workflow: a workflow or an agent: an object, a class, or the name of either.
-        gconfig: sampling of agents; workflows of other kinds get theirs through ``workflow_kwargs``.
-        workflow_kwargs: arguments of a class.
-        offered: further ones, which it gets as far as it takes them.
-        agent: how an agent is run; ``model_name`` is the model's in its requests.
+        gconfig: sampling of agents; other workflows get theirs through ``workflow_kwargs``.
+        workflow_kwargs: keyword arguments of a class.
+        offered: further arguments, passed if the class accepts them.
+        agent: options of an agent.
+        model_name: the model's name in an agent's requests.
 
     Raises:
-        UsageError: it is neither, cannot be found, or does not take the arguments.
+        UsageError: it is neither workflow nor agent, cannot be found, or does not accept the arguments.
     """
-    found = named_object(workflow, option="workflow") if isinstance(workflow, str) else workflow
-    if inspect.isclass(found):
-        taken = inspect.signature(found).parameters
-        more = {name: value for name, value in (offered or {}).items() if name in taken}
+    if isinstance(workflow, str):
+        workflow = named_object(workflow, option="workflow")
+    if inspect.isclass(workflow):
+        parameters = inspect.signature(workflow).parameters
+        more = {name: value for name, value in (offered or {}).items() if name in parameters}
         try:
-            found = found(**more | (workflow_kwargs or {}))
+            workflow = workflow(**more | (workflow_kwargs or {}))
         except TypeError as error:
-            raise UsageError(f"workflow {name_of(found)} cannot be made with workflow_kwargs: {error}") from error
+            raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
     elif workflow_kwargs:
         names = ", ".join(workflow_kwargs)
         raise UsageError(
-            f"workflow_kwargs ({names}) have no effect: {name_of(found)} is an object already; give its class"
+            f"workflow_kwargs ({names}) have no effect: {name_of(workflow)} is an instance; give its class instead"
         )
-    if not hasattr(found, "arun_episode"):
-        if not is_agent(found):
+    if not hasattr(workflow, "arun_episode"):
+        if not is_agent(workflow):
             raise UsageError(
-                f"workflow {name_of(found)} has neither `async def arun_episode(self, engine, data)` nor `async def run(self, "
-                "data, **extra)`"
+                f"workflow {name_of(workflow)} has neither `async def arun_episode(self, engine, data)` nor `async def "
+                "run(self, data, **extra)`"
             )
-        found = AgentWorkflow(found, gconfig, agent, model_name)
-    return GroupedRolloutWorkflow(found, n_samples, drop_incomplete)
+        workflow = AgentWorkflow(workflow, gconfig, agent, model_name)
+    return GroupedRolloutWorkflow(workflow, n_samples, drop_incomplete)
 
 
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """A filter or another function, as itself or by name; None stays None.
+    """Resolve a filter or another function given directly or by name; None stays None.
 
-    Raises UsageError: what ``option`` names cannot be found, or cannot be called.
+    Raises:
+        UsageError: the value of ``option`` cannot be found, or is not callable.
     """
-    found = named_object(function, option=option) if isinstance(function, str) else function
-    if found is not None and not callable(found):
-        raise UsageError(f"{option} is a {type(found).__name__}; give a function, or its name")
-    return found
+    resolved = named_object(function, option=option) if isinstance(function, str) else function
+    if resolved is not None and not callable(resolved):
+        raise UsageError(f"{option} is a {type(resolved).__name__}; give a function, or its name")
+    return resolved

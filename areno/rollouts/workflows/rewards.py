@@ -1,4 +1,4 @@
-"""Reward functions for workflows: awaitable, in processes that are killed at a deadline."""
+"""Reward functions for workflows: awaitable, in worker processes with a timeout."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,35 +12,34 @@ from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
 from areno.observability import tracing
 from areno.rewards import RewardRunner
-from areno.rollouts.workflows.sending import name_of, pickled
+from areno.rollouts.workflows.pickling import name_of, pickled
 from areno.types import RewardParts, RewardRecord
 
 RewardFn = Callable[..., Any] | str
 
 _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
-_FILE = """from areno.rollouts.workflows.sending import RewardCall
+_FILE = """from areno.rollouts.workflows.pickling import RewardCall
 
 reward_fn = RewardCall({sent!r})
 """
 
 
 class AsyncReward:
-    """A reward function with a deadline.
+    """A reward function with a timeout.
 
-    Each call has a worker process to itself, which is killed and replaced when the function is late. A function that is
-    late or dies with its process is called again; one that raises is not, because it would raise again. What fails for
-    good is an error and never a reward of 0.
+    Each call has its own worker process, which is killed and replaced on a timeout. A call that times out or whose process
+    dies is retried; one that raises is not. A final failure is an error, never a reward of 0.
 
     Args:
         reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or a dictionary of named parts, or
             its name (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
-        timeout_seconds: deadline of a call.
-        max_workers: calls at the same time; None takes half of the CPUs.
-        max_retries: how often a lost call is repeated.
-        weights: of the parts of a reward, by name; None counts each as it is.
+        timeout_seconds: timeout of a call.
+        max_workers: number of concurrent calls; None uses half of the CPUs.
+        max_retries: number of retries of a lost call.
+        weights: weights of named reward parts; None weights each by 1.
 
     Raises:
-        UsageError: the function is not to be found, or cannot be sent to another process; or there are no workers.
+        UsageError: the function cannot be found or pickled, or ``max_workers`` is below 1.
     """
 
     def __init__(
@@ -54,28 +53,29 @@ class AsyncReward:
     ) -> None:
         workers = max(usable_cores() // 2, 1) if max_workers is None else max_workers
         if workers < 1:
-            raise UsageError(f"max_workers must be at least 1, got {workers}; None takes half of the CPUs")
+            raise UsageError(f"max_workers must be at least 1, got {workers}; None uses half of the CPUs")
         sent: bytes | str
         if isinstance(reward_fn, str):
-            named_object(reward_fn, option="reward_fn")  # say now what is wrong with it
+            named_object(reward_fn, option="reward_fn")  # fail early
             self.name = sent = reward_fn
         else:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
-        # As a file, so that workers load the function before a deadline runs.
+        # As a file, so that workers load the function before the timeout starts.
         self._folder = ScratchFolder("reward")
         self._file = f"{self._folder.name}/reward.py"
         Path(self._file).write_text(_FILE.format(sent=sent), encoding="utf-8")
         self._parts, self._timeout_s, self._retries = RewardParts(weights), timeout_seconds, max_retries
-        self._idle: list[RewardRunner] = []  # processes are started when they are first needed
+        self._idle: list[RewardRunner] = []  # processes are started on demand
         self._threads = ThreadPoolExecutor(workers, "areno-reward-call")
         self._closed = False
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """The reward, with any parts; fields of the row ``data`` that are called like the other arguments are left out.
+        """Compute the reward, with any parts; fields of ``data`` with the names of the other arguments are ignored.
 
-        Raises RewardError: the function raised, returned no finite number, or was lost as often as there were retries.
+        Raises:
+            RewardError: the function raised, returned no finite number, or was lost in all retries.
         """
         record = RewardRecord(
             prompt=prompt,
@@ -100,9 +100,9 @@ class AsyncReward:
                     return outcome.value
                 if not outcome.lost or attempt == self._retries or self._closed:
                     break
-            again = f" ({attempt + 1} times)" if attempt else ""
+            times = f" ({attempt + 1} times)" if attempt else ""
             raise RewardError(
-                f"reward function {self.name} failed{again}: {outcome.error}\n  prompt: {record.prompt[-200:]!r}\n"
+                f"reward function {self.name} failed{times}: {outcome.error}\n  prompt: {record.prompt[-200:]!r}\n"
                 f"  completion: {record.completion[:200]!r}"
             )
         finally:
@@ -112,7 +112,7 @@ class AsyncReward:
                 self._idle.append(runner)
 
     def close(self) -> None:
-        """End the idle workers now, and those that are busy after their call."""
+        """Close idle workers now, and busy ones after their call."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         while self._idle:
@@ -121,5 +121,5 @@ class AsyncReward:
 
 
 def as_reward_call(reward_fn: RewardFn | AsyncReward) -> AsyncReward:
-    """The function with a deadline, unless it has one already."""
+    """Wrap a reward function in :class:`AsyncReward`, unless it is one already."""
     return reward_fn if isinstance(reward_fn, AsyncReward) else AsyncReward(reward_fn)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areno.errors import DataError
-from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.conversation.trajectory_rows import completion_row
 from areno.rollouts.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
 from areno.rollouts.trajectory import Trajectory, make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
@@ -18,18 +18,18 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """Messages of a row (``messages``), or its text (``prompt``, ``question``); DataError where it has none."""
+    """The messages of a row (``messages``) or its text (``prompt``, ``question``); DataError if it has neither."""
     for name in ("messages", "prompt", "question"):
         if data.get(name):
             return data[name]
     raise DataError(
-        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; give data_extract_prompt_fn, or bring "
-        "rows into shape by a loader (train_dataset.dataset_kwargs.loader)"
+        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; set data_extract_prompt_fn, or convert "
+        "rows with a loader (train_dataset.dataset_kwargs.loader)"
     )
 
 
 def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
-    """Prompt tokens through the chat template; warns of a prompt that has one's markers already."""
+    """Encode a prompt with the chat template; warns if the prompt already contains template markers."""
     warn_about_markers(tokenizer, prompt, f"the row {str(prompt)[:80]!r}")
     return encode_generation_prompt(tokenizer, prompt, disable_thinking=not enable_thinking)
 
@@ -38,13 +38,13 @@ class RLVRWorkflow(RolloutWorkflow):
     """One answer per episode.
 
     Args:
-        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, its name, or one with other
-            deadlines, see :class:`AsyncReward`; None leaves rewards at 0, for a reward model to set.
-        gconfig: how to sample.
-        tokenizer: the model's.
+        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, its name, or an
+            :class:`AsyncReward`; None leaves rewards at 0, for a reward model to set.
+        gconfig: sampling settings.
+        tokenizer: tokenizer of the model.
         enable_thinking: passed to the chat template.
         get_input_ids_fn: ``(prompt, tokenizer, enable_thinking)`` -> prompt tokens.
-        data_extract_prompt_fn: row -> what ``get_input_ids_fn`` gets.
+        data_extract_prompt_fn: row -> prompt for ``get_input_ids_fn``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return (await self.arun_group(engine, data, 1))[0]
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Several answers; the prompt is read once for all of them."""
+        """Generate several answers; the prompt is prefilled once."""
         prompt_ids = list(self._input_ids(self._prompt_of(data), self.tokenizer, self.enable_thinking))
         answers = await engine.agenerate_group(ModelRequest(prompt_ids, self.gconfig), samples)
         prompt = self.tokenizer.decode(prompt_ids)
@@ -75,18 +75,18 @@ class RLVRWorkflow(RolloutWorkflow):
     async def _rewarded(self, prompt: str, answer: ModelResponse, data: dict[str, Any]) -> Trajectory:
         reward = 0.0
         if self.reward is not None:
-            text = said_in(answer, self.tokenizer, self.gconfig)
+            text = answer_text(answer, self.tokenizer, self.gconfig)
             reward = await self.reward(prompt, text, answer.input_tokens, answer.output_tokens, **data)
         row = completion_row(answer.input_tokens, answer.sequence)
         return make_trajectory([(row, reward)])
 
     async def aclose(self) -> None:
-        """End the reward workers."""
+        """Close the reward workers."""
         if self.reward is not None:
             self.reward.close()
 
 
-def said_in(answer: ModelResponse, tokenizer: Any, gconfig: GenerationSettings) -> str:
-    """Text of an answer without the token that ended it."""
+def answer_text(answer: ModelResponse, tokenizer: Any, gconfig: GenerationSettings) -> str:
+    """Text of an answer without its stop token."""
     tokens = answer.output_tokens_without_stop
     return str(tokenizer.decode(tokens, skip_special_tokens=gconfig.skip_special_tokens))

@@ -1,1 +1,1 @@
-"""What a step optimizes: from rows to optimizer steps and their statistics, the same for both front ends."""
+"""Training objectives of both front ends: from rows to optimizer steps and their statistics."""

@@ -1,4 +1,4 @@
-"""An objective that needs no generation, as data."""
+"""Supervised objectives, which need no generation."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Which rows of a data set can be used, and what errors call the data and its settings."""
+    """Length limits of usable rows, and the names of data and settings in error messages."""
 
     max_prompt_tokens: int  # longest accepted prompt, in tokens
     max_new_tokens: int  # longest accepted answer, in tokens, EOS included
-    eos_token_ids: frozenset[int]  # ids that end an answer; the tokenizer's own one, if any, is appended
-    context_limit: int | None = None  # most tokens of prompt and answer together
-    source: str = ""  # what error messages call the data
+    eos_token_ids: frozenset[int]  # ids that end an answer; the tokenizer's EOS, if any, is appended
+    context_limit: int | None = None  # maximum tokens of prompt and answer together
+    source: str = ""  # name of the data in error messages
     disable_thinking: bool = False  # see :func:`areno.text.chat.render_generation_prompt`
-    loader: str = LOADER_OPTION  # setting that names a loader
-    limits: str = ""  # settings that bound a row; empty names the options of ``areno train``
+    loader: str = LOADER_OPTION  # name of the option for a loader
+    limits: str = ""  # description of the limits; empty names the options of ``areno train``
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
-        """The error where none of so many rows can be used."""
+        """The error for a data set without usable rows."""
         flags = f"--max-prompt-tokens {self.max_prompt_tokens} and --max-new-tokens {self.max_new_tokens}{flags_note}"
         if self.context_limit is not None:
             flags += f" in a context of {self.context_limit} tokens (the model's, or --max-context-len)"
@@ -40,13 +40,13 @@ class RowBounds:
 
 
 class Examples(Sequence[Example]):
-    """Rows as examples of equally many neighbours: the two sides of a pair, or one row each.
+    """Rows grouped into examples of ``size`` neighbours: single rows, or the two sides of a pair.
 
     Args:
-        rows: all sequences, end to end, without ``ref_logprobs``.
-        size: sequences of an example.
-        ref_logprobs: of each trained token of all rows, in order [trained tokens]; a row gets its own when it is taken, and
-            until then a token costs four bytes. None gives them none.
+        rows: the sequences of all examples, without ``ref_logprobs``.
+        size: sequences per example.
+        ref_logprobs: reference log-probs of all trained tokens, in order [trained tokens], or None. They are kept as one
+            tensor and converted to lists only for the rows that are accessed.
     """
 
     def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
@@ -67,48 +67,48 @@ class Examples(Sequence[Example]):
         row = self.rows[index]
         if self._ref_logprobs is None:
             return row
-        own = iter(self._ref_logprobs[self._starts[index] : self._starts[index + 1]].tolist())
-        return replace(row, ref_logprobs=[next(own) if trained else 0.0 for trained in row.trainable()])
+        logprobs = iter(self._ref_logprobs[self._starts[index] : self._starts[index + 1]].tolist())
+        return replace(row, ref_logprobs=[next(logprobs) if trained else 0.0 for trained in row.trainable()])
 
 
 def sequences(examples: Iterable[Sequence[TrainSequence]]) -> list[TrainSequence]:
-    """The rows of examples, end to end."""
+    """Flatten examples into their rows."""
     return [row for example in examples for row in example]
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is learnt from the rows of a data set.
+    """A supervised objective: how rows become sequences, and the loss on them.
 
     Attributes:
-        build: gives the sequences of each example that can be used, and how many rows were dropped.
-        held_out: what ``areno train`` reports of held-out rows, beside ``loss``: statistics of the loss by short name.
+        build: returns the sequences of each usable example, and the number of dropped rows.
+        held_out: statistics that ``areno train`` reports for held-out rows besides ``loss``: loss statistics by short name.
     """
 
-    needs: Needs  # what a row must have
+    needs: Needs  # the columns that a row must have
     build: Callable[[Sequence[Mapping[str, Any]], Any, RowBounds], tuple[Sequence[Any], int]]
     loss_fn: LossFn  # made by :func:`areno.loss_fns.units.mean_loss`
     names: Names  # its statistics in an experiment, without the section
     held_out: Mapping[str, str]
-    sequences: int = 1  # of an example, which lie side by side and are never parted
+    sequences: int = 1  # sequences per example; they are adjacent and never split
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
-        """The usable rows, tokenized, in order, and the number of others; :class:`DataError` for a malformed one."""
+        """Tokenize the usable rows, in order, and count the dropped ones; DataError for a malformed row."""
         built, dropped = self.build(rows, tokenizer, bounds)
         return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
 
     @property
     def unit(self) -> str:
-        """What examples are called in log lines."""
+        """Name of examples in log lines."""
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """The loss with the statistics of experiments; ``options`` are those of the loss."""
+        """The loss with the statistics of experiments; ``options`` are passed to the loss."""
         return with_names(self.loss_fn, self.names, **options)
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Say what the first row of ``source`` lacks, if anything; ``loader`` is the option that brings rows into shape."""
+    """The problem of the first row of ``source``, or an empty string; ``loader`` names the option for a loader."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

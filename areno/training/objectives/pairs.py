@@ -1,8 +1,8 @@
-"""Preference data: rows with a chosen and a rejected answer become neighbouring training sequences.
+"""Preference data: a row with a chosen and a rejected answer becomes two adjacent training sequences.
 
-A row holds ``prompt``, ``chosen`` and ``rejected``. Two texts answer the prompt; two message lists are conversations,
-whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn. Transcripts as
-in hh-rlhf are conversations too (see `areno.text.data_rows`).
+A row has ``prompt``, ``chosen`` and ``rejected``. Texts are answers to the prompt; message lists are complete conversations
+(``prompt`` may then be absent), or continuations of the prompt that begin with an assistant turn. Transcripts as in hh-rlhf
+count as conversations too (see :mod:`areno.text.data_rows`).
 """
 
 import sys
@@ -34,12 +34,14 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows to pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped.
+    """Tokenize preference rows into pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped rows.
 
-    An answer in text is the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
-    through the chat template; the tokens that the two share at the beginning are context, the rest is trained. Pairs
-    that are too long, that have an empty answer or two equal ones are dropped. The bounds on prompt and answer count
-    together. Raises :class:`DataError` if a row lacks a usable key, or every row was dropped.
+    A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
+    through the chat template; their common token prefix is context, the rest is trained. Pairs that are too long, have an
+    empty answer, or have two equal answers are dropped. The limit is the sum of the prompt and answer limits.
+
+    Raises:
+        DataError: a row lacks a usable key, or all rows were dropped.
     """
     source, loader, eos = bounds.source, bounds.loader, bounds.eos_token_ids
     texts: list[tuple[RenderedPrompt, str]] = []
@@ -75,7 +77,8 @@ def _conversations(
             f"{type(chosen).__name__} and {type(rejected).__name__}"
         )
     chats = [
-        _whole(row, messages, key, source, index) for key, messages in (("chosen", chosen), ("rejected", rejected))
+        _full_conversation(row, messages, key, source, index)
+        for key, messages in (("chosen", chosen), ("rejected", rejected))
     ]
     first, second = (_encode_chat(tokenizer, chat, source, index) for chat in chats)
     shared = 0
@@ -84,14 +87,14 @@ def _conversations(
     return (first[:shared], first[shared:]), (second[:shared], second[shared:])
 
 
-def _whole(row: Mapping[str, Any], messages: Messages, key: str, source: str, index: int) -> Messages:
-    """A conversation from its beginning: one that begins with an assistant turn continues the prompt."""
+def _full_conversation(row: Mapping[str, Any], messages: Messages, key: str, source: str, index: int) -> Messages:
+    """Prepend the prompt to a conversation that begins with an assistant turn."""
     if messages[0]["role"] != "assistant":
         return messages
     if row.get("prompt") is None:
         raise DataError(
-            f"{named_row(source, index)}`{key}` begins with an assistant message, and there is no `prompt` before it; "
-            "give the whole conversation, or a prompt"
+            f"{named_row(source, index)}`{key}` begins with an assistant message, but the row has no `prompt`; "
+            "give the complete conversation, or a prompt"
         )
     prompt = text_or_messages(row, "prompt", source, index)
     return [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]
@@ -110,20 +113,20 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
-            f"{named_row(source, index)}the chat template refuses messages with the roles {roles}: {error}"
+            f"{named_row(source, index)}the chat template rejects messages with the roles {roles}: {error}"
         ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
-    """Training rows of the pairs that are short enough and whose answers differ."""
+    """Training rows of the pairs that fit the limit and whose answers differ."""
     group = 0
     for tokens in candidates:
         fits = all(len(context) + len(answer) <= longest for context, answer in tokens)
         if not fits or tokens[0] == tokens[1]:
             continue
         if not all(answer and len(context) + len(answer) > 1 for context, answer in tokens):
-            continue  # nothing to train on: the first token of a sequence is predicted by none
+            continue  # nothing to train on: the first token of a sequence is not predicted
         chosen, rejected = (
             TrainSequence(
                 [True] * len(context) + [False] * len(answer), context + answer, eos_token_id=eos, group=group
@@ -139,10 +142,7 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
         return "every pair has an empty answer"
     lengths = [[len(context) + len(answer) for context, answer in tokens] for tokens in candidates]
     chosen, rejected = min(lengths, key=max)
-    return (
-        f"the shortest pair has {chosen} tokens chosen and {rejected} tokens rejected, and pairs with equal answers "
-        "are not used"
-    )
+    return f"the shortest pair has {chosen} chosen and {rejected} rejected tokens; pairs with equal answers are dropped too"
 
 
 PAIR_STATISTICS = ("pair_accuracy", "pair_reward_margin", "pair_chosen_reward", "pair_rejected_reward")
@@ -158,7 +158,7 @@ DPO = Objective(
     sequences=2,
 )
 PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
-"""Pairs for a loss of an algorithm's own, which may report these statistics."""
+"""Pairs for the custom loss of an algorithm, which may report these statistics."""
 REWARD_MODEL = Objective(
     needs="pair",
     build=build_preference_rows,

@@ -1,10 +1,10 @@
-"""The policy objective: rows with rewards become new weights of the policy, and of a critic where there is one.
+"""The policy objective: trains the policy, and optionally a critic, on rows with rewards.
 
     rows -> log-probs of reference, teacher and the policy before the update; values of the critic
       -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
 
-What is scored, how rewards are shaped and how many steps follow is data, :class:`PolicySettings` and :class:`Learner`; the
-loss belongs to the learner's train call.
+:class:`PolicySettings` and :class:`Learner` define the scoring, the reward shaping and the number of steps; the loss belongs
+to the learner's train call.
 """
 
 import math
@@ -16,17 +16,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areno.engine.backend import Backend
+from areno.engine.backend import ACTOR, Backend
 from areno.errors import RewardError
 from areno.loss_fns.proximal import divergences
 from areno.loss_fns.shaping import (
     Credits,
     RewardShaping,
-    choose_by_second_moment,
     credit_advantages,
-    finished,
+    select_by_second_moment,
     shape_advantages,
     trained_values,
+    untruncated,
 )
 from areno.training.objectives.passes import Learner, Order
 from areno.types import TrainSequence
@@ -34,43 +34,43 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""Makes a block around a stage, from its name, the role that works and the number of rows."""
+"""Returns a context manager for a stage, given its name, the role and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """What becomes of rows before the optimizer steps."""
+    """How rows are prepared for the optimizer steps."""
 
     shaping: RewardShaping  # from rewards to advantages
-    rows_at_once: Callable[[str, TokenRows], int]  # rows of one scoring pass of a role, from its name and the rows
-    scores: Sequence[tuple[str, str]] = ()  # roles that give log-probs, with the column of the rows that gets them
+    rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
+    scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column to write them to
     scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(
         default_factory=dict
-    )  # roles of other servers
-    critic: str | None = None  # role that gives values; None is without one
+    )  # scoring functions of roles on external servers
+    critic: str | None = None  # role that scores values; None for no critic
     reward_path: str | None = None  # reward model, for messages
     recomputes: bool = False  # the scored ``prox_logprobs`` replace the log-probs of the rollout
-    m2_threshold: float | None = None  # M2PO's bound; None leaves no token out
+    m2_threshold: float | None = None  # M2PO's bound; None masks no tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Rows that are ready for the update.
+    """Rows ready for the update.
 
     Attributes:
         populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
-        divergences: how far the policy before the update is from the one that sampled, as means over the trained tokens.
+        divergences: KL estimates between the sampling policy and the policy before the update, means over trained tokens.
     """
 
-    rows: list[TrainSequence]  # those to train on
+    rows: list[TrainSequence]  # the rows to train on
     populations: dict[str, Tensor] = field(default_factory=dict)
     unnormalised: list[float] = field(default_factory=list)  # advantages before ``adv_norm``, per trained token
     divergences: dict[str, float] = field(default_factory=dict)
-    left_out: float | None = None  # share of the trained tokens that M2PO leaves out
+    m2_masked: float | None = None  # share of the trained tokens that M2PO masks
 
 
 class PolicyObjective:
-    """See the module's text; learners are trained in their order, and ``around`` makes blocks around the stages."""
+    """Prepares rows and trains the learners in order; ``around`` wraps each stage in a context manager."""
 
     def __init__(
         self,
@@ -87,23 +87,23 @@ class PolicyObjective:
         self._around: Around = around or (lambda *_: nullcontext())
 
     def rewards(self, tokens: TokenRows, completion: Callable[[int], str]) -> list[float]:
-        """Scores of rows by the role ``reward``; ``completion`` gives an answer's text for the error of one."""
+        """Score rows with the role ``reward``; ``completion`` returns the text of an answer for error messages."""
         with self._around("rewards", "reward", len(tokens)):
             scores = self.models.score_rewards("reward", tokens, self.settings.rows_at_once("reward", tokens))
         for index, score in enumerate(scores):
             if not math.isfinite(score):
                 raise RewardError(
-                    f"the reward model {self.settings.reward_path} gave {score}, which is no finite number, to the "
-                    f"completion {completion(index)[:200]!r}; check the model, or try --dtype float32 (actor.dtype=float32)"
+                    f"the reward model {self.settings.reward_path} gave the non-finite score {score} to the completion "
+                    f"{completion(index)[:200]!r}; check the model, or try --dtype float32 (actor.dtype=float32)"
                 )
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows and give them advantages, and with a critic values and returns; can be repeated on fresh rows.
+        """Score rows and set their advantages, and with a critic values and returns; repeatable on fresh rows.
 
         Args:
             rows: with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
-            credits: rewards of parts of the rows in place of those of the rows; with a critic there are none.
+            credits: rewards of segments, which replace those of the rows; not supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
@@ -124,28 +124,30 @@ class PolicyObjective:
             else:
                 populations = credit_advantages(rows, settings.shaping, credits)
         bound = settings.m2_threshold
-        left_out = None if bound is None else choose_by_second_moment(rows, bound)
-        trained = finished(rows) if settings.shaping.mask_no_eos_with_zero else rows
-        before = populations.pop("gae_advantages", torch.empty(0)).tolist()
-        return Prepared(trained, populations, before, gaps, left_out)
+        m2_masked = None if bound is None else select_by_second_moment(rows, bound)
+        trained = untruncated(rows) if settings.shaping.mask_no_eos_with_zero else rows
+        unnormalised = populations.pop("gae_advantages", torch.empty(0)).tolist()
+        return Prepared(trained, populations, unnormalised, gaps, m2_masked)
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Give each row the log-probs of a role, at the row's own temperature."""
+        """Set a column of each row to the log-probs of a role, at the row's temperature."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:
                 scored = self.settings.scorers[role](tokens)
             else:
                 size = self.settings.rows_at_once(role, tokens)
-                scored = self.models.score_logprobs(role, tokens, temperatures, size)
+                records = [row.routed_experts for row in rows] if role == ACTOR else []
+                routed = {"routed": records} if any(record is not None for record in records) else {}
+                scored = self.models.score_logprobs(role, tokens, temperatures, size, **routed)
         for row, logprobs in zip(rows, scored, strict=True):
             setattr(row, column, logprobs)
 
     def updates(self, rows: Sequence[TrainSequence], step: int) -> Iterator[tuple[str, dict[str, float] | None]]:
-        """Do the optimizer steps of a training step on prepared rows.
+        """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            Each learner's role after its optimizer steps, with their statistics; None where it is not trained yet.
+            Each learner's role after its optimizer steps, with their statistics; None if it is not trained yet.
         """
         for learner in self.learners:
             if step < learner.first_step:
@@ -157,7 +159,7 @@ class PolicyObjective:
 
 
 def _divergences(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Means over the trained tokens of the estimates of :func:`areno.loss_fns.proximal.divergences`."""
+    """Means of :func:`areno.loss_fns.proximal.divergences` over the trained tokens."""
     pairs = [trained_values(rows, name) for name in ("logprobs", "prox_logprobs")]
     if not pairs[0]:
         return {}

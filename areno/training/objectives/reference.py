@@ -1,12 +1,11 @@
-"""Log-probs of a frozen reference, computed once before the first step and kept on disk.
+"""Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only while it scores, and not at all where it is the policy's own beginning: then the policy
-scores before its first step, or, with an adapter, without that. A run whose log-probs are on disk loads no reference.
+The reference is in memory only while it scores. If it is the initial policy, it is not loaded at all: the policy scores
+before its first step, or, with an adapter, with the adapter disabled. A run whose log-probs are cached loads no reference.
 
-A file of log-probs is named after everything that its numbers depend on: the token rows, which of their tokens are trained,
-the files of the reference checkpoint, and the compute type. A changed input is another name, so nothing stale can be read.
-Files lie in ``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted
-at any time.
+The name of a cache file is a hash of all inputs: the token rows, which tokens are trained, the files of the reference
+checkpoint, and the compute dtype. Changed inputs have another name, so stale values are never read. The files are in
+``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted at any time.
 """
 
 import functools
@@ -36,32 +35,32 @@ from areno.types import ModelRole, TrainSequence
 
 _log = logging.getLogger(__name__)
 
-# Rows that are scored between two looks at the clock, in microbatches.
+# Microbatches scored per call, between two checks for a progress line.
 _SCORED_AT_ONCE = 8
 _PROGRESS_S = 30.0
-# Their folder in the cache.
+# Cache subfolder.
 CACHE_KIND = "ref_logprobs"
-# Part of every key: a change of what the numbers mean needs another one.
+# Part of every key; change it when the meaning of the cached values changes.
 _FORMAT = "areno reference log-probs 1"
 _NAME = "logprobs"
-# Files of a checkpoint folder that decide what the model computes; the tokenizer's work is in the token rows already.
+# Checkpoint files that determine the model's output; the tokenizer only affects the token rows.
 _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "*.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference and how it scores."""
+    """A reference model and how to score with it."""
 
-    models: Backend  # the policy among them, as the actor
+    models: Backend  # also holds the policy, as the actor
     path: str  # checkpoint of the reference
-    actor_path: str  # checkpoint that the policy began from
-    trained: bool  # the policy is no longer what it was in the beginning
+    actor_path: str  # initial checkpoint of the policy
+    trained: bool  # the policy has been trained, so it is no longer the initial one
     micro_bs: int
     logger: logging.Logger
-    random_seed: int | None = None  # of random weights that the policy began from in place of its checkpoint's
+    random_seed: int | None = None  # seed of the policy's random initial weights; None for those of its checkpoint
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
-        """The examples, and held-out ones, with their log-probs, from disk or from the model."""
+        """Return the examples and held-out examples with reference log-probs, cached or newly computed."""
         digest = checkpoint_digest(self.path)
         with ExitStack() as stack:
             role = functools.cache(lambda: stack.enter_context(self._role()))
@@ -80,7 +79,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """The compute type, and what else the numbers depend on besides rows and checkpoint."""
+        """The compute dtype, and further inputs of the log-probs besides rows and checkpoint."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -88,13 +87,15 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """A role that is the reference: the policy itself before its first step, else a model of its own."""
+        """The role to score with: the policy itself before its first step, else a separate model."""
         if self.path == self.actor_path and self.models.config.adapter is None:
             if not self.trained:
                 yield ACTOR
                 return
             if self.random_seed is not None:
-                raise UsageError(f"the random weights that {self.path} began with are gone: begin a new run")
+                raise UsageError(
+                    f"the random initial weights of {self.path} are no longer available as the reference; start a new run"
+                )
         log_lines.role_init_start(self.logger, "ref", False, self.path)
         self.models.ensure_roles({"ref": ModelRole("ref", self.path, trainable=False)})
         log_lines.role_init_end(self.logger, "ref")
@@ -104,7 +105,7 @@ class Reference:
             self.models.drop_role("ref")
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
-        """Log-probs of the trained tokens of all rows, end to end [trained tokens]."""
+        """Log-probs of the trained tokens of all rows, concatenated [trained tokens]."""
         log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
@@ -115,7 +116,7 @@ class Reference:
             parts.append(torch.tensor([value for values in scores for value in values])[torch.tensor(trained)])
             if not parts[-1].isfinite().all():
                 raise EngineError(
-                    f"the reference {self.path} gives log-probs that are not finite in the rows {begin} to "
+                    f"the reference {self.path} gives non-finite log-probs in rows {begin} to "
                     f"{begin + len(chunk)}; check that checkpoint, or compute in float32"
                 )
             if time.monotonic() - shown > _PROGRESS_S:
@@ -126,7 +127,7 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """SHA-256 over the model's files in a folder; for a hub id, over the commit that is in use."""
+    """SHA-256 over the model files of a folder, or over the cached commit of a hub id."""
     folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
     if base != checkpoint:
@@ -141,7 +142,7 @@ def checkpoint_digest(checkpoint: str) -> str:
 
 
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
-    """Name of the log-probs of rows and their trained tokens, from :func:`checkpoint_digest` and the compute type."""
+    """Cache key of the log-probs of rows, given :func:`checkpoint_digest` and the compute dtype."""
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
         key.update(len(row.tokens).to_bytes(8, "little"))
@@ -151,7 +152,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read what :func:`store_logprobs` wrote, fp32 [tokens]; None without a file, or with a damaged one (a warning)."""
+    """Read cached log-probs, fp32 [tokens]; None if there is no file, or with a warning if it is damaged."""
     path = _file(key)
     if not path.is_file():
         return None
@@ -160,15 +161,15 @@ def load_logprobs(key: str, tokens: int) -> Tensor | None:
             values, checksum = file.get_tensor(_NAME), (file.metadata() or {}).get("sha256")
         if values.shape == (tokens,) and checksum == _checksum(values):
             return values
-        reason = "its content is not what was written"
+        reason = "its checksum does not match"
     except (SafetensorError, OSError) as error:
         reason = str(error)
-    _log.warning("%s is damaged (%s); the reference scores these rows again", path, reason)
+    _log.warning("%s is damaged (%s); its log-probs are computed again", path, reason)
     return None
 
 
 def store_logprobs(key: str, values: Tensor) -> None:
-    """Write fp32 log-probs [tokens] under a key, complete or not at all; a disk that refuses is warned about."""
+    """Atomically write fp32 log-probs [tokens] under a key; only warns on failure."""
     path, partial = _file(key), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,8 +179,8 @@ def store_logprobs(key: str, values: Tensor) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         _log.warning(
-            "the reference log-probs could not be kept in %s (%s), so the next run computes them again; "
-            "set ARENO_CACHE_DIR to a folder with room",
+            "the reference log-probs could not be cached in %s (%s), so the next run computes them again; "
+            "set ARENO_CACHE_DIR to a writable folder with enough space",
             *(path.parent, error),
         )
         if partial is not None:
@@ -198,11 +199,11 @@ def _commit(repo: str) -> str:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(repo, "config.json")
+        config = cached_file(repo, "config.json")
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"the reference model {repo} was not found: {reason}; give --ref-ckpt (or --ckpt) a folder that exists "
-            "or a repo id that can be reached"
+            f"the reference model {repo} was not found: {reason}; set --ref-ckpt (or --ckpt) to an existing folder "
+            "or a reachable repo id"
         ) from error
-    return Path(str(found)).parent.name
+    return Path(str(config)).parent.name

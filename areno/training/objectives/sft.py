@@ -13,23 +13,26 @@ from areno.types import TrainSequence
 def build_sft_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows of ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped.
+    """Tokenize rows of ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped rows.
 
-    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without
-    a response, and rows that are too long, are dropped. Raises :class:`DataError` for an unusable key, or if all are.
+    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
+    response and rows that are too long are dropped.
+
+    Raises:
+        DataError: a row lacks a usable key, or all rows were dropped.
     """
-    source, most = bounds.source, bounds.context_limit
-    kept: list[tuple[RenderedPrompt, str]] = []
+    source, limit = bounds.source, bounds.context_limit
+    texts: list[tuple[RenderedPrompt, str]] = []
     for index in range(len(rows)):
         row = sft_row(rows[index])
         prompt = text_or_messages(row, "prompt", source, index, bounds.loader)
         if response := response_of(row, source, index, bounds.loader):
-            kept.append((render_prompt(tokenizer, prompt, bounds.disable_thinking, source, index), response))
+            texts.append((render_prompt(tokenizer, prompt, bounds.disable_thinking, source, index), response))
     sequences: list[TrainSequence] = []
     lengths: list[tuple[int, int]] = []
-    for prompt_ids, response_ids in encode_examples(tokenizer, kept, bounds.eos_token_ids):
+    for prompt_ids, response_ids in encode_examples(tokenizer, texts, bounds.eos_token_ids):
         lengths.append((len(prompt_ids), len(response_ids)))
-        fits = most is None or len(prompt_ids) + len(response_ids) <= most
+        fits = limit is None or len(prompt_ids) + len(response_ids) <= limit
         if fits and len(prompt_ids) <= bounds.max_prompt_tokens and 0 < len(response_ids) <= bounds.max_new_tokens:
             mask = [True] * len(prompt_ids) + [False] * len(response_ids)
             eos = ending_token(tokenizer, bounds.eos_token_ids)

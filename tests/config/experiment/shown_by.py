@@ -254,6 +254,8 @@ EFFECTS: dict[str, str] = {
     "TrainEngineConfig.offload_activations": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
     "OptimizerConfig.offload": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
     "InferenceEngineConfig.speculate": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
+    "InferenceEngineConfig.return_routed_experts": "tests/experiments/test_routing_replay.py::"
+    "test_the_update_and_the_scores_before_it_follow_the_rollout_and_not_their_own_routers",
     "FSDPEngineConfig.shard_weights": _PROCESSES + "test_ranks_train_as_one_process_does",
 }
 _ARGUMENTS = "tests/experiments/servers/test_arguments.py::"

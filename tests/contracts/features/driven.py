@@ -142,6 +142,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "several devices": lambda run: run.layout.world_size == 2,
     "weights sharded over replicas (FSDP2)": lambda run: run.layout.fsdp,
     "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
+    "routing replay": lambda run: run.column("routed_experts_changed") != [],
     "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
     "swapped labels of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
     "reference of DPO, scored once and kept on disk": lambda run: (

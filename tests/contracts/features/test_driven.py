@@ -34,6 +34,7 @@ from docs.make_front_ends import FEATURES
 from tests.agentic.agents import THREE_TURNS, write_agent
 from tests.contracts.features.driven import EVIDENCE, ROWS, Driven, shows
 from tests.support.loops import save_classifier
+from tests.support.tiny import save_tiny_checkpoint
 
 DATA = [
     {"prompt": f"What is {a} plus {a}?", "response": f"It is {2 * a}.", "chosen": "Even.", "rejected": "Odd?"}
@@ -92,6 +93,14 @@ DRIVES: dict[str, tuple[str, str]] = {
         " --tree-training --speculate 2",
         "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
         "KL in the loss, reward function",
+    ),
+    "flags routed": (
+        POLICY.replace("{ckpt}", "{mixture}") + " --max-steps 1 --return-routed-experts --batch-size 4 --n-samples 2",
+        "routing replay",
+    ),
+    "yaml routed": (
+        RUN_POLICY.replace("{ckpt}", "{mixture}") + " total_train_steps=1 rollout.return_routed_experts=true",
+        "routing replay",
     ),
     "flags named": (
         POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
@@ -235,6 +244,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> di
     paths["yaml"].write_text("{}\n", encoding="utf-8")
     agent = write_agent(folder, THREE_TURNS)
     judge = save_classifier(folder / "judge", tiny_checkpoint)
+    paths["mixture"] = save_tiny_checkpoint(folder / "mixture", "qwen3_moe")
     gguf = export_model(str(tiny_checkpoint), str(folder / "gguf"), gguf="f32") / "model-f32.gguf"
     return {**paths, "ckpt": tiny_checkpoint, "agent": agent, "judge": judge, "gguf": gguf}
 

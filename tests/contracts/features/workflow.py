@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areno.config.experiment import GenerationHyperparameters
-from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.conversation.trajectory_rows import completion_row
 from areno.rollouts.engine_client import ModelRequest
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import RolloutWorkflow

@@ -13,11 +13,12 @@ import torch
 
 from areno.engine.parallel.layout import Layout
 from areno.engine.train.optimizer import OptimizerConfig
+from areno.errors import UsageError
 from tests.engine.parallel.trainee import Learned, Lesson, Trainees
 from tests.support.tiny import save_tiny_checkpoint
 
-# Of a statistic; of a gradient's and of a weight's largest entry. Adam turns a gradient near zero into a step of any size.
-LOSS, GRADIENT, WEIGHT = 1e-5, 1e-5, 1e-4
+# Of a statistic; of the largest entry of a gradient, and of a weight after five steps.
+LOSS, GRADIENT, WEIGHT = 1e-5, 1e-5, 1e-5
 
 
 class Case(NamedTuple):
@@ -85,7 +86,8 @@ CASES = [
     Case("qwen3_moe", STAGED_EXPERTS["d2p2e2"], True),
     Case("qwen3", SHARDED["d2"], True, {"lora": True}),
     Case("llama", SHARDED["d2c2"], False, {"lora": True, "tree": True}),
-    Case("qwen3_moe", EXPERTS["d2e2"], False, {"lora": True}),
+    Case("qwen3_moe", EXPERTS["d2e2"], False, {"lora": ("q_proj", "o_proj")}),
+    Case("qwen3_moe", SHARDED["d2"], False, {"lora": True}),
     Case("llama", STAGES["p4"], False, {"loss": "value"}),
     Case("llama", STAGES["p2v2"], False, {"loss": "value"}, tied=True),
     Case("llama", STAGES["p4"], False, {"mini_bs": 8, "tree": True}, tied=True),
@@ -208,6 +210,11 @@ def test_experts_that_one_rank_has_read_are_those_of_the_checkpoint(trainees, ch
     layout = replace(EXPERTS["d2e2"], reads_once=True)
     lesson = Lesson(checkpoints(Case("qwen3_moe", layout)))
     assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
+
+
+def test_adapters_of_experts_are_not_divided(trainees, checkpoints):
+    with pytest.raises(UsageError, match=r"LoRA on the experts .* leave e \(expert parallelism\) out"):
+        trainees.learn(EXPERTS["d4e2"], Lesson(checkpoints(Case("qwen3_moe", EXPERTS["d4e2"])), lora=True))
 
 
 def test_sharded_states_may_wait_in_host_memory(trainees, checkpoints):

@@ -11,8 +11,8 @@ import pytest
 from areno.cli.main import main
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import control
-from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.scheduler import WorkerCreationError
+from areno.rollouts.fleet.weight_transfer import WeightOptions
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
 
 
@@ -79,7 +79,7 @@ def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path,
     out = capsys.readouterr().out.splitlines()
     assert [line for line in out if line.startswith("replicas")] == ["replicas: 1", "replicas: 2", "replicas: 1"]
     assert main(["scale", str(folder), "--add", "http://127.0.0.1:1"]) == 1
-    assert "only one that has joined servers can join more" in capsys.readouterr().err
+    assert "only a run that joined servers can join more" in capsys.readouterr().err
     assert main(["scale", str(folder), "0"]) == 2
     fleet.close()
     assert main(["scale", str(folder)]) == 2
@@ -90,6 +90,6 @@ def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path,
 def test_a_run_that_has_been_killed_does_not_answer(tmp_path, monkeypatch):
     (tmp_path / "replicas.json").write_text(json.dumps({"replicas": 2}))
     monkeypatch.setattr(control, "_ANSWER_S", 1.0)
-    with pytest.raises(EngineError, match="does not answer within 1 s"):
+    with pytest.raises(EngineError, match="did not respond within 1 s"):
         control.request(tmp_path, 3, [], 60, print)
     assert [path.name for path in tmp_path.iterdir()] == ["replicas.json"]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from areno.engine.parallel.workers import WorkerGroup
-from areno.rollouts.fleet.scheduler import Job, LocalScheduler, WorkerCreationError, WorkerFailedError, tail
+from areno.rollouts.fleet.scheduler import LocalScheduler, ReplicaJob, WorkerCreationError, WorkerFailedError, tail
 from tests.experiments.fleet import objects
 from tests.experiments.fleet.support import wait_until
 from tests.support.processes import alive, workers_of
@@ -34,7 +34,7 @@ def start(tmp_path):
 
     def make(maker=objects.make, **more) -> LocalScheduler:
         settings = {"role": "echo", "replicas": 1, "log_folder": tmp_path / "logs", "backoff_s": 0.1, **more}
-        started.append(LocalScheduler(Job(make=functools.partial(Holder, maker), **settings)))
+        started.append(LocalScheduler(ReplicaJob(make=functools.partial(Holder, maker), **settings)))
         return started[-1]
 
     yield make
@@ -76,7 +76,7 @@ def test_a_dead_worker_is_started_again_until_its_restarts_are_used_up(start):
         wait_until(lambda at=restarts: len(lost) == at + 1)
     wait_until(lambda: given_up)
     assert given_up[0][0] == 0
-    with pytest.raises(WorkerFailedError, match=r"(?s)echo/0 has failed, and its 2 restarts .*signal 9.*start 3"):
+    with pytest.raises(WorkerFailedError, match=r"(?s)echo/0 failed, and its 2 restarts .*signal 9.*start 3"):
         raise given_up[0][1]
     assert (scheduler.workers()[0].state, scheduler.workers()[0].pids) == ("failed", ())
 

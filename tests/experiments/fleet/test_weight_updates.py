@@ -16,10 +16,10 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
-from areno.rollouts.fleet import ranks
-from areno.rollouts.fleet.delivery import WeightOptions
-from areno.rollouts.fleet.ranks import Update
-from areno.rollouts.fleet.tensors import layout, wanted
+from areno.rollouts.fleet import weight_update
+from areno.rollouts.fleet.tensors import layout, rollout_specs
+from areno.rollouts.fleet.weight_transfer import WeightOptions
+from areno.rollouts.fleet.weight_update import Update
 from areno.types import Request, SamplingParams
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import (
@@ -309,15 +309,15 @@ def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, op
 
 
 def written(trainer, memory) -> Update:
-    specs = tuple(wanted(trainer))
-    update = Update(version=1, specs=specs, segment=memory.path, digests=ranks.checksums(trainer, specs))
-    ranks.send(trainer, update)
+    specs = tuple(rollout_specs(trainer))
+    update = Update(version=1, specs=specs, segment=memory.path, digests=weight_update.checksums(trainer, specs))
+    weight_update.send(trainer, update)
     return update
 
 
 def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, trainer):
     replica = Engine(str(policy), config(trains="nothing"))
-    memory = Segment(layout(wanted(trainer))[1])
+    memory = Segment(layout(rollout_specs(trainer))[1])
     learn(trainer)
     update = written(trainer, memory)
     before = parameters_of(replica)
@@ -326,11 +326,11 @@ def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, tra
         byte = file.read(1)[0]
         file.seek(1001)
         file.write(bytes([byte ^ 4]))
-    with pytest.raises(EngineError, match=r"1 of \d+ weights have arrived as something else"):
-        ranks.receive(replica, update)
+    with pytest.raises(EngineError, match=r"1 of \d+ received weights differ from the sent ones"):
+        weight_update.receive(replica, update)
     assert same(parameters_of(replica), before)
     assert replica.loop.version == 0
-    ranks.receive(replica, replace(written(trainer, memory), version=7))
+    weight_update.receive(replica, replace(written(trainer, memory), version=7))
     assert same(parameters_of(replica), parameters_of(trainer))
     assert replica.loop.version == 7
     memory.close()

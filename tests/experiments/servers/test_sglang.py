@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areno.errors import EngineError
-from areno.rollouts.servers.replica import Joined, ServerReplica
+from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang import SglangCalls
 from areno.types import Request, SamplingParams
 
@@ -82,7 +82,13 @@ def server():
 def replica(server, tiny_checkpoint):
     url = f"http://127.0.0.1:{server.server_address[1]}"
     made = ServerReplica(
-        str(tiny_checkpoint), url, SglangCalls(), Joined(lambda _: None), startup_s=5, timeout_s=20, vocab_size=100
+        str(tiny_checkpoint),
+        url,
+        SglangCalls(),
+        ExternalServer(lambda _: None),
+        startup_s=5,
+        timeout_s=20,
+        vocab_size=100,
     )
     yield made
     made.close()

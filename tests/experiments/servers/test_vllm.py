@@ -17,7 +17,7 @@ from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
 from areno.errors import EngineError, UsageError
-from areno.rollouts.fleet import ranks
+from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.servers.scorer import ServerScorer
 from areno.rollouts.servers.start import ServerOptions
@@ -135,7 +135,7 @@ def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, t
         time.sleep(0.3)
         report = fleet.update_weights(trainer, version, "xccl", verify=True)
         assert report.logprob_gap < 1e-4
-        assert fleet._delivery.newest is None
+        assert fleet._transfer.newest is None
         assert report.nbytes == sum(p.numel() * 4 for _, p in trainer.actor.model.parameters())
         long = future.result(120).sequences[0]
         assert set(long.versions) == {version - 1, version}
@@ -161,26 +161,26 @@ def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, t
 def test_a_broadcast_that_breaks_in_its_midst_leaves_no_half_loaded_layer(fleet, trainer, monkeypatch, again):
     """It breaks between the parts of layers that vLLM has as one."""
     moved(trainer, seed=6 + again)
-    calls, whole = [], ranks._broadcast
+    calls, whole = [], weight_update._broadcast
 
     def breaks(name, memory):
         calls.append(name)
         if len(calls) == 9:
-            raise ranks.BrokenChannelError("broken for the test")
+            raise weight_update.BrokenChannelError("broken for the test")
         whole(name, memory)
 
     def fails(_replica):
         raise EngineError("failed for the test")
 
-    sends = fleet._delivery._channel
-    monkeypatch.setattr(ranks, "_broadcast", breaks)
+    sends = fleet._transfer._channel
+    monkeypatch.setattr(weight_update, "_broadcast", breaks)
     monkeypatch.setattr(sends, "_bucket_bytes", 1 << 20)
     if not again:
         monkeypatch.setattr(sends, "catch_up", fails)
     report = fleet.update_weights(trainer, 60 + again, "xccl", verify=True)
     assert len(calls) >= 9
     assert report.logprob_gap < 1e-4
-    assert (fleet._delivery.newest is None) == again
+    assert (fleet._transfer.newest is None) == again
     assert fleet.health().replicas[0].worker.state == "ready"
 
 
@@ -200,9 +200,9 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
     with closing(RolloutFleet(str(policy), config(), FleetOptions(log_folder=tmp_path, server=joined))) as other:
         assert len(ask(other).result(60).sequences[0].resp_tokens) == 12
         assert other.health().replicas[0].worker.pids == ()
-        with pytest.raises(UsageError, match="2 replicas: 1 servers are known by address"):
+        with pytest.raises(UsageError, match="2 replicas: only 1 server addresses are known"):
             other.resize(2)
-        with pytest.raises(UsageError, match="that server is a replica already"):
+        with pytest.raises(UsageError, match="is already a replica"):
             other.resize(2, [url])
         other.resize(2, [url.replace("127.0.0.1", "localhost")])  # the same one, for want of another
         assert [len(future.result(60).sequences[0].resp_tokens) for future in (ask(other), ask(other))] == [12, 12]
@@ -293,7 +293,7 @@ def test_training_by_options_generates_with_vllm(wide_toy):
     rows = [json.loads(line) for line in (wide_toy / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     assert max(row["train/logp_abs_diff_mean"] for row in rows) < 1e-3  # what is sampled next has the newest weights
-    assert "have arrived: log-probs differ by" in (wide_toy / "run/log.txt").read_text()
+    assert "arrived: log-probs differ by" in (wide_toy / "run/log.txt").read_text()
 
 
 def test_an_experiment_learns_with_vllm(wide_toy):
@@ -315,7 +315,7 @@ def test_an_experiment_learns_with_vllm(wide_toy):
     assert len(rewards) == 12
     assert sum(rewards[:2]) / 2 < 0.4
     assert sum(rewards[-2:]) / 2 > 0.7
-    assert "weights 1 have arrived: log-probs differ by" in done.stdout + done.stderr
+    assert "weights of version 1 arrived: log-probs differ by" in done.stdout + done.stderr
 
 
 def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
@@ -327,7 +327,7 @@ def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
     fleet.update_weights(trainer, 100, verify=True)
     for found, expected in zip(scorer(rows), trainer.score_logprobs("actor", rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(EngineError, match="does not score a row of 2 tokens: status 4"):
+    with pytest.raises(EngineError, match="failed to score a row of 2 tokens: status 4"):
         scorer([[5, 10**6]])
     with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no server"):
         ServerScorer("http://127.0.0.1:9/v1", "teacher.path", 5.0)

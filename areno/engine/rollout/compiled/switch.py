@@ -74,7 +74,9 @@ class DecodeSwitch:
         self.threads = ThreadRule(model)
         self.decoder: EagerDecode | StepDecode = EagerDecode(model, cache)
         self._undecided = mode == "auto"
-        self._wants_kernels = bool(layers) and model.device.type == "cpu" and model.weight_bytes >= _LEAST_BYTES
+        self._wants_kernels = (
+            cache.records is None and bool(layers) and model.device.type == "cpu" and model.weight_bytes >= _LEAST_BYTES
+        )
         self._saved = SAVED
         self._build: _Build | None = None
         self._spent_s, self._generated, self._steps = 0.0, 0, 0

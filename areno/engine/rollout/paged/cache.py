@@ -86,9 +86,9 @@ class PagedCache(KVCache):
 
     def release(self) -> None:
         """Give all memory back. Snapshots taken before are of no use afterwards."""
-        epoch, pages, (rows, columns) = self.epoch, self.allocator.pages, self._first
+        epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._first, self.records
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
-        self.epoch = epoch + 1
+        self.epoch, self.records = epoch + 1, records
 
     def resize(self, pages: int, columns: int) -> None:
         """Have another number of pages, and rows of other lengths; what is cached is dropped."""
@@ -209,6 +209,10 @@ class PagedCache(KVCache):
         keys, values = self._pool(self.keys, layer, k), self._pool(self.values, layer, v)
         keys.flatten(0, 1).index_copy_(0, cells, k)
         values.flatten(0, 1).index_copy_(0, cells, v)
+
+    def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
+        positions = torch.arange(length, device=self.device)
+        return self.keys[layer].flatten(0, 1)[self.cells(torch.full_like(positions, slot), positions), 0]
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [pages, page_size, heads, size] of a layer that has been written to."""

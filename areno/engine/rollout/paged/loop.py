@@ -51,6 +51,7 @@ class PagedRolloutLoop(RolloutLoop):
         pages = pages_for(budget_tokens, prefix_tokens, max_running)
         columns = self._columns(budget_tokens)
         self.cache = PagedCache(pages, model.device, rows=max_running, columns=columns)
+        self.cache.records = self.records
         self.decode.decoder = EagerDecode(model, self.cache, PagedDecodePlan.of)
         self._eager = eager_decode
         self._make_rows(max_running)

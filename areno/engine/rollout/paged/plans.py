@@ -83,6 +83,7 @@ class PagedDecodePlan:
         self._cells = cache.cells(row, positions)
         self._table = cache.table[: len(positions)]
         self._state_rows = torch.where(positions >= 0, row, cache.slots + row % SCRATCH)
+        self.routing = cache.recording(self._write)
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
@@ -93,9 +94,12 @@ class PagedDecodePlan:
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the pages and attend over them."""
-        self.cache.write(layer.layer, self._cells, k, v)
+        self._write(layer.layer, k, v)
         keys, values = self.cache.pool(layer.layer)
         return paged_attention(layer, q, keys, values, self._table, self._positions, self.columns)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.cache.write(layer, self._cells, k, v)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """All rows in one step of the recurrence."""

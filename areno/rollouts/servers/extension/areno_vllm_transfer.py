@@ -1,7 +1,7 @@
-"""Weight transfer engine of vLLM servers: the trainer broadcasts, by gloo between CPUs and by NCCL between GPUs.
+"""Weight transfer engine for vLLM servers: the trainer broadcasts by gloo between CPUs and by NCCL between GPUs.
 
-Imported by vLLM's workers, whose environment need not have areno. vLLM's calls drive it: ``/init_weight_transfer_engine`` joins
-the trainer's group, ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` take new weights over.
+Imported by vLLM's workers, whose environment may lack areno. Driven by vLLM's calls: ``/init_weight_transfer_engine`` joins
+the trainer's group; ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
 """
 
 import socket
@@ -25,7 +25,7 @@ _ALIGN = 64  # as areno.rollouts.fleet.tensors lays tensors out
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The trainer's store, the number of this server's first worker in the group, and how many are in it."""
+    """The trainer's store, this server's first rank in the group, and the size of the group."""
 
     host: str
     port: int
@@ -35,8 +35,8 @@ class GroupInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Weights(WeightTransferUpdateInfo):
-    """What is broadcast: tensors in this order, in pieces of so many bytes at most unless one is larger."""
+class WeightInfo(WeightTransferUpdateInfo):
+    """The broadcast tensors in order, in buckets of at most ``bucket_bytes`` unless a single tensor is larger."""
 
     names: list[str]
     dtypes: list[str]
@@ -44,15 +44,15 @@ class Weights(WeightTransferUpdateInfo):
     bucket_bytes: int
 
 
-class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
-    """See the module's text."""
+class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
+    """Receives weights in a vLLM worker; see the module's docstring."""
 
     init_info_cls = GroupInfo
-    update_info_cls = Weights
+    update_info_cls = WeightInfo
     _group: Any = None
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        """Join the group of the trainer."""
+        """Join the trainer's group."""
         self.shutdown()
         config = self.parallel_config
         rank = init_info.first + config.data_parallel_index * config.world_size + config.rank
@@ -71,24 +71,24 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
         self._group = gloo(store, rank, init_info.size, options)
 
     def start_weight_update(self) -> None:
-        """From here to the end of the update the model cannot compute."""
+        """Begin an update; the model cannot compute until it is finished."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights; the base class would synchronize an accelerator that a CPU has not."""
+        """Receive all weights; the base class would synchronize an accelerator even on a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            # Layers that have got a part of their weights would count it as theirs in the reload that follows.
+            # Otherwise partially loaded layers would count as loaded in the following reload.
             finalize_layerwise_reload(self.model, self.model_config)
             raise
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def receive_weights(self, update_info: Weights) -> None:
-        """The same."""
+    def receive_weights(self, update_info: WeightInfo) -> None:
+        """Receive and load the tensors of all buckets."""
         if self._group is None:
-            raise RuntimeError("this worker is in no group: call init_weight_transfer_engine first")
+            raise RuntimeError("this worker has not joined a group: call init_weight_transfer_engine first")
         for bucket in _buckets(update_info):
             ends = [0]
             for _, dtype, shape in bucket:
@@ -103,7 +103,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
             )
 
     def finish_weight_update(self) -> None:
-        """The model computes again, with the new weights."""
+        """Finish the update; the model computes again, with the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -111,7 +111,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
         self._group = None
 
 
-def _buckets(info: Weights) -> Iterator[list[tuple[str, torch.dtype, list[int]]]]:
+def _buckets(info: WeightInfo) -> Iterator[list[tuple[str, torch.dtype, list[int]]]]:
     bucket: list[tuple[str, torch.dtype, list[int]]] = []
     held = 0
     for name, dtype_name, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
@@ -127,7 +127,7 @@ def _buckets(info: Weights) -> Iterator[list[tuple[str, torch.dtype, list[int]]]
 
 
 def _own_address(other: str) -> str:
-    """Address of this machine on the way to another one; nothing is sent."""
+    """This machine's address on the route to another; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Worker extension of vLLM servers: imported by vLLM's workers, whose environment need not have areno."""
+"""Worker extension for vLLM servers, imported by vLLM's workers, whose environment may lack areno."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ class ArenoWorker:
     model_runner: Any
 
     def areno_repack(self) -> int:
-        """Pack output layers anew after a weight update; returns how many.
+        """Repack output layers after a weight update, and return how many.
 
-        On a CPU, vLLM keeps a packed copy of an output layer. Where that is tied to the embedding, an update changes the
-        embedding alone, and the copy would go on answering with the weights of the start.
+        On a CPU, vLLM keeps a packed copy of the output layer. If it is tied to the embedding, an update changes only the
+        embedding, and the copy would keep the initial weights.
         """
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -24,7 +24,7 @@ class ArenoWorker:
 
         if not current_platform.is_cpu():
             return 0
-        found = [part for part in self.model_runner.model.modules() if isinstance(part, VocabParallelEmbedding)]
-        for part in found:
-            dispatch_cpu_unquantized_gemm(part, remove_weight=False)
-        return len(found)
+        layers = [part for part in self.model_runner.model.modules() if isinstance(part, VocabParallelEmbedding)]
+        for layer in layers:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        return len(layers)

@@ -1,4 +1,4 @@
-"""How new weights get from a trainer to rollout replicas: shared memory, a collective, or a checkpoint on disk."""
+"""Transfers new weights from a trainer to rollout replicas: by shared memory, a collective, or a checkpoint on disk."""
 
 import os
 import shutil
@@ -18,30 +18,30 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.rendezvous import FolderRendezvous, Rendezvous
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
-from areno.rollouts.fleet import ranks
-from areno.rollouts.fleet.ranks import BrokenChannelError, Update
+from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.tensors import TensorSpec, layout
+from areno.rollouts.fleet.weight_update import BrokenChannelError, Update
 
 Mode = Literal["shm", "xccl", "disk"]
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
-"""How long each rank of a replica paused, by replica."""
+"""Seconds that each rank of a replica paused, by replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOptions:
-    """How weights travel.
+    """How weights are transferred.
 
     Attributes:
         mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast by gloo between CPUs and by NCCL between GPUs;
             ``disk``, a checkpoint folder.
-        verify: compare checksums of what was sent with what has arrived, and the parameters with that, bit by bit.
+        verify: compare checksums of sent and received tensors, and the installed parameters bit by bit.
     """
 
     mode: Mode = "shm"
     verify: bool = False
-    weight_chunked_mem_mb: int = 1024  # size of one broadcast, at most, unless a single tensor is larger
-    folder: Path | None = None  # where ``disk`` writes ``weight_update_v{version}``; None takes a temporary folder
+    weight_chunked_mem_mb: int = 1024  # maximum size of one broadcast, unless a single tensor is larger
+    folder: Path | None = None  # where ``disk`` writes ``weight_update_v{version}``; None uses a temporary folder
 
     def __post_init__(self) -> None:
         refuse_unknown(self.mode)
@@ -50,17 +50,17 @@ class WeightOptions:
 
 
 def refuse_unknown(mode: str) -> None:
-    """Raise a UsageError where there is no mode of this name."""
+    """Raise a UsageError for an unknown mode."""
     if mode not in get_args(Mode):
         raise UsageError(f"weight_update_mode={mode}: use one of {', '.join(get_args(Mode))}")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update was like: size of the weights, seconds that the call took, and pauses of generation by replica.
+    """Result of a weight update: bytes transferred, seconds taken, and pauses of generation by replica.
 
-    ``logprob_gap`` is the mean distance, in nats, between the log-probs that inference servers and the trainer give the
-    tokens of a fixed prompt with these weights; None where it was not measured.
+    ``logprob_gap`` is the mean absolute difference, in nats, between the log-probs of inference servers and of the trainer
+    for a fixed prompt with these weights; None if it was not measured.
     """
 
     version: int
@@ -72,7 +72,7 @@ class UpdateReport:
 
 
 def save_weights(engine: Backend, root: Path, version: int) -> Path:
-    """Write a trainer's checkpoint below ``root``; its name is there when it is complete."""
+    """Write a trainer's checkpoint below ``root``, and rename it when it is complete."""
     folder = root / f"weight_update_v{version}"
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,11 +83,11 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
     return folder
 
 
-class Delivery:
-    """Carries the weights that the replicas want; one update at a time.
+class WeightTransfer:
+    """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps`` the newest are kept where a replica that starts later finds them. ``where`` members of collectives
-    meet; None is a private folder, and memory that is shared, of one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
+    None uses a private folder and shared memory on one machine.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Delivery:
         self._keeps, self._torn = keeps, False
         self._segment: Segment | None = None
         self._channel = ""
-        self._members: list[Backend] = []  # of the channel; the trainer is the first
+        self._members: list[Backend] = []  # of the channel, the trainer first
         self._scratch = ScratchFolder("weights")
         self._rooms = Path(self._scratch.name)
         self._shares_memory = where is None
@@ -108,23 +108,23 @@ class Delivery:
         self._sender: Backend | None = None
 
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
-        """Bring the trainer's weights to all replicas; errors are those of :meth:`RolloutFleet.update_weights`."""
+        """Transfer the trainer's weights to all replicas; errors as in :meth:`RolloutFleet.update_weights`."""
         began = time.perf_counter()
-        digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
+        digests = engine.each_rank(weight_update.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
         previous, self.newest, self._torn = self.newest, None, True
         self._sender = engine
         update = plain
         if mode == "xccl":
-            near = self._keeps and self._shares_memory
-            update = replace(plain, segment=self._memory() if near else "", kept=self._keeps and not near)
+            local = self._keeps and self._shares_memory
+            update = replace(plain, segment=self._memory() if local else "", kept=self._keeps and not local)
             pauses = self._broadcast(engine, replicas, update)
         else:
             if mode == "disk":
                 update = replace(plain, folder=str(save_weights(engine, self.options.folder or self._rooms, version)))
             else:
                 update = replace(plain, segment=self._memory())
-                engine.each_rank(ranks.send, update)
+                engine.each_rank(weight_update.send, update)
             self._store(update)
             pauses = self._pauses(replicas, self._ask(replicas, update))
         outdated = previous.folder if previous is not None else ""
@@ -133,36 +133,36 @@ class Delivery:
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
     def _store(self, update: Update) -> None:
-        """These weights are whole: from now on a replica that starts gets them."""
+        """Mark these weights as complete, for replicas that start later."""
         self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
-        """Bring the newest weights to a replica that has just started; an EngineError where the last update has failed."""
+        """Transfer the newest weights to a newly started replica; EngineError if the last update failed."""
         if self._torn:
-            raise EngineError("the last weight update has failed; update_weights must bring new ones first")
+            raise EngineError("the last weight update failed; call update_weights first")
         if self.newest is not None and self.newest.kept:
             self._hand_over(replica, self.newest)
         elif self.newest is not None:
-            replica.each_rank(ranks.receive, self.newest)
+            replica.each_rank(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """The weights that rank 0 of the trainer keeps, by a collective with just this replica."""
+        """Transfer the weights kept by rank 0 of the trainer, by a collective with only this replica."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
-        if isinstance(self._sender, EngineGroup):  # at once, while it trains
-            self._sender.workers.tell(0, "apply", ranks.hand_over, sent, self._where, size)
+        if isinstance(self._sender, EngineGroup):  # does not wait for training
+            self._sender.workers.tell(0, "apply", weight_update.hand_over, sent, self._where, size)
         else:
-            self._sender.each_rank(ranks.hand_over, sent, self._where, size)
+            self._sender.each_rank(weight_update.hand_over, sent, self._where, size)
         try:
-            broken = replica.each_rank(ranks.join, self._where, sent.channel, 1, size)
+            broken = replica.each_rank(weight_update.join, self._where, sent.channel, 1, size)
             if any(broken):
-                raise EngineError(f"the trainer's weights have not arrived: {next(filter(None, broken))}")
-            return replica.each_rank(ranks.receive, sent)
+                raise EngineError(f"the trainer's weights did not arrive: {next(filter(None, broken))}")
+            return replica.each_rank(weight_update.receive, sent)
         finally:
             self._where.call_off(sent.channel)
             with suppress(EngineError):
-                replica.each_rank(ranks.leave, sent.channel)
+                replica.each_rank(weight_update.leave, sent.channel)
 
     def _open_channel(self) -> str:
         channel = f"channel-{uuid.uuid4().hex}"
@@ -177,7 +177,7 @@ class Delivery:
             shutil.rmtree(self.newest.folder, ignore_errors=True)
         if self._channel:
             with suppress(EngineError):
-                self._members[0].each_rank(ranks.leave, self._channel)
+                self._members[0].each_rank(weight_update.leave, self._channel)
         self._scratch.cleanup()
 
     def _memory(self) -> str:
@@ -189,14 +189,14 @@ class Delivery:
 
     @staticmethod
     def _ask(replicas: Replicas, update: Update, send: Callable[[], None] = lambda: None) -> Answers:
-        """All replicas take an update over at the same time, while ``send`` runs."""
+        """Let all replicas receive an update concurrently, while ``send`` runs."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
-            asked = {n: pool.submit(group.each_rank, ranks.receive, update) for n, group in replicas.items()}
+            asked = {n: pool.submit(group.each_rank, weight_update.receive, update) for n, group in replicas.items()}
             send()
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """How long each replica paused. One that has died is skipped; one that has refused is ended, to be replaced."""
+        """Seconds that each replica paused. Dead replicas are skipped; those that fail to update are ended and replaced."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -204,7 +204,7 @@ class Delivery:
                 pauses[number] = max(answer.result())
             elif not replicas[number].workers.failed:
                 replicas[number].workers.abandon(f"its weights could not be updated: {error}")
-                failures.append(EngineError(f"replica {number} could not take the new weights over: {error}"))
+                failures.append(EngineError(f"replica {number} could not load the new weights: {error}"))
         if failures and not self._keeps:
             raise failures[0]
         return pauses
@@ -212,7 +212,7 @@ class Delivery:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """One broadcast to all; who has not got it takes the weights from where they are kept, if they are."""
+        """Broadcast to all replicas; those that it did not reach load the kept weights, if any."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -220,10 +220,10 @@ class Delivery:
         def send() -> None:
             nonlocal broken
             try:
-                broken = engine.each_rank(ranks.send, sent)[0]
+                broken = engine.each_rank(weight_update.send, sent)[0]
             except BaseException:
                 with suppress(EngineError):
-                    engine.each_rank(ranks.leave, sent.channel)  # so that nobody waits for more
+                    engine.each_rank(weight_update.leave, sent.channel)  # so that no member waits for more
                 raise
 
         asked = self._ask(replicas, replace(sent, segment=""), send)
@@ -234,7 +234,7 @@ class Delivery:
         alive = {n: group for n, group in cut_off.items() if not group.workers.failed}
         pauses = self._pauses(replicas, {n: future for n, future in asked.items() if n not in alive})
         if alive and not (update.segment or update.kept):
-            raise EngineError(f"new weights have not arrived at the replicas {', '.join(map(str, alive))}: {broken}")
+            raise EngineError(f"new weights did not reach the replicas {', '.join(map(str, alive))}: {broken}")
         if update.segment:
             return pauses | self._pauses(alive, self._ask(alive, update))
         with ThreadPoolExecutor(max(len(alive), 1), thread_name_prefix="areno-update") as pool:
@@ -242,21 +242,21 @@ class Delivery:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """The collective of the trainer and just these replicas, a new one where somebody has changed."""
+        """The collective of the trainer and these replicas; a new one if a member has changed."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel
         self._leave()
         channel = self._open_channel()
-        # One rank of the trainer, and all of the replicas.
+        # One rank of the trainer, and all ranks of the replicas.
         firsts = list(accumulate((group.layout.world_size for group in replicas.values()), initial=1))
         with ThreadPoolExecutor(len(members), thread_name_prefix="areno-join") as pool:
             asked = [
-                pool.submit(member.each_rank, ranks.join, self._where, channel, first, firsts[-1])
+                pool.submit(member.each_rank, weight_update.join, self._where, channel, first, firsts[-1])
                 for member, first in zip(members, [0, *firsts], strict=False)
             ]
             wait(asked, return_when=FIRST_EXCEPTION)
-            self._where.call_off(channel)  # whoever still waits for one that has died gives up
+            self._where.call_off(channel)  # members stop waiting for a dead one
         self._channel, self._members = channel, members
         if any(answer.exception() is not None or any(answer.result()) for answer in asked):
             self._leave()
@@ -266,4 +266,4 @@ class Delivery:
         channel, self._channel = self._channel, ""
         for member in self._members if channel else ():
             with suppress(EngineError):
-                member.each_rank(ranks.leave, channel)
+                member.each_rank(weight_update.leave, channel)

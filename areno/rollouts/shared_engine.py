@@ -1,6 +1,6 @@
-"""Rollout on the engine that trains: one process, or the ranks of one layout, generates and trains in turn.
+"""Rollout on the training engine, which alternates between generation and training.
 
-No weights travel and none are held twice. A request that comes while the engine trains waits until it generates again.
+Weights are neither transferred nor duplicated. A request that arrives during training waits until generation resumes.
 """
 
 import threading
@@ -12,12 +12,12 @@ from typing import Any
 from areno.engine.backend import Backend
 from areno.engine.engine import Engine
 from areno.errors import EngineError
-from areno.rollouts.fleet.delivery import UpdateReport
+from areno.rollouts.fleet.weight_transfer import UpdateReport
 from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """The methods of a fleet, over the trainer's engine, which the trainer closes."""
+    """The interface of a fleet on the trainer's engine, which the trainer closes."""
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine
@@ -28,12 +28,12 @@ class SharedEngine:
         self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # with the engine's future
 
     def __getattr__(self, name: str) -> Any:
-        """What a fleet does as the engine does it: tokenizer, lengths, ``load``, ``keep_contexts`` and the like."""
+        """Delegate to the engine: tokenizer, lengths, ``load``, ``keep_contexts`` and others."""
         return getattr(self.engine, name)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """A block in which the engine generates; before its end, what was begun in it is finished."""
+        """Context in which the engine generates; on exit, it waits for the requests started in it."""
         self.engine.each_rank(_stamp, self.version)
         with self._lock:
             self._generates = True
@@ -48,9 +48,10 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each, which also has the error of a request that cannot be answered.
+        """Queue requests, and return one future each, which also carries the error of an invalid request.
 
-        Raises EngineError: the rollout is closed.
+        Raises:
+            EngineError: the rollout is closed.
         """
         futures: list[Future[RolloutResult]] = [Future() for _ in requests]
         with self._lock:
@@ -62,7 +63,7 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far; one that waits is withdrawn."""
+        """End one request with its partial answer; a waiting one is withdrawn."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)
@@ -72,7 +73,7 @@ class SharedEngine:
             self.engine.cancel(inner)
 
     def _start(self) -> None:
-        """Start what waits, but for requests that their senders have given up; the lock is held."""
+        """Start waiting requests that were not cancelled; the lock must be held."""
         waiting, self._waiting = self._waiting, {}
         for future, request in waiting.items():
             if not future.set_running_or_notify_cancel():
@@ -94,12 +95,12 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """The weights are there already; tokens carry ``version`` from now on."""
+        """Set the version of new tokens; the engine already has the weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 
     def close(self) -> None:
-        """Fail what waits; the trainer closes the engine."""
+        """Fail waiting requests; the trainer closes the engine."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

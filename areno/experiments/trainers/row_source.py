@@ -1,4 +1,4 @@
-"""The rows of a data set in the order in which an experiment visits them, with a position that can be saved."""
+"""Loads the rows of a data set, and iterates over them in epochs with a resumable position."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,30 +11,30 @@ from areno.errors import DataError, UsageError
 
 
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
-    """Rows of a ``train_dataset`` or ``valid_dataset`` section.
+    """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
-    A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``; without
-    it the path is a file, or a folder or a hub reference of which ``split`` is taken.
+    A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``. Without a
+    loader, the path is a file, or ``split`` of a folder or hub data set.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)
     if loader is None:
         if more:
             raise UsageError(
-                f"{name}.dataset_kwargs {', '.join(more)}: there is no loader to take them; give {LOADER} too"
+                f"{name}.dataset_kwargs {', '.join(more)} need a loader that accepts them; set {name}.dataset_kwargs.{LOADER}"
             )
         return load_training_dataset(section.path, option=f"{name}.path", split=section.split)
     function = named_object(loader, option=f"{name}.dataset_kwargs.{LOADER}")
     rows = function(section.path, split=section.split, **more)
     if not hasattr(rows, "__len__") or not len(rows):
-        raise UsageError(f"{name}.dataset_kwargs.{LOADER} {loader}: it gave no rows")
+        raise UsageError(f"{name}.dataset_kwargs.{LOADER} {loader} returned no rows")
     return rows  # type: ignore[no-any-return]
 
 
 class RowSource:
-    """Endless rows, epoch after epoch; the same for the same seed, whatever else draws random numbers.
+    """Endless iterator over rows, epoch after epoch, in an order that depends only on the seed.
 
-    With ``drop_last``, rows that fill no whole batch are left out; else an epoch's last batch is filled from the next.
+    With ``drop_last``, an incomplete last batch is dropped; else it is filled from the next epoch.
     """
 
     def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:
@@ -42,15 +42,15 @@ class RowSource:
         self._used = len(rows) - len(rows) % self.batch_size if section.drop_last else len(rows)
         if not self._used:
             raise DataError(
-                f"train_dataset has {len(rows)} rows, which is less than train_dataset.batch_size={self.batch_size}; lower "
-                "it, or set drop_last=false"
+                f"train_dataset has {len(rows)} rows, fewer than train_dataset.batch_size={self.batch_size}; lower the batch "
+                "size, or set train_dataset.drop_last=false"
             )
         self.epoch, self.position = 0, 0
         self._order = self._draw()
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which an epoch is gone through."""
+        """Steps per epoch."""
         return -(-self._used // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,9 +65,9 @@ class RowSource:
         return row
 
     def batch(self, rows_in_it: int | None = None) -> list[Any]:
-        """The next rows; a batch ends with its epoch."""
-        wanted = min(rows_in_it or self.batch_size, self._used - self.position or self.batch_size)
-        return [next(self) for _ in range(wanted)]
+        """The next rows, at most until the end of the epoch."""
+        size = min(rows_in_it or self.batch_size, self._used - self.position or self.batch_size)
+        return [next(self) for _ in range(size)]
 
     def _draw(self) -> list[int]:
         return epoch_order(len(self.rows), epoch=self.epoch, seed=self._seed, shuffle=self._shuffle)
@@ -77,11 +77,11 @@ class RowSource:
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a position; raises :class:`UsageError` if it belongs to another number of rows."""
+        """Restore a position; UsageError if the number of rows has changed."""
         if state["rows"] != len(self.rows):
             raise UsageError(
-                f"train_dataset has {len(self.rows)} rows, the recovery point was made with {state['rows']}; use the same "
-                "data, or recover.mode=disabled"
+                f"train_dataset has {len(self.rows)} rows, but the restart point was written with {state['rows']}; use the "
+                "same data, or set recover.mode=disabled"
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._draw()
@@ -90,10 +90,10 @@ class RowSource:
 def without_long(
     rows: Sequence[Any], length_of: Callable[[Any], int], longest: int | None
 ) -> tuple[Sequence[Any], int]:
-    """Rows of at most ``longest`` tokens, and how many are longer; None keeps all. A DataError if none is left."""
+    """Rows of at most ``longest`` tokens (None: all), and the number of dropped rows; DataError if none is left."""
     if longest is None:
         return rows, 0
-    kept = [row for row in (rows[index] for index in range(len(rows))) if length_of(row) <= longest]
-    if not kept:
-        raise DataError(f"all {len(rows)} rows have more than max_length={longest} tokens; raise it")
-    return kept, len(rows) - len(kept)
+    short = [row for row in (rows[index] for index in range(len(rows))) if length_of(row) <= longest]
+    if not short:
+        raise DataError(f"all {len(rows)} rows have more than max_length={longest} tokens; raise max_length")
+    return short, len(rows) - len(short)

@@ -1,12 +1,12 @@
-"""The checkpoint root: ``step_000123/`` folders, and ``best/`` where a run keeps one, that are complete or absent.
+"""The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
-A checkpoint is written under a temporary name and renamed when its last byte is on the disk. What is to go is renamed first
-and deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start; one that
-is being replaced is deleted last, and put back where a kill fell between the two renames. Two checkpoints of one step share
-their files by hard links where the file system has them, so a file of a checkpoint is replaced, never written into.
+A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
+Leftovers of a killed process therefore start with a dot, and are removed at the next start; a checkpoint that is being
+replaced is deleted last, and restored after a kill between the two renames. Two checkpoints of one step share their files
+as hard links where the file system supports them, so files of a checkpoint are replaced, never modified in place.
 
-A checkpoint whose files are not what was written is never loaded and never deleted: it is renamed to ``.damaged-...``, and
-the one before it is taken. One that cannot be read ends the run, because the next attempt may be able to.
+A damaged checkpoint is never loaded and never deleted: it is renamed to ``.damaged-...``, and the previous one is used. An
+unreadable checkpoint ends the run with an error, because the cause may be temporary.
 """
 
 import itertools
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d{6,})")
 _BEST = "best"
 _PARTIAL, _REPLACED, _TRASH = ".partial-", ".replaced-", ".trash-"
-# Kept until the user deletes them.
+# Folders with these prefixes stay until the user deletes them.
 _DAMAGED, _REWOUND = ".damaged-", ".rewound-"
-# Room for tokenizer files, rounding and the file system's own needs.
+# Reserve for tokenizer files, rounding and file system overhead.
 _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """All checkpoints of one run below ``root``, which is made when first needed; all are kept, or the newest ``keep``."""
+    """The checkpoints of one run below ``root``, created on first use; keeps the newest ``keep``, or all with None."""
 
     def __init__(
         self,
@@ -43,22 +43,22 @@ class CheckpointFolder:
         remedy: str = "free some space, use --keep-checkpoints, or choose another --save-path",
     ) -> None:
         self.root = Path(root)
-        self.best = self.root / _BEST  # where the checkpoint with the best evaluation lies
+        self.best = self.root / _BEST  # the checkpoint with the best evaluation
         self.keep = keep
-        self.sound_until: int | None = None  # the newest one after at most so many completed steps is kept too
-        self._remedy = remedy  # where the disk is full
+        self.sound_until: int | None = None  # also keep the newest checkpoint of at most this many completed steps
+        self._remedy = remedy  # for a full disk
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` completed steps lies."""
+        """Path of the checkpoint after ``step`` completed steps."""
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Completed-step numbers of all complete checkpoints, ascending."""
+        """Completed-step counts of all complete checkpoints, ascending."""
         if not self.root.is_dir():
             return []
-        found = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
         return sorted(
-            int(match[1]) for match, entry in found if match and (entry / STATE_FOLDER / STATE_FILE).is_file()
+            int(match[1]) for match, entry in matches if match and (entry / STATE_FOLDER / STATE_FILE).is_file()
         )
 
     def best_step(self) -> int | None:
@@ -66,31 +66,31 @@ class CheckpointFolder:
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
     def find(self, step: int) -> Path | None:
-        """The complete checkpoint after ``step`` completed steps, where there is one."""
+        """The complete checkpoint after ``step`` completed steps, or None."""
         if self.best_step() == step:
             return self.best
         return self.path(step) if step in self.steps() else None
 
     def latest(self) -> Path | None:
-        """Newest complete checkpoint; that is the best one where no other was saved since."""
+        """The newest complete checkpoint, which may be the best one."""
         steps, best = self.steps(), self.best_step()
         if best is not None and (not steps or best > steps[-1]):
             return self.best
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """The newest checkpoint (None: there is none) that is what was written; newer ones are renamed to ``.damaged-...``.
+        """The newest undamaged checkpoint, or None without checkpoints; damaged newer ones are renamed to ``.damaged-...``.
 
         Args:
-            step: look at the checkpoint after so many completed steps alone.
-            check: raises ``DamagedCheckpointError`` for one that must not be used; None asks its manifest.
+            step: consider only the checkpoint after this many completed steps.
+            check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the manifest.
 
         Raises:
-            CheckpointError: there are checkpoints and none can be used (they keep their names), or one cannot be read.
+            CheckpointError: checkpoints exist but none is usable (they keep their names), or one cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
-        for found, path in self._newest_first():
-            if step is not None and found != step:
+        for path_step, path in self._newest_first():
+            if step is not None and path_step != step:
                 continue
             try:
                 (check or _check)(path)
@@ -98,48 +98,48 @@ class CheckpointFolder:
                 damaged.append((path, str(error)))
                 continue
             for bad, reason in damaged:
-                kept = self._set_aside(bad, _DAMAGED)
-                _log.warning("%s is damaged (%s); it is kept as %s, and %s is used", bad, reason, kept.name, path)
+                hidden = self._set_aside(bad, _DAMAGED)
+                _log.warning("%s is damaged (%s); renamed it to %s and using %s", bad, reason, hidden.name, path)
             return path
         if damaged:
-            remedy = "put a copy back, or begin a new run" if step is None else "choose another --resume-step"
+            remedy = "restore a copy, or start a new run" if step is None else "choose another --resume-step"
             reasons = "; ".join(reason for _, reason in damaged)
             raise CheckpointError(f"no checkpoint under {self.root} can be used: {reasons}; {remedy}")
         return None
 
     def rewind(self, step: int) -> None:
-        """Rename the checkpoints of later steps than ``step`` to ``.rewound-...``: the run goes another way from there."""
-        for found, path in self._newest_first():
-            if found > step:
-                kept = self._set_aside(path, _REWOUND)
+        """Rename the checkpoints of steps after ``step`` to ``.rewound-...``, because the run repeats those steps."""
+        for path_step, path in self._newest_first():
+            if path_step > step:
+                hidden = self._set_aside(path, _REWOUND)
                 _log.warning(
-                    "%s is of a later step than %d, from which the run goes on; kept as %s", path, step, kept.name
+                    "%s is later than step %d, where the run resumes; renamed it to %s", path, step, hidden.name
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """Steps and folders of all that bear a checkpoint's name, whole or not; of two of one step, the best comes last."""
+        """Steps and folders of all checkpoints by name, complete or not; for equal steps, the best one comes last."""
         if not self.root.is_dir():
             return []
-        found = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]
+        folders = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]
         if self.best.is_dir():
             try:
-                found.append((int(read_state(self.best)["step"]), self.best))
+                folders.append((int(read_state(self.best)["step"]), self.best))
             except (DamagedCheckpointError, KeyError) as error:
-                if not found:
+                if not folders:
                     return [(0, self.best)]
-                kept = self._set_aside(self.best, _DAMAGED)
-                _log.warning("%s is damaged (%s); it is kept as %s", self.best, error, kept.name)
-        return sorted(found, key=lambda one: (one[0], one[1] != self.best), reverse=True)
+                hidden = self._set_aside(self.best, _DAMAGED)
+                _log.warning("%s is damaged (%s); renamed it to %s", self.best, error, hidden.name)
+        return sorted(folders, key=lambda pair: (pair[0], pair[1] != self.best), reverse=True)
 
     def _set_aside(self, path: Path, prefix: str) -> Path:
-        """Give a checkpoint a hidden name that is free; returns where it is then."""
+        """Rename a checkpoint to an unused hidden name, and return its new path."""
         names = (f"{prefix}{path.name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
         target = next(target for target in map(self.root.joinpath, names) if not target.exists())
         os.replace(path, target)
         return target
 
     def clear_leftovers(self) -> None:
-        """Delete what an interrupted save or deletion left behind, after putting back what was about to be replaced."""
+        """Delete leftovers of interrupted saves and deletions, and restore checkpoints whose replacement was interrupted."""
         if not self.root.is_dir():
             return
         for entry in list(self.root.iterdir()):
@@ -150,7 +150,7 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond those to keep, also one that a kill right after a save has left."""
+        """Delete the oldest checkpoints beyond ``keep``."""
         if self.keep is None:
             return
         steps = self.steps()
@@ -163,23 +163,25 @@ class CheckpointFolder:
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
 
-        It begins with the files of ``copy_of``, as hard links or copies, or empty. Raises CheckpointError: the disk has less
-        than ``needed_bytes`` free, or a write failed.
+        It starts empty, or with the files of ``copy_of`` as hard links or copies.
+
+        Raises:
+            CheckpointError: the disk has less than ``needed_bytes`` free, or a write failed.
         """
         with self._writing(self.path(step), needed_bytes, copy_of) as folder:
             yield folder
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """:meth:`writing` for the best checkpoint, which replaces the one before and is never counted among the newest."""
+        """:meth:`writing` for the best checkpoint, which replaces the previous one and does not count towards ``keep``."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
-        """:meth:`writing` for a model under any other name, never counted among the checkpoints, and without a manifest."""
+        """:meth:`writing` for a model under another name, which is not a checkpoint and has no manifest."""
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of a step; a kill leaves it whole or hidden."""
+        """Delete the checkpoint of a step; if interrupted, it is left intact or hidden."""
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(self.path(step), trash)
@@ -214,12 +216,12 @@ class CheckpointFolder:
         free = shutil.disk_usage(self.root).free
         if free < needed + _DISK_SLACK:
             raise CheckpointError(
-                f"a checkpoint needs {needed / 2**20:.1f} MiB beside the {_DISK_SLACK / 2**20:.0f} MiB that stay free, and "
+                f"a checkpoint needs {needed / 2**20:.1f} MiB plus a reserve of {_DISK_SLACK / 2**20:.0f} MiB, but "
                 f"{self.root} has {free / 2**20:.0f} MiB free; {self._remedy}"
             )
 
     def _replace(self, target: Path, new: Path) -> None:
-        """Give ``new`` the name ``target``; the old one is deleted when that is done, and not before."""
+        """Rename ``new`` to ``target``, and only then delete the old one."""
         old = self.root / f"{_REPLACED}{target.name}"
         if target.exists():
             os.replace(target, old)
@@ -234,7 +236,7 @@ def _check(checkpoint: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """A hard link, or a copy where the file system refuses one."""
+    """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -242,7 +244,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make the files of a folder, and the folders themselves, survive a power cut."""
+    """Flush a folder and all its files to disk, so that they survive a power failure."""
     for parent, _, files in os.walk(folder):
         for name in (*files, "."):
             _sync(Path(parent, name))

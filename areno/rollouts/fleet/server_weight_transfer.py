@@ -1,7 +1,7 @@
-"""How new weights get from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
+"""Transfers new weights from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
 
-Whether they have arrived is seen from outside: a server must give the tokens of a fixed prompt the log-probs that the trainer
-gives them. An answer of "success" proves nothing, nor does output that has changed.
+The transfer is verified from outside: for a fixed prompt, a server must return the log-probs of the trainer. A "success"
+response proves nothing, nor does changed output.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 from areno.cache_folder import ScratchFolder
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError
-from areno.rollouts.fleet.delivery import Mode, UpdateReport, WeightOptions, save_weights
+from areno.rollouts.fleet.weight_transfer import Mode, UpdateReport, WeightOptions, save_weights
 from areno.rollouts.servers.channel import ServerChannel
 from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import ServerOptions
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PROBE_TOKENS = 32
-# Mean distance of log-probs, in nats, beyond which weights have not arrived: in fp32 on both sides, and in half precision.
-_MOST_GAP = {True: 0.01, False: 0.3}
+# Maximum mean difference of log-probs, in nats, by whether both sides compute in fp32.
+_MAX_GAP = {True: 0.01, False: 0.3}
 
 
-class ServerDelivery:
-    """Carries weights to servers; one update at a time. The newest are kept for a server that starts later.
+class ServerWeightTransfer:
+    """Transfers weights to servers, one update at a time, and keeps the newest for servers that start later.
 
-    ``channel`` is for the servers that take weights from a broadcast; None sends folders only.
+    ``channel`` broadcasts to servers that support it; None sends folders only.
     """
 
     def __init__(
@@ -40,17 +40,18 @@ class ServerDelivery:
         self.options, self.server = options, server
         self.newest: tuple[Path, int] | None = None
         self._channel, self._broadcast, self._torn = channel, False, False
-        self._probe = [(7 * place + 3) % vocab_size for place in range(_PROBE_TOKENS)]
-        self._most_gap = _MOST_GAP["float32" in server.arguments]
+        self._probe = [(7 * index + 3) % vocab_size for index in range(_PROBE_TOKENS)]
+        self._max_gap = _MAX_GAP["float32" in server.arguments]
         self._scratch: dict[Path | None, ScratchFolder] = {}
         self._checked = False
 
     def deliver(
         self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
     ) -> UpdateReport:
-        """Bring the trainer's weights to all servers. The first time, and with ``verify``, see whether they have arrived.
+        """Transfer the trainer's weights to all servers, and verify it the first time and with ``verify``.
 
-        Raises EngineError: they have not, or cannot be written.
+        Raises:
+            EngineError: the weights did not arrive, or cannot be written.
         """
         began = time.perf_counter()
         previous, self.newest, self._torn = self.newest, None, True
@@ -74,15 +75,15 @@ class ServerDelivery:
         return UpdateReport(version, mode, size, time.perf_counter() - began, pauses, gap)
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Bring the newest weights to a server; returns the seconds that took. Raises EngineError."""
+        """Transfer the newest weights to a server, and return the seconds taken; EngineError on failure."""
         if self._torn:
-            raise EngineError("the last weight update has failed; update_weights must bring new ones first")
+            raise EngineError("the last weight update failed; call update_weights first")
         if self._broadcast and self._channel is not None:
             return self._channel.catch_up(replica)
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
     def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
-        """Have servers load a folder; one that cannot is given up."""
+        """Let servers load a folder; those that fail are abandoned."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
@@ -91,28 +92,28 @@ class ServerDelivery:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """See :class:`UpdateReport`; the largest of all servers."""
+        """The largest ``logprob_gap`` of all servers, see :class:`UpdateReport`."""
         if not replicas:
             return None
-        given = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
-        expected = engine.score_logprobs(ACTOR, [tokens for tokens, _ in given.values()])
+        probes = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
+        expected = engine.score_logprobs(ACTOR, [tokens for tokens, _ in probes.values()])
         gaps = {
-            number: _distance(scores[-len(found) :], found)
-            for (number, (_, found)), scores in zip(given.items(), expected, strict=True)
+            number: _mean_difference(scores[-len(logprobs) :], logprobs)
+            for (number, (_, logprobs)), scores in zip(probes.items(), expected, strict=True)
         }
         worst = max(gaps, key=gaps.__getitem__)
-        if not gaps[worst] <= self._most_gap:
+        if not gaps[worst] <= self._max_gap:
             raise EngineError(
-                f"replica {worst} does not have the weights of version {version}: its log-probs of a fixed prompt are "
-                f"{gaps[worst]:.3g} nats from the trainer's on average, and at most {self._most_gap:g} are expected; compare "
-                "dtype and model of both, and the server's log"
+                f"replica {worst} does not have the weights of version {version}: its log-probs of a fixed prompt differ from "
+                f"the trainer's by {gaps[worst]:.3g} nats on average, more than {self._max_gap:g}; compare dtype and model of "
+                "both, and check the server's log"
             )
-        logger.info("weights %d have arrived: log-probs differ by %.2g nats on average", version, gaps[worst])
+        logger.info("weights of version %d arrived: log-probs differ by %.2g nats on average", version, gaps[worst])
         self._checked = True
         return gaps[worst]
 
     def close(self) -> None:
-        """Delete what lies in folders, and end the broadcast."""
+        """Delete weight folders, and end the broadcast."""
         if self._channel is not None:
             self._channel.leave()
         if self.newest is not None:
@@ -123,7 +124,7 @@ class ServerDelivery:
     def _root(self, engine: Backend, mode: Mode) -> Path:
         if self.options.folder is not None:
             return self.options.folder
-        # Two versions lie there for a while; a checkpoint with its optimizer is larger than both.
+        # Two versions exist for a while; the size of a checkpoint with optimizer is an upper bound.
         fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()
         root = _MEMORY if fits else None
         if root not in self._scratch:
@@ -131,5 +132,5 @@ class ServerDelivery:
         return Path(self._scratch[root].name)
 
 
-def _distance(expected: list[float], found: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
+def _mean_difference(expected: list[float], actual: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / len(expected)

@@ -1,7 +1,7 @@
-"""What a weight update does on each rank: that of the trainer, which sends, and those of the replicas, which receive.
+"""The steps of a weight update on each rank: the trainer's ranks send, the replicas' ranks receive.
 
-A replica first brings the new weights together while it generates on, and then swaps them in between two tokens. Only the
-swap is a pause, and until it begins nothing has changed: a transfer that breaks leaves the old weights.
+A replica collects the new weights while it continues to generate, and swaps them in between two tokens. Only the swap pauses
+generation; a transfer that fails before it leaves the old weights in place.
 """
 
 import logging
@@ -42,16 +42,15 @@ from areno.rollouts.fleet.tensors import (
 
 logger = logging.getLogger(__name__)
 
-# How long the members of a collective wait for each other.
+# Timeout of the members of a collective waiting for each other.
 PATIENCE_S = 120.0
 _channels: dict[str, Group] = {}
-_kept: dict[
-    int, Tensor
-] = {}  # on rank 0 of a trainer: the newest weights, by version, where ``Update.kept`` asks for it
+# On rank 0 of a trainer: the newest weights by version, if ``Update.kept`` is set.
+_kept: dict[int, Tensor] = {}
 
 
 class BrokenChannelError(EngineError):
-    """A collective transfer did not come to its end; nothing has been installed."""
+    """A collective transfer failed; nothing was installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,49 +58,49 @@ class Update:
     """One transfer of weights."""
 
     version: int
-    specs: tuple[TensorSpec, ...]  # what travels, in this order
-    segment: str = ""  # shared memory that holds, or is to hold, all tensors
-    channel: str = ""  # name of a collective that was joined before
+    specs: tuple[TensorSpec, ...]  # the tensors, in transfer order
+    segment: str = ""  # shared memory for all tensors
+    channel: str = ""  # name of a joined collective
     kept: bool = False  # rank 0 of the trainer keeps a copy for replicas that start later
-    bucket_bytes: int = 1 << 30  # of one broadcast, at most, unless a single tensor is larger
-    folder: str = ""  # checkpoint that holds the tensors
-    digests: Mapping[str, str] | None = None  # checksum of each tensor, by name; with them, what arrives is checked
+    bucket_bytes: int = 1 << 30  # maximum size of one broadcast, unless a single tensor is larger
+    folder: str = ""  # checkpoint with the tensors
+    digests: Mapping[str, str] | None = None  # checksum of each tensor by name, to verify received tensors
 
 
 # -- on the trainer's ranks ------------------------------------------------------------------------------------------
 
 
 def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Checksum of each wanted tensor, by name."""
+    """Checksum of each transferred tensor, by name."""
     engine.wait_idle()
     refuse_misfit(engine, specs)
     return {spec.name: digest(tensor) for spec, tensor in _mine(engine, specs)}
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory, and broadcast them; returns how the broadcast broke, or nothing."""
+    """Write the weights to shared memory and broadcast them; returns the error of the broadcast, or an empty string."""
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first
-    kept: Iterator[Tensor] = iter(())
+    copies: Iterator[Tensor] = iter(())
     if update.segment and first:
-        kept = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
+        copies = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
     elif update.kept and first:
         _kept.clear()
         _kept[update.version] = torch.empty(layout(update.specs)[1], dtype=torch.uint8)
-        kept = views(_kept[update.version], update.specs)
+        copies = views(_kept[update.version], update.specs)
     tensors = _mine(engine, update.specs)
     broken = ""
     for bucket in _buckets(update.specs, update.bucket_bytes):
         filled = [tensor for _, tensor in islice(tensors, len(bucket))]
         if not first:
             continue
-        for place, tensor in zip(islice(kept, len(bucket)), filled, strict=False):
-            place.copy_(tensor)
+        for target, tensor in zip(islice(copies, len(bucket)), filled, strict=False):
+            target.copy_(tensor)
         if update.channel and not broken:
             memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-            for place, tensor in zip(views(memory, bucket), filled, strict=True):
-                place.copy_(tensor)
+            for target, tensor in zip(views(memory, bucket), filled, strict=True):
+                target.copy_(tensor)
             try:
                 _broadcast(update.channel, memory)
             except BrokenChannelError as error:
@@ -111,23 +110,23 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The tensors, on the ranks that put them together; nothing on further replicas, whose weights are the same."""
+    """The full tensors, on the ranks that assemble them; nothing on data-parallel replicas with the same weights."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """The trainer's bytes, in place."""
+    """Broadcast the trainer's bytes in place."""
     if channel not in _channels:
-        raise BrokenChannelError("the trainer and the rollout replicas have not come together")
+        raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
     try:
         _channels[channel].spread(memory)
     except RuntimeError as error:
-        raise BrokenChannelError(f"new weights have not arrived: {error}") from error
+        raise BrokenChannelError(f"new weights did not arrive: {error}") from error
 
 
 def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
-    """Runs of tensors of at most so many bytes, and at least one tensor."""
+    """Consecutive tensors of at most ``limit`` bytes, at least one per bucket."""
     bucket: list[TensorSpec] = []
     for spec in specs:
         if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
@@ -139,22 +138,22 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Begin to send the kept weights to the members of a new collective; other calls are not held up."""
+    """Send the kept weights to the members of a new collective, in a thread that does not block other calls."""
 
     def send_kept() -> None:
         memory = _kept.get(update.version)
         if memory is None or join(engine, where, update.channel, 0, size):
             return
         try:
-            kept = views(memory, update.specs)
+            tensors = views(memory, update.specs)
             for bucket in _buckets(update.specs, update.bucket_bytes):
                 sent = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-                for place, tensor in zip(views(sent, bucket), islice(kept, len(bucket)), strict=True):
-                    place.copy_(tensor)
+                for target, tensor in zip(views(sent, bucket), islice(tensors, len(bucket)), strict=True):
+                    target.copy_(tensor)
                 _broadcast(update.channel, sent)
             _settle(engine.config.device)
-        except BrokenChannelError as error:  # the replica learns it too, and is started again
-            logger.warning("the kept weights were not taken over: %s", error)
+        except BrokenChannelError as error:  # the replica fails too, and is restarted
+            logger.warning("sending the kept weights failed: %s", error)
         finally:
             leave(engine, update.channel)
 
@@ -165,17 +164,18 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
 
 
 def receive(engine: Engine, update: Update) -> float:
-    """Take new weights over; returns for how many seconds generation paused.
+    """Receive and install new weights, and return the seconds that generation paused.
 
-    Raises BrokenChannelError: they have not arrived; the old ones stand; EngineError: something else than what was sent
-    has arrived.
+    Raises:
+        BrokenChannelError: the weights did not arrive; the old ones remain.
+        EngineError: the received tensors differ from the sent ones.
     """
     tensors = _arrived(engine, update)
     if update.digests is not None:
         _compare(tensors, update.digests)
     with engine.loop.weights_changing(update.version):
         began = time.perf_counter()
-        _settle(engine.config.device)  # a step may be on its way that was launched with the old weights
+        _settle(engine.config.device)  # a launched step may still use the old weights
         install(engine, tensors, check=update.digests is not None)
         _settle(engine.config.device)
     return time.perf_counter() - began
@@ -187,13 +187,13 @@ def _settle(device: torch.device) -> None:
 
 
 def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Whole tensors by name, in the wanted types."""
+    """Received full tensors by name, in the dtypes of the specs."""
     if update.channel:
         return _from_channel(engine, update)
     if update.folder:
         return _from_folder(engine, update)
     memory = attach(update.segment, layout(update.specs)[1], writable=False)
-    memory[:: mmap.PAGESIZE].sum()  # so that its pages are at hand when generation rests
+    memory[:: mmap.PAGESIZE].sum()  # fault the pages in before generation pauses
     return _named(memory, update.specs)
 
 
@@ -212,21 +212,21 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Weights of a checkpoint folder; ``transformers`` knows under which names they are stored."""
+    """Weights of a checkpoint folder; loading maps their stored names."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
         return {spec.name: stored[names[spec.name]].to(spec.dtype) for spec in update.specs}
     options = replace(engine.config.load_options("the weight update"), peers=Peers(), device="cpu")
     model = load_causal_lm(update.folder, options)
-    own = dict(model.module.named_parameters())
-    return {spec.name: own[spec.name].detach().to(spec.dtype) for spec in update.specs}
+    parameters = dict(model.module.named_parameters())
+    return {spec.name: parameters[spec.name].detach().to(spec.dtype) for spec in update.specs}
 
 
 def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
     if wrong := [name for name, tensor in tensors.items() if digest(tensor) != digests[name]]:
         raise EngineError(
-            f"{len(wrong)} of {len(digests)} weights have arrived as something else than was sent: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(digests)} received weights differ from the sent ones: {', '.join(wrong[:3])}"
         )
 
 
@@ -234,13 +234,13 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Become a member of a collective of ``size`` members; returns nothing when all have come, else why not.
+    """Join a collective of ``size`` members; returns an empty string when it is complete, else the reason.
 
     Args:
-        engine: of a trainer, where rank 0 is the only member, or of a replica.
-        where: its members meet.
+        engine: of a trainer, where only rank 0 joins, or of a replica.
+        where: rendezvous of the members.
         channel: name of the collective.
-        first: number of this engine's first rank in it; 0 is the trainer's.
+        first: this engine's first rank in it; 0 is the trainer.
         size: number of members.
     """
     peers = engine.config.peers
@@ -251,23 +251,23 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
             patience = timedelta(seconds=PATIENCE_S)
             _channels[channel] = meet(where, channel, rank, size, engine.config.device, patience)
         except (RuntimeError, OSError, ArenoError) as error:
-            return str(error) or "a member has not come"
+            return str(error) or "a member did not join"
     return ""
 
 
 def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
-    """Wait until all have come, unless the collective is called off: when a member has died."""
+    """Wait until all members have joined, or the collective is called off because a member died."""
     where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {size} members have come within {PATIENCE_S:g} s")
+            raise RuntimeError(f"not all of {size} members joined within {PATIENCE_S:g} s")
         time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """Members, those of other programs among them, dial a store that is there already; see :class:`Rendezvous`."""
+    """A rendezvous at an existing TCP store, also for members of other programs; see :class:`Rendezvous`."""
 
     host: str
     port: int
@@ -277,25 +277,25 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Nothing is announced."""
+        """Do nothing: the store exists already."""
 
     def come(self, name: str, member: int) -> None:
-        """Nobody is told."""
+        """Do nothing: members are not announced."""
 
     def members(self, name: str) -> int:
-        """As many as one waits for: the group itself waits for them."""
+        """Always enough: creating the group waits for its members."""
         return 2**31
 
     def call_off(self, name: str) -> None:
-        """Whoever waits does so for :data:`PATIENCE_S`."""
+        """Do nothing: members wait for :data:`PATIENCE_S`."""
 
 
 def own_specs(engine: Engine) -> list[TensorSpec]:
-    """The trainer's own tensors in the types that its model computes with."""
+    """The trainer's tensors, in the dtype that its model computes in."""
     return [TensorSpec(name, engine.actor.model.dtype, shape) for name, shape in shapes(engine).items()]
 
 
 def leave(_engine: Engine, channel: str) -> None:
-    """End a membership."""
+    """Leave a collective."""
     with suppress(KeyError):
         del _channels[channel]

@@ -1,4 +1,4 @@
-"""Where each front end keeps what a run writes, as a table, and the one reader of it.
+"""Path tables of both front ends, and the lookup of a run's newest model.
 
     runs/<name>/                                   {fileroot}/logs/{user}/{experiment}/{trial}/
       config.yaml  metrics.jsonl  samples.jsonl      the same
@@ -7,7 +7,7 @@
       checkpoints/best/                              checkpoints/recover/best/
       checkpoints/models/step_000100/                checkpoints/default/epoch0epochstep99globalstep99/
 
-Special here: settings may put checkpoints elsewhere, so the reader follows what ``config.yaml`` says.
+Settings may move checkpoints elsewhere, so the lookup follows ``config.yaml``.
 """
 
 import re
@@ -19,28 +19,28 @@ from typing import Any
 import yaml
 
 from areno.errors import UsageError
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 
 CONFIG = "config.yaml"
 ACTOR_MODELS = "default"
-"""Role whose models are those of the policy."""
+"""Role name of the policy's models."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """One front end's table of paths."""
+class RunLayout:
+    """Path table of one front end."""
 
-    log: str  # of the run, below its directory
-    checkpoints: str  # what the run resumes from, below the root of all that is saved
-    models: str  # folder of a role's models, below the same root
-    model: str  # name of the model after a step; it ends in the number of the step
-    first: int  # that number for the first step
+    log: str  # log file, below the run directory
+    checkpoints: str  # checkpoints to resume from, below the checkpoint root
+    models: str  # models of a role, below the checkpoint root
+    model: str  # name of the model after a step; it ends in the step number
+    first: int  # step number of the first step
 
 
-OPTIONS = Layout("log.txt", "", "models", "step_{steps:06d}", 1)
-"""Of ``areno train``."""
-EXPERIMENT = Layout("main.log", "recover", "{role}", "epoch{epoch}epochstep{epoch_step}globalstep{global_step}", 0)
-"""Of ``areno run``."""
+OPTIONS = RunLayout("log.txt", "", "models", "step_{steps:06d}", 1)
+"""Paths of ``areno train``."""
+EXPERIMENT = RunLayout("main.log", "recover", "{role}", "epoch{epoch}epochstep{epoch_step}globalstep{global_step}", 0)
+"""Paths of ``areno run``."""
 
 
 def is_run(path: Path) -> bool:
@@ -49,13 +49,18 @@ def is_run(path: Path) -> bool:
 
 
 def is_experiment(run: Path, option: str) -> bool:
-    """Whether ``areno run`` wrote a run directory; ``option`` named it. Raises UsageError: its configuration is unreadable."""
+    """Whether ``areno run`` wrote a run directory; UsageError naming ``option`` if its configuration is unreadable."""
     return "experiment_name" in _config(run, option)
 
 
-def newest_model(place: str | Path, option: str) -> str:
-    """The newest model in a run or a folder of checkpoints, or ``place`` itself. Raises UsageError, CheckpointError: none."""
-    path = Path(place).expanduser()
+def newest_model(source: str | Path, option: str) -> str:
+    """The newest model in a run directory or a folder of checkpoints, else ``source`` itself.
+
+    Raises:
+        UsageError: a run has no checkpoint, or its configuration is unreadable; the message names ``option``.
+        CheckpointError: a checkpoint cannot be read.
+    """
+    path = Path(source).expanduser()
     if not is_run(path):
         roots = [(layout, path / layout.checkpoints, path) for layout in (OPTIONS, EXPERIMENT)]
     elif is_experiment(path, option):
@@ -69,16 +74,16 @@ def newest_model(place: str | Path, option: str) -> str:
     if models:
         return str(max(models)[1])
     if is_run(path):
-        raise UsageError(f"{option} {place} is a run without a checkpoint; give a model folder or another run")
-    return str(place)
+        raise UsageError(f"{option} {source} is a run without a checkpoint; give a model folder or another run")
+    return str(source)
 
 
-def _newest(layout: Layout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
-    """The newest checkpoint and the newest model, where there are any, each with its completed steps."""
-    kept = CheckpointFolder(checkpoints)
-    newest = [(step, kept.path(step)) for step in kept.steps()[-1:]]
-    if (best := kept.best_step()) is not None:
-        newest.append((best, kept.best))
+def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
+    """The newest checkpoint, the best one and the newest model, if any, each with its completed steps."""
+    saved = CheckpointFolder(checkpoints)
+    newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
+    if (best := saved.best_step()) is not None:
+        newest.append((best, saved.best))
     folder = root / layout.models.format(role=ACTOR_MODELS)
     name = re.compile(re.sub(r"\{.*?\}", r"(\\d+)", layout.model))
     matches = ((name.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
@@ -96,8 +101,8 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Where a section of an experiment saves: below its own ``fileroot``, or what the run directory links to."""
-    own = (config.get(section) or {}).get("fileroot") or ""
-    if own in ("", (config.get("cluster") or {}).get("fileroot")):
+    """Where a section of an experiment saves: below the section's ``fileroot``, or in the run directory's link target."""
+    fileroot = (config.get(section) or {}).get("fileroot") or ""
+    if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"
-    return Path(own).expanduser().joinpath("checkpoints", *run.resolve().parts[-3:])
+    return Path(fileroot).expanduser().joinpath("checkpoints", *run.resolve().parts[-3:])

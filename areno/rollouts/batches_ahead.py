@@ -1,8 +1,8 @@
-"""Batches whose generation begins some steps before they are trained on.
+"""Generates batches some steps before they are trained on.
 
-The batch of step s begins when the weights have version s - ``max_staleness``, so that none of its tokens is further behind
-the weights that are trained on it, however long an answer takes. Batches are trained on in the order of the data; with a
-bound of 0 each begins when the one before it has been trained on.
+Generation of the batch of step s starts when the weights have version s - ``max_staleness``, which bounds the staleness of
+all its tokens however long an answer takes. Batches are trained on in data order; with a bound of 0, each starts after the
+previous one was trained on.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """Begins batches with ``begin``, which is called with a step and the parts of its batch by their index."""
+    """Starts batches with ``begin``, which is called with a step and the parts of its batch by index."""
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -24,7 +24,7 @@ class BatchesAhead:
         self._restored: dict[int, dict[int, Any]] = {}
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """The same steps; each comes when the batches that may run beside it have begun."""
+        """Yield the planned steps, each after starting the batches that may run concurrently with it."""
         ahead: deque[PlannedStep] = deque()
         while True:
             for step in islice(planned, self.max_staleness + 1 - len(ahead)):
@@ -35,7 +35,7 @@ class BatchesAhead:
             yield ahead.popleft()
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
-        """Begin the batch of a step, but for parts that a checkpoint has brought."""
+        """Start the batch of a step, except for parts restored from a checkpoint."""
         begun: dict[int, Future[Any]] = {}
         for index, result in self._restored.pop(step, {}).items():
             begun[index] = Future()
@@ -45,15 +45,15 @@ class BatchesAhead:
         self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
-        """What the parts of a step's batch come to; kept until the step is complete."""
+        """The results of a step's batch; kept until the step is complete."""
         return self._begun[step]
 
     def complete(self, step: int) -> None:
-        """The batch of a step has been trained on."""
+        """Discard the batch of a step after training on it."""
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Results that no step has been trained on, by step and index of the part; parts that run begin anew."""
+        """Finished results that were not trained on yet, by step and index of the part; running parts will be restarted."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()
@@ -61,7 +61,7 @@ class BatchesAhead:
         return {step: parts for step, parts in done.items() if parts}
 
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
-        """Use results of :meth:`export_state` instead of beginning their parts anew."""
+        """Use results of :meth:`export_state` instead of regenerating their parts."""
         self._restored = dict(state)
 
 

@@ -1,8 +1,8 @@
-"""What agents' requests leave behind: every turn with the very tokens that the engine was given and sampled.
+"""Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
-A tape belongs to one API key. Its turns form trees: a request that extends an answered one hangs below it and adds its
-new tokens only; any other begins a tree of its own. Turns below one another make a row of training tokens, see
-:mod:`areno.rollouts.conversation.rows`. Requests come from the server's threads, so everything here is locked.
+A recorder belongs to one API key. Its turns form trees: a request that extends an answered one becomes its child and adds
+only its new tokens; any other starts a new tree. Each path becomes a training row, see
+:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from the server's threads, so all access is locked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
-from areno.rollouts.conversation.continuation import Forked, ForkReason, Turn, go_on
+from areno.rollouts.conversation.continuation import Forked, ForkReason, Turn, continue_turn
 from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
 from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import encode_rendered
@@ -24,10 +24,10 @@ from areno.text.chat import encode_rendered
 _HASH_BITS = (1 << 63) - 1
 
 
-class AgentTape:
-    """The conversations of one API key; see :class:`areno.serving.recording.Tape`.
+class ConversationRecorder:
+    """The conversations of one API key; implements :class:`areno.serving.recording.Tape`.
 
-    The seeds of its requests derive from ``seed``; ``session`` is that of the traces, that it was made in.
+    ``seed`` is the base of the seeds of its requests; ``session`` is the traced session in which it was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -35,14 +35,14 @@ class AgentTape:
         self.session = current_session()
         self._tokenizer, self._seed = tokenizer, seed
         self._lock = threading.Lock()
-        self._answered: dict[int, list[Turn]] = {}  # by the key of a request's messages with the answer
+        self._answered: dict[int, list[Turn]] = {}  # by the key of a request's messages plus the answer
         self._openings: set[int] = set()  # keys of requests up to their first user message
-        self._told: set[int] = set()  # keys of all beginnings of requests
+        self._prefixes: set[int] = set()  # keys of all prefixes of requests
         self._by_id: dict[str, Turn] = {}
-        self._draws: Counter[int] = Counter()  # requests so far with the same prompt
+        self._draws: Counter[int] = Counter()  # number of requests per prompt
 
     def open(self, prompt: ChatPrompt) -> _OpenTurn:
-        """A request begins: find what it goes on from, and choose its tokens."""
+        """Start a request: find the turn that it continues, and determine its tokens."""
         with self._lock:
             return _OpenTurn(self, self._begin(prompt))
 
@@ -51,7 +51,7 @@ class AgentTape:
         keys = prefix_keys(prompt.messages)
         for known, length in self._candidates(prompt.messages, keys):
             try:
-                begun = go_on(self._tokenizer, known, prompt.messages[length:], prompt.render)
+                begun = continue_turn(self._tokenizer, known, prompt.messages[length:], prompt.render)
             except Forked as forked:
                 fork = fork or forked.reason
                 continue
@@ -65,26 +65,26 @@ class AgentTape:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """Answered turns that a request extends the longest, the likeliest first, and how many messages they have."""
+        """The longest answered turns that a request extends, the most likely first, with their numbers of messages."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
             known = [turn for turn in known if same_answer(turn.answer, last)]
             if known:
-                wanted = call_ids(last)
-                known.sort(key=lambda turn: (call_ids(turn.answer) != wanted, turn.extended))
+                ids = call_ids(last)
+                known.sort(key=lambda turn: (call_ids(turn.answer) != ids, turn.extended))
                 return [(turn, length) for turn in known]
         return []
 
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
-        """Whether a request tells a conversation that began here in a way in which it did not go, behind the known part."""
+        """``edited`` if a request changed the history of a recorded conversation after its known part."""
         pairs = zip(keys[known:], messages[known:], strict=True)
-        said = [key for key, message in pairs if message["role"] == "assistant"]
+        answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
-        return "edited" if began and not self._told.issuperset(said) else None
+        return "edited" if began and not self._prefixes.issuperset(answers) else None
 
     def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
-        """Seeds of a prompt's samples: the k-th request for the same prompt gets the same ones in every run."""
+        """Seeds of a prompt's samples; the k-th request with the same prompt gets the same seeds in every run."""
         with self._lock:
             key = hash(tuple(prompt)) & _HASH_BITS
             first = self._draws[key]
@@ -92,25 +92,26 @@ class AgentTape:
             return [derive_seed(self._seed, key, first + index) for index in range(samples)]
 
     def find(self, turn_id: str | None) -> Turn | None:
-        """The recorded answer of this name."""
+        """The recorded turn with this id, or None."""
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Reward an answer; the latest one unless it is named, by the id that the client has of it or by the turn's.
+        """Set the reward of the latest answer, or of that with the client's response id or the turn's id.
 
-        Raises ValueError: there is no such answer.
+        Raises:
+            ValueError: there is no such answer.
         """
         with self._lock:
             name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")
-            found = [turn for turn in self.turns if response_id is None or name in (turn.id, turn.response_id)]
-            if not found:
-                known = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
-                raise ValueError(f"no answer of this session is called {response_id!r}; the latest are: {known}")
-            for turn in found[-1:] if response_id is None else found:
+            turns = [turn for turn in self.turns if response_id is None or name in (turn.id, turn.response_id)]
+            if not turns:
+                latest = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
+                raise ValueError(f"this session has no answer with the id {response_id!r}; the latest are: {latest}")
+            for turn in turns[-1:] if response_id is None else turns:
                 turn.reward = reward
 
     def keep(self, begun: Turn, answer: RecordedSample) -> Turn:
-        """An answer has come to its end."""
+        """Record a complete answer."""
         turn = replace(
             begun,
             id=secrets.token_hex(12),
@@ -119,6 +120,7 @@ class AgentTape:
             logprobs=[token.logprob for token in answer.tokens],
             versions=[token.version for token in answer.tokens],
             forced=[token.forced for token in answer.tokens] if any(token.forced for token in answer.tokens) else [],
+            routed_experts=answer.tokens[-1].routed_experts if answer.tokens else None,
             cut_mass=sum(token.cut_mass for token in answer.tokens) / max(len(answer.tokens), 1),
             finish=answer.finish,
             by_token=answer.by_token,
@@ -135,21 +137,21 @@ class AgentTape:
             if turn.parent is not None:
                 turn.parent.extended = True
             self._openings.add(turn.keys[_opening(turn.messages)])
-            self._told.update(turn.keys)
+            self._prefixes.update(turn.keys)
             if turn.tokens:
                 self._answered.setdefault(next_key(turn.keys[-1], turn.answer), []).append(turn)
         return turn
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Place of the first user message: what a conversation is about stands there at the latest."""
-    return next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
+    """Index of the first user message, which identifies the conversation."""
+    return next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
 
 class _OpenTurn:
-    """See :class:`areno.serving.recording.OpenTurn`."""
+    """Implements :class:`areno.serving.recording.OpenTurn`."""
 
-    def __init__(self, tape: AgentTape, begun: Turn) -> None:
+    def __init__(self, tape: ConversationRecorder, begun: Turn) -> None:
         self._tape, self._begun = tape, begun
         self.prompt_tokens, self.prompt_text = begun.prompt, begun.prompt_text
 
@@ -158,7 +160,7 @@ class _OpenTurn:
         return self._tape.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:
-        """Keep a sample; what the response says about it."""
+        """Record a sample, and return its token data for the response."""
         turn = self._tape.keep(self._begun, answer)
         return {
             "turn": turn.id,

@@ -1,4 +1,4 @@
-"""Run an experiment from its command line: configuration first, then everything that takes long."""
+"""Runs an experiment from its command line."""
 
 import logging
 import sys
@@ -33,7 +33,7 @@ MATH_REWARD = "areno.rollouts.workflows.math_reward.math_reward"
 
 
 def trainer_class(config: BaseExperimentConfig) -> Any:
-    """The trainer of a configuration."""
+    """The trainer class for a configuration."""
     from areno.experiments import trainers
 
     kinds = (
@@ -46,10 +46,10 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 
 
 def run_experiment(config: BaseExperimentConfig) -> None:
-    """Check what the configuration names, make the trainer, and run it to its end.
+    """Check the configuration, create the trainer, and run it to the end.
 
-    A failure of a process is followed by up to ``recover.retries`` further attempts, where recovery is switched on; each
-    goes on from the newest restart point.
+    With recovery enabled, a failed process is followed by up to ``recover.retries`` further attempts, each from the newest
+    restart point.
     """
     check_inputs(config)
     with open_log(config):
@@ -61,22 +61,22 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
     retries = config.recover.retries if recovers else 0
     for attempt in range(1, retries + 2):
         try:
-            named: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
-            with trainer_class(config)(config, **named) as trainer, trainer.stop.signals():
+            options: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
+            with trainer_class(config)(config, **options) as trainer, trainer.stop.signals():
                 trainer.train()
             return
         except StopRequested as stop:
-            again = "run the same command again to go on" if recovers else "with recover.mode=auto it could go on"
-            _log.warning("experiment stopped; %s", again)
+            hint = "run the same command again to resume" if recovers else "set recover.mode=auto to make it resumable"
+            _log.warning("experiment stopped; %s", hint)
             raise SystemExit(128 + stop.signum) from None
         except EngineError as error:
             if attempt > retries:
                 raise
-            _log.warning("the experiment goes on from its newest restart point (%d of %d): %s", attempt, retries, error)
+            _log.warning("retry %d of %d from the newest restart point: %s", attempt, retries, error)
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """``main_async_ppo.py`` and ``main_sync_ppo.py``: the keys of the quickstart; the reward is that of maths unless given."""
+    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py`` with the legacy keys; the default reward is that for maths."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> None:
@@ -88,30 +88,30 @@ def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> 
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Run something; an error becomes one message on stderr, and the exit code (2 for what the user can correct)."""
+    """Call ``run`` and return the exit code; an error becomes one message on stderr (code 2 for usage errors)."""
     try:
         run()
-    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: help has been printed
+    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit after --help
         return exit_code(error)
     return 0
 
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
-    """Refuse a run that cannot be continued."""
+    """Refuse to resume a run that was moved, or that has no restart points."""
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
-        raise UsageError(f"--resume {run}: its configuration says that it is in {logs}; move it there")
+        raise UsageError(f"--resume {run}: its configuration places it in {logs}; move it there")
     if not config.recover.enabled:
         raise UsageError(
-            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery points; to do it again from "
-            "its first step, add recover.mode=auto"
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no restart points; to repeat it from "
+            "the first step, add recover.mode=auto"
         )
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Check an experiment as a run does before it loads a model, and say what it would do; nothing is written."""
+    """Check an experiment as a run does before loading a model, and describe what it would do, without writing files."""
     from areno.experiments.trainers.engines import machine_of
-    from areno.experiments.trainers.rows import RowSource, load_dataset
+    from areno.experiments.trainers.row_source import RowSource, load_dataset
 
     check_inputs(config)
     config = settled(config)
@@ -126,16 +126,16 @@ def _dry_run(config: BaseExperimentConfig) -> str:
     steps = config.total_train_epochs * per_epoch
     steps = min(steps, config.total_train_steps or steps)
     lines += [f"{name}: {len(rows)} rows" for name, rows in data.items()]
-    lines.append(f"steps: {steps}; an epoch has {per_epoch}, before too long rows are left out")
+    lines.append(f"steps: {steps}; {per_epoch} per epoch, before over-long rows are dropped")
     folders = ExperimentFolders.of(config)
     lines += [f"run directory: {folders.logs}", f"models: {folders.checkpoints}"]
     return "\n".join([*lines, "dry run: nothing was started, and nothing was written"])
 
 
 def main(argv: Sequence[str], resumed: Path | None = None) -> None:
-    """``areno run``: the kind of experiment is what ``train_dataset.type`` says; ``--dry-run`` shows what it would do.
+    """Entry point of ``areno run``; ``train_dataset.type`` selects the kind of experiment.
 
-    The run directory ``resumed`` must be continued; without one it begins or continues as ``recover.mode`` says.
+    ``resumed`` is a run directory to resume; without it, ``recover.mode`` decides whether to resume.
     """
     words = [word for word in argv if word != DRY_RUN]
     config, _ = load_expr_config(words, experiment_class(words))

@@ -1,4 +1,4 @@
-"""What ``areno run`` tells of its steps: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
+"""Reporting of ``areno run``: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
 
 from collections.abc import Mapping
 from logging import Logger
@@ -26,11 +26,11 @@ _SETTINGS = {
     "--reward-weights": "reward.weights",
     "--lr": "actor.optimizer.lr",
 }
-"""What the options of ``areno train`` are called in an experiment."""
+"""Experiment settings that correspond to options of ``areno train``."""
 
 
 class ExperimentReporter(Reporter):
-    """See the module's text; ``known_names`` are statistics by the name that health monitor and display know."""
+    """Reports to log, metrics file and services; ``known_names`` maps names of health monitor and display to statistics."""
 
     joins_evaluation: ClassVar[bool] = True
 
@@ -53,34 +53,34 @@ class ExperimentReporter(Reporter):
         self._stats_logger, self._tracker, self._known_names = stats_logger, tracker, known_names
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The few statistics that both know."""
+        """The statistics that health monitor and display use."""
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Tell the numbers of a step, among them what the tracker has gathered."""
+        """Record the statistics of a step, including those collected by the tracker."""
         outcome.stats |= self._tracker.export()
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Tell what was measured before the next step."""
+        """Record evaluation metrics before the next step."""
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Only on a terminal: elsewhere the table tells it."""
+        """Show the step on a terminal only; elsewhere the table shows it."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """Before the first step, drop what an attempt without a checkpoint wrote; else the state has said it."""
+        """Before the first step, drop the records of an attempt without a checkpoint; later, loading the state does it."""
         if state.step == 0:
             self._stats_logger.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Axis and clock of the statistics."""
+        """State of the statistics logger."""
         return self._stats_logger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them; later lines are dropped."""
+        """Restore the statistics logger, and drop later lines."""
         self._stats_logger.load_state_dict(state)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Sending a user's function or agent to another process, wherever it was defined; loads neither torch nor a model."""
+"""Pickles users' functions and agents for other processes, wherever they are defined; imports neither torch nor a model."""
 
 import asyncio
 import inspect
@@ -14,19 +14,19 @@ from areno.types import RewardRecord
 
 
 def name_of(thing: Any) -> str:
-    """Module and name, for messages."""
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+    """Qualified name of an object or of its class, for messages."""
+    definition = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{getattr(definition, '__module__', '')}.{definition.__qualname__}"
 
 
 def pickled(thing: Any, option: str) -> bytes:
-    """Pickle so that another process can load it, and needs no more of its module than it uses; ``option`` names it in errors.
+    """Pickle an object for another process; ``option`` names it in errors.
 
-    What is defined in a user's own file goes by value: the file may load a whole trainer, which a worker should not, and may
-    be one that no other process can import. What comes from a package goes by name.
+    Objects defined in a user's own file are pickled by value, because the file may not be importable or may load a whole
+    trainer. Objects of installed packages are pickled by reference.
     """
-    own = getattr(thing, "func", thing)
-    module = sys.modules.get(getattr(own, "__module__", None) or "")
+    function = getattr(thing, "func", thing)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module is not None and module.__name__ != "__main__" and not _is_packaged(module)
     try:
         if by_value:
@@ -34,8 +34,8 @@ def pickled(thing: Any, option: str) -> bytes:
         return bytes(cloudpickle.dumps(thing))
     except Exception as error:
         raise UsageError(
-            f"{option} {name_of(thing)} cannot be sent to a worker process: {type(error).__name__}: {error}; open what it "
-            "needs inside of it, or give its name as text"
+            f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
+            "resources inside it, or give its name as text"
         ) from error
     finally:
         if by_value:
@@ -50,14 +50,14 @@ def _is_packaged(module: ModuleType) -> bool:
 
 
 class RewardCall:
-    """A reward function of workflows, pickled or by its name, as one of records."""
+    """Adapts a workflow's reward function, pickled or given by name, to reward records."""
 
     def __init__(self, sent: bytes | str) -> None:
-        # Under this name its file is found, which errors are told with.
+        # Error reporting locates the function's file by the attribute ``func``.
         self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
 
     def __call__(self, record: RewardRecord) -> Any:
-        """Call the function; a coroutine function is run to its end."""
+        """Call the function, and run a coroutine to its end."""
         ids = record.metadata["prompt_ids"], record.tokens
         returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
         return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned

@@ -1,0 +1,83 @@
+"""``areno convert``: the ``areno train`` command for a configuration of TRL or verl."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areno.config.conversion import convert
+from areno.config.parser import TypedParser
+from areno.errors import UsageError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command."""
+    parser = TypedParser(
+        prog="areno convert",
+        description="Print the areno train command for a configuration of TRL or verl, and what it does not carry over. "
+        "Experiments of AReaL need no conversion: areno run FILE.yaml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("tool", choices=("trl", "verl"), help="The tool that the configuration is for.")
+    parser.add_argument(
+        "settings",
+        metavar="FILE.yaml | --name value | name=value",
+        nargs=argparse.REMAINDER,
+        help="A YAML file, settings as that tool takes them on its command line, or both; later ones win.",
+    )
+    parser.add_argument(
+        "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
+    )
+    parser.add_argument("--devices", type=int, default=1, help="Number of devices, whose rows TRL counts (default: 1).")
+    options = parser.parse_args(argv)
+    if options.devices < 1:
+        raise UsageError(f"--devices {options.devices}: use at least 1")
+    settings = dict(_settings_of(options.settings))
+    if not settings:
+        raise UsageError(
+            "areno convert: give a YAML file, or settings such as --learning_rate 1e-6 or data.train_batch_size=64"
+        )
+    found = convert(options.tool, settings, options.kind, options.devices)
+    print(found.command)
+    if found.notes:
+        print("\nnot on this line:", *found.notes, sep="\n  ", file=sys.stderr)
+    return 0
+
+
+def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Names and values of files, of ``--name value`` and of ``name=value``."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-+").partition("=")
+        if word.endswith((".yaml", ".yml")) and not equals:
+            yield from _flat(_read(Path(word)))
+        elif equals:
+            yield name, yaml.safe_load(value)
+        elif word.startswith("--"):
+            has_value = bool(rest) and not rest[0].startswith("--")
+            yield name.replace("-", "_"), yaml.safe_load(rest.pop(0)) if has_value else True
+        else:
+            raise UsageError(f"{word}: give a YAML file, --name value, or name=value")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"{prefix or 'the file'}: got {type(values).__name__}; a configuration is a mapping of names to values"
+        )
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value

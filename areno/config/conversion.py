@@ -1,0 +1,337 @@
+"""Settings of TRL and verl, and the options of ``areno train`` that do the same.
+
+One table for each tool, with the names and meanings of TRL 1.16 and verl 0.9; ``areno convert`` and ``docs/coming-from.md`` are
+made from them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Settings = Mapping[str, Any]
+Words = list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a setting: an option with its value, or a note where there is no ``option`` for it alone.
+
+    ``value`` converts the value, given all settings; True gives a switch, None leaves the option out. ``together`` marks a
+    setting that takes part in options which several settings decide.
+    """
+
+    option: str = ""
+    note: str = ""
+    value: Callable[[Any, Settings], Any] = field(default=lambda value, _all: value)
+    together: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A command of areno, and what it does not carry over."""
+
+    words: Words
+    notes: list[str]
+
+    @property
+    def command(self) -> str:
+        """The command, one option a line."""
+        lines, line = [], "areno train"
+        for word in self.words:
+            if word.startswith("--"):
+                lines.append(line)
+                line = f"  {word}"
+            else:
+                line += f" {shlex.quote(word)}"
+        return " \\\n".join([*lines, line])
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    return int(float(value))
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "yes")
+
+
+def _switch(value: Any, _all: Settings) -> bool | None:
+    return True if _is_on(value) else None
+
+
+def _positive(value: Any, _all: Settings) -> Any:
+    return value if value is not None and _number(value) > 0 else None
+
+
+_ALWAYS = "always on"
+_BY_MEMORY = "decided from free memory; --kv-cache-tokens sets it"
+_PREPARED = "the rows are read with --dataset-path, or by a function of yours (--dataset-loader-fn)"
+
+TRL: dict[str, Rule] = {
+    "model_name_or_path": Rule("--ckpt"),
+    "dataset_name": Rule("--dataset-path"),
+    "dataset_train_split": Rule(note=_PREPARED),
+    "output_dir": Rule("--run-dir"),
+    "learning_rate": Rule("--lr"),
+    "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
+    "max_steps": Rule("--max-steps", value=_positive),
+    "per_device_train_batch_size": Rule(
+        together=True, note="counted in --batch-size, in prompts of a step, and --mini-bs"
+    ),
+    "gradient_accumulation_steps": Rule(
+        together=True, note="counted in --batch-size: a step trains on all of its rows"
+    ),
+    "num_generations": Rule("--n-samples"),
+    "max_completion_length": Rule("--max-new-tokens"),
+    "max_length": Rule("--max-context-len"),
+    "temperature": Rule("--temperature"),
+    "top_p": Rule("--top-p"),
+    "top_k": Rule("--top-k", value=_positive),
+    "beta": Rule(together=True, note="--kl-coef; of DPO --dpo-beta"),
+    "num_iterations": Rule("--update-epochs", value=lambda value, _: _whole(value) if _whole(value) > 1 else None),
+    "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
+    "epsilon_high": Rule("--clip-eps-high"),
+    "delta": Rule(note="areno bounds the loss instead: --grpo-dual-clip"),
+    "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo, token --algo grpo"),
+    "loss_type": Rule(
+        together=True,
+        note="--grpo-loss-mean: grpo is sequence, dapo and bnpo are token, dr_grpo is dr_grpo; of DPO --dpo-loss-type",
+    ),
+    "scale_rewards": Rule(
+        "--advantage",
+        value=lambda value, _: {"none": "group_mean", "false": "group_mean", "batch": "batch"}.get(str(value).lower()),
+    ),
+    "reward_weights": Rule(note="--reward-weights NAME=WEIGHT,... for a reward function that returns named parts"),
+    "label_smoothing": Rule("--dpo-label-smoothing"),
+    "precompute_ref_log_probs": Rule(note=_ALWAYS),
+    "lr_scheduler_type": Rule(
+        "--lr-decay-style", value=lambda value, _: {"constant_with_warmup": "constant"}.get(str(value), str(value))
+    ),
+    "warmup_steps": Rule("--lr-warmup-steps", value=lambda value, _: _whole(value) if _number(value) >= 1 else None),
+    "weight_decay": Rule("--weight-decay"),
+    "max_grad_norm": Rule("--grad-clip-norm"),
+    "adam_beta1": Rule("--adam-beta1"),
+    "adam_beta2": Rule("--adam-beta2"),
+    "adam_epsilon": Rule("--adam-eps"),
+    "optim": Rule("--adam-8bit", value=lambda value, _: True if "8bit" in str(value) else None),
+    "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if _is_on(value) else None),
+    "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
+    "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
+    "attn_implementation": Rule(note="--attn-backend flash takes the device's own kernels, native those of PyTorch"),
+    "use_peft": Rule(together=True, note="--lora-rank above 0"),
+    "lora_r": Rule("--lora-rank", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None),
+    "lora_alpha": Rule(
+        "--lora-alpha", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None
+    ),
+    "lora_dropout": Rule(
+        "--lora-dropout", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None
+    ),
+    "lora_target_modules": Rule(
+        "--lora-target-modules", value=lambda value, _: value if isinstance(value, str) else ",".join(value or ())
+    ),
+    "load_in_4bit": Rule("--load-in-4bit", value=_switch),
+    "save_steps": Rule("--save-interval"),
+    "save_total_limit": Rule("--keep-checkpoints"),
+    "eval_steps": Rule("--eval-interval"),
+    "load_best_model_at_end": Rule("--keep-best", value=_switch),
+    "seed": Rule("--seed"),
+    "report_to": Rule("--track", value=lambda value, _: value if value in ("wandb", "swanlab", "trackio") else None),
+    "resume_from_checkpoint": Rule(note="--resume RUN_DIRECTORY"),
+    "logging_steps": Rule(note="every step is logged"),
+    "use_vllm": Rule(
+        "--rollout-backend",
+        value=lambda value, given: "vllm" if _is_on(value) and given.get("vllm_mode") == "server" else None,
+        note="areno's own engine generates; --rollout-backend vllm uses servers instead",
+    ),
+    "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
+    "vllm_tensor_parallel_size": Rule("--tp-size", value=lambda value, _: value if _whole(value) > 1 else None),
+    "packing": Rule(note=_ALWAYS),
+    "trust_remote_code": Rule("--trust-remote-code", value=_switch),
+    "shuffle_dataset": Rule("--no-shuffle", value=lambda value, _: None if _is_on(value) else True),
+    "mask_truncated_completions": Rule(
+        note="no equivalent: a reward function sees why an answer ended, and can decide"
+    ),
+}
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VERL: dict[str, Rule] = {
+    "actor_rollout_ref.model.path": Rule("--ckpt"),
+    "data.train_files": Rule("--dataset-path"),
+    "data.val_files": Rule("--eval-dataset-path"),
+    "data.train_batch_size": Rule("--batch-size"),
+    "data.max_prompt_length": Rule("--max-prompt-tokens"),
+    "data.max_response_length": Rule("--max-new-tokens"),
+    "data.shuffle": Rule("--no-shuffle", value=lambda value, _: None if _is_on(value) else True),
+    "data.prompt_key": Rule(note=_PREPARED),
+    "data.filter_overlong_prompts": Rule(note=_ALWAYS),
+    "algorithm.adv_estimator": Rule(
+        together=True, note="grpo is --algo grpo, gae --algo ppo, rloo --algo grpo --advantage rloo"
+    ),
+    "algorithm.gamma": Rule("--gamma", value=lambda value, given: value if _estimator(given) == "gae" else None),
+    "algorithm.lam": Rule("--lam", value=lambda value, given: value if _estimator(given) == "gae" else None),
+    "algorithm.norm_adv_by_std_in_grpo": Rule(
+        "--advantage",
+        value=lambda value, given: "group_mean" if not _is_on(value) and _estimator(given) == "grpo" else None,
+    ),
+    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef with --algo ppo"),
+    "algorithm.kl_ctrl.kl_coef": Rule(
+        "--kl-reward-coef",
+        value=lambda value, given: value if _is_on(given.get("algorithm.use_kl_in_reward", False)) else None,
+    ),
+    f"{_ACTOR}.optim.lr": Rule("--lr"),
+    f"{_ACTOR}.optim.lr_warmup_steps": Rule("--lr-warmup-steps", value=_positive),
+    f"{_ACTOR}.optim.weight_decay": Rule("--weight-decay"),
+    f"{_ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style"),
+    f"{_ACTOR}.grad_clip": Rule("--grad-clip-norm"),
+    f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; of PPO --clip-eps"),
+    f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; of PPO --clip-eps"),
+    f"{_ACTOR}.policy_loss.loss_mode": Rule(together=True, note="gspo is --algo gspo; vanilla needs no option"),
+    f"{_ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
+    f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c of PPO, --grpo-dual-clip of GRPO"),
+    f"{_ACTOR}.loss_agg_mode": Rule(
+        "--grpo-loss-mean",
+        value=lambda value, given: (
+            {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "dr_grpo"}.get(
+                str(value)
+            )
+            if _estimator(given) == "grpo"
+            else None
+        ),
+    ),
+    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; of PPO --use-kl-loss"),
+    f"{_ACTOR}.kl_loss_coef": Rule(
+        "--kl-coef", value=lambda value, given: value if _is_on(given.get(f"{_ACTOR}.use_kl_loss", False)) else None
+    ),
+    f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type"),
+    f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, not part of the loss"),
+    f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=lambda value, _: value if _whole(value) > 1 else None),
+    f"{_ACTOR}.ppo_mini_batch_size": Rule(
+        together=True, note="prompts of an optimizer step: --update-minibatches is train_batch_size over it"
+    ),
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
+        together=True, note="rows of a pass on one GPU: --mini-bs counts those of all"
+    ),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": Rule(
+        note="an experiment bounds tokens of a pass: actor.mb_spec.max_tokens_per_mb"
+    ),
+    f"{_ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows by tokens: actor.mb_spec.max_tokens_per_mb"),
+    f"{_ACTOR}.strategy": Rule("--fsdp", value=lambda value, _: True if str(value).startswith("fsdp") else None),
+    f"{_ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": Rule(note="an experiment divides long rows: actor.backend fsdp:dNcM"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
+    "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),
+    "actor_rollout_ref.model.lora_rank": Rule("--lora-rank", value=_positive),
+    "actor_rollout_ref.model.lora_alpha": Rule(
+        "--lora-alpha",
+        value=lambda value, given: _positive(given.get("actor_rollout_ref.model.lora_rank", 0), given) and value,
+    ),
+    f"{_ROLLOUT}.name": Rule(
+        note="areno's own engine generates; --rollout-backend vllm or sglang uses servers instead"
+    ),
+    f"{_ROLLOUT}.n": Rule("--n-samples"),
+    f"{_ROLLOUT}.temperature": Rule("--temperature"),
+    f"{_ROLLOUT}.top_p": Rule("--top-p"),
+    f"{_ROLLOUT}.top_k": Rule("--top-k", value=_positive),
+    f"{_ROLLOUT}.max_num_seqs": Rule("--max-running-prompts"),
+    f"{_ROLLOUT}.gpu_memory_utilization": Rule(note=_BY_MEMORY),
+    f"{_ROLLOUT}.tensor_model_parallel_size": Rule(
+        "--tp-size", value=lambda value, _: value if _whole(value) > 1 else None
+    ),
+    f"{_ROLLOUT}.enable_chunked_prefill": Rule(note=_ALWAYS),
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": Rule("--score-micro-bs"),
+    "critic.model.path": Rule("--critic-ckpt"),
+    "critic.optim.lr": Rule("--critic-lr"),
+    "trainer.critic_warmup": Rule(
+        "--critic-warmup-steps", value=lambda value, given: value if _estimator(given) == "gae" else None
+    ),
+    "trainer.total_epochs": Rule("--epochs"),
+    "trainer.total_training_steps": Rule("--max-steps"),
+    "trainer.n_gpus_per_node": Rule("--world-size"),
+    "trainer.nnodes": Rule(note="several nodes need an experiment: areno run FILE.yaml cluster.n_nodes=N"),
+    "trainer.save_freq": Rule("--save-interval", value=_positive),
+    "trainer.test_freq": Rule("--eval-interval", value=_positive),
+    "trainer.val_before_train": Rule("--no-eval-before-train", value=lambda value, _: None if _is_on(value) else True),
+    "trainer.default_local_dir": Rule("--run-dir"),
+    "trainer.project_name": Rule("--track-project"),
+    "trainer.experiment_name": Rule(note="the run directory is the name: --run-dir"),
+    "trainer.logger": Rule(
+        "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
+    ),
+    "trainer.resume_mode": Rule(note="--resume RUN_DIRECTORY"),
+    "custom_reward_function.path": Rule("--reward-fn-path"),
+}
+
+
+def _estimator(given: Settings) -> str:
+    return str(given.get("algorithm.adv_estimator", "gae"))
+
+
+def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
+    """The command for a configuration of TRL or verl.
+
+    Args:
+        tool: ``trl`` or ``verl``.
+        settings: by name; those of verl with their section, as ``data.train_batch_size``.
+        kind: what TRL trains: ``grpo``, ``sft`` or ``dpo``.
+        devices: on how many, as TRL counts rows of each.
+    """
+    rules = TRL if tool == "trl" else VERL
+    algorithm, words = _of_trl(settings, kind, devices) if tool == "trl" else _of_verl(settings)
+    notes = []
+    for name, value in settings.items():
+        rule = rules.get(name)
+        if rule is None:
+            notes.append(f"{name}={value}: no equivalent")
+            continue
+        wanted = rule.value(value, settings) if rule.option and value is not None else None
+        if wanted is True:
+            words.append(rule.option)
+        elif wanted not in (None, ""):
+            words += [rule.option, str(wanted)]
+        elif rule.note and not rule.option and not rule.together:
+            notes.append(f"{name}={value}: {rule.note}")
+    return Conversion(["--algo", algorithm, *words], notes)
+
+
+def _of_trl(given: Settings, kind: str, devices: int) -> tuple[str, Words]:
+    """The algorithm, and options that several settings decide together."""
+    rows = _whole(given.get("per_device_train_batch_size", 8)) * devices
+    of_step = rows * _whole(given.get("gradient_accumulation_steps", 1))
+    algorithm, words = kind, ["--mini-bs", str(rows)]
+    if kind == "grpo":
+        algorithm = "gspo" if given.get("importance_sampling_level") == "sequence" else "grpo"
+        of_step = max(of_step // _whole(given.get("num_generations", 8)), 1)
+        mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(str(given.get("loss_type", "dapo")), "token")
+        words += ["--grpo-loss-mean", mean] if algorithm == "grpo" and mean != "token" else []
+        if "epsilon" in given:
+            words += [f"--{algorithm}-clip-eps", str(given["epsilon"])]
+        words += ["--kl-coef", str(given["beta"])] if _number(given.get("beta", 0)) else []
+    elif kind == "dpo":
+        words += ["--dpo-beta", str(given.get("beta", 0.1))]
+        loss = given.get("loss_type", "sigmoid")
+        words += ["--dpo-loss-type", str(loss)] if loss in ("ipo", "hinge") else []
+    words += ["--world-size", str(devices)] if devices > 1 else []
+    return algorithm, ["--batch-size", str(of_step), *words]
+
+
+def _of_verl(given: Settings) -> tuple[str, Words]:
+    estimator = _estimator(given)
+    algorithm = (
+        "ppo" if estimator == "gae" else "gspo" if given.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
+    )
+    words = ["--advantage", "rloo"] if estimator == "rloo" else []
+    clip = given.get(f"{_ACTOR}.clip_ratio_low", given.get(f"{_ACTOR}.clip_ratio"))
+    if clip is not None:
+        words += ["--clip-eps" if algorithm == "ppo" else f"--{algorithm}-clip-eps", str(clip)]
+    batch, part = given.get("data.train_batch_size"), given.get(f"{_ACTOR}.ppo_mini_batch_size")
+    if batch and part and _whole(batch) > _whole(part):
+        words += ["--update-minibatches", str(_whole(batch) // _whole(part))]
+    if rows := given.get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"):
+        words += ["--mini-bs", str(_whole(rows) * _whole(given.get("trainer.n_gpus_per_node", 1)))]
+    return algorithm, words

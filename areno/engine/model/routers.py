@@ -1,0 +1,176 @@
+"""Find the routers of a model, and let the routing of a pass reach them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig
+
+from areno.config.paths import base_of
+from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.packing import PackedPlan
+from areno.engine.model.routing import TOPK, Choosing, Routers, current_routing
+from areno.errors import UnsupportedModelError, UsageError
+
+OPTION = "rollout.return_routed_experts (--return-routed-experts)"
+_PROBE_TOKENS = 3
+
+Everyone = Callable[[Any], list[Any]]
+"""Gives what every stage of a pipeline says, in their order."""
+
+
+def follow_routers(model: PackedModel, name: str, everyone: Everyone) -> None:
+    """From here on the routers of a model follow the routing of each pass; every rank that shares the model must call.
+
+    Raises:
+        UsageError: the model has none.
+        UnsupportedModelError: their choices are not to be seen.
+    """
+    found = dict(_mixtures(model.module))
+    names = sorted((each for stage in everyone(list(found)) for each in stage), key=_layer_order)
+    if not names:
+        raise UsageError(_no_routers(name))
+    shapes = everyone(_shapes(model, found, name))
+    every = {shape for stage in shapes for shape in stage}
+    if len(every) != 1:
+        raise UnsupportedModelError(
+            f"{OPTION}: the routers of {name} choose among different numbers of experts; remove it"
+        )
+    model.routers = Routers(len(names), *every.pop())
+    for number, each in enumerate(names):
+        if each in found:
+            _follow(found[each], model.routers, number)
+
+
+def refuse_without_experts(path: str, trust_remote_code: bool = False) -> None:
+    """Raise a UsageError where a checkpoint's configuration shows that there are no experts, before its weights are read."""
+    config: Any = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+    if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
+        raise UsageError(_no_routers(path))
+
+
+def _names(values: dict[Any, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        yield str(name)
+        if isinstance(value, dict):
+            yield from _names(value)
+
+
+def _no_routers(name: str) -> str:
+    return f"{OPTION}: {name} is no mixture of experts, so there is no routing to return; remove it"
+
+
+def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with experts, in which a router chooses, by name."""
+    for name, child in module.named_modules():
+        if any(_is_experts(part) for part in child.children()):
+            yield name, child
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Experts")
+
+
+def _layer_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
+
+
+def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
+    forward = mixture.forward
+
+    @functools.wraps(forward)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        routing = current_routing()
+        if routing is None:
+            return forward(*args, **kwargs)
+        with Choosing(routers, routing, number):
+            return forward(*args, **kwargs)
+
+    mixture.forward = routed
+
+
+class _Probe(TorchFunctionMode):
+    """Remembers the last ``topk`` of a mixture's pass, and what its experts are given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._calls: list[tuple[int, Tensor]] = []
+        self._given: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything through."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func in TOPK:
+            scores = args[0] if args else kwargs["input"]
+            if scores.dim() == 2:
+                self._calls.append((scores.shape[-1], found.indices))
+        return found
+
+    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook of the experts."""
+        indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+        self._given = indices[0] if indices else self._given  # experts that all tokens share get none
+
+    def shape(self) -> tuple[int, int]:
+        """Experts of the mixture and of one token, from the ``topk`` whose result is what the experts are given."""
+        calls = [call for call in self._calls if self._given is None or _same(call[1], self._given)]
+        if not calls or (self._given is None and len(self._calls) > 1):
+            raise UnsupportedModelError(
+                f"{OPTION}: the routers of {self._name} do not choose by a topk over their experts that could be recorded; "
+                "remove it"
+            )
+        experts, indices = calls[-1]
+        return experts, indices.shape[-1]
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and bool((left == right).all())
+
+
+@torch.no_grad()
+def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
+    """Experts of each mixture and of one token, as a pass over a few tokens shows them."""
+    probes = [_Probe(name) for _ in mixtures]
+    with ExitStack() as held:
+        held.enter_context(model.gathered())
+        for probe, mixture in zip(probes, mixtures.values(), strict=True):
+            held.enter_context(_watched(mixture, probe))
+        plan = PackedPlan([_PROBE_TOKENS], model.device)
+        model.body(_probe_tokens(model), plan.position_ids, plan)
+    return {probe.shape() for probe in probes}
+
+
+def _probe_tokens(model: PackedModel) -> Tensor:
+    """Token ids, or hidden states where other stages have the layers before."""
+    if model.stage is None or model.stage.first:
+        return torch.arange(_PROBE_TOKENS, device=model.device) % model.vocab_size
+    width = int(model.config.get_text_config().hidden_size)
+    states = torch.randn(_PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    return states.to(model.device, model.dtype)
+
+
+def _watched(mixture: nn.Module, probe: _Probe) -> ExitStack:
+    """A block in which a probe sees the passes of a mixture."""
+    held, forward = ExitStack(), mixture.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with probe:
+            return forward(*args, **kwargs)
+
+    own = "forward" in vars(mixture)
+    mixture.forward = run
+    held.callback(lambda: setattr(mixture, "forward", forward) if own else delattr(mixture, "forward"))
+    for child in mixture.children():
+        if _is_experts(child):
+            hook = child.register_forward_pre_hook(probe.note, with_kwargs=True)
+            held.callback(hook.remove)
+    return held

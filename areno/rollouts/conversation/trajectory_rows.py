@@ -1,0 +1,164 @@
+"""Converts recorded turns to training rows: one row of context and sampled tokens per branch of a conversation.
+
+Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and the common
+prefix is trained on only in the first of them. A row has one temperature; turns sampled at another temperature are trained
+in a separate row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.errors import UsageError
+from areno.rollouts.conversation.continuation import Turn
+from areno.rollouts.conversation.spans import (
+    LossMaskPolicy,
+    Role,
+    context_mask,
+    context_roles,
+    sampled_mask,
+    sampled_roles,
+)
+from areno.types import RolloutSequence, TrainSequence
+from areno.types.routing import RoutingRecord, continued
+
+
+@dataclass(slots=True)
+class TrajectoryRow:
+    """One row; all lists have one entry per token."""
+
+    tokens: list[int]
+    sampled: list[bool]  # the policy sampled the token
+    trained: list[bool]  # it counts in the loss
+    turns: list[int]  # turn that the token belongs to, from 0; prompt tokens belong to the turn that answers them
+    logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
+    versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
+    temperature: float  # of the log-probs
+    truncated: bool  # the last answer ended at the token limit
+    roles: Callable[[], list[Role]]  # of the tokens; computed on demand
+    routed_experts: RoutingRecord | None = None  # of all tokens, if routing is recorded
+    context_scored: bool = False  # trained tokens that were not sampled have log-probs of the policy
+
+    @property
+    def lacks_logprobs(self) -> bool:
+        """Whether trained tokens that were not sampled still lack log-probs."""
+        marks = zip(self.trained, self.sampled, strict=True)
+        return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
+
+    def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
+        """Convert to a training row without advantages; UsageError if trained tokens lack log-probs."""
+        if self.lacks_logprobs:
+            raise UsageError(
+                "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
+                "ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
+            )
+        prompt = [not (sampled or trained) for sampled, trained in zip(self.sampled, self.trained, strict=True)]
+        plain = all(trained != masked for trained, masked in zip(self.trained, prompt, strict=True))
+        return TrainSequence(
+            prompt_mask=prompt,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            reward=reward,
+            eos_token_id=eos_token_id,
+            loss_mask=None if plain else self.trained,
+            temperature=self.temperature,
+            group=group,
+            truncated=self.truncated,
+            versions=self.versions,
+            routed_experts=self.routed_experts,
+        )
+
+
+def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
+    """The rows of one sample's turns, without those that train no tokens.
+
+    Raises:
+        UsageError: the policy trains on context, and the tokenizer cannot map tokens to text.
+    """
+    places = {turn: place for place, turn in enumerate(turns)}
+    rows: list[TrajectoryRow] = []
+    done: set[Turn] = set()
+    for path in branches(turns):
+        fresh = [turn for turn in path if turn in places and turn not in done]
+        done.update(fresh)
+        for temperature in dict.fromkeys(turn.temperature for turn in fresh):
+            counted = {turn for turn in fresh if turn.temperature == temperature}
+            row = _row(path, counted, places, temperature, policy, tokenizer)
+            if any(row.trained[1:]):
+                rows.append(row)
+    return rows
+
+
+def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The conversations of a sample, each from its first turn to its last."""
+    paths = [_own_path(turn, turns) for turn in turns]
+    inner = {turn for path in paths for turn in path[:-1]}
+    return [path for path in paths if path[-1] not in inner]
+
+
+def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    """The path to a turn; turns of another sample with the same API key are replaced by identical ones of this sample."""
+    own_turns = set(turns)
+    path: list[Turn] = []
+    for step in turn.path:
+        if step not in own_turns:
+            same = (other for other in turns if other.tokens == step.tokens and other.prompt == step.prompt)
+            step = next(same, step)
+        path.append(step)
+    return path
+
+
+def _row(
+    path: Sequence[Turn],
+    counted: set[Turn],
+    places: dict[Turn, int],
+    temperature: float,
+    policy: LossMaskPolicy,
+    tokenizer: Any,
+) -> TrajectoryRow:
+    row = TrajectoryRow(
+        [], [], [], [], [], [], temperature, path[-1].finish == "length", lambda: _roles(path, tokenizer)
+    )
+    for turn in path:
+        prompt_len, answer_len = len(turn.context_tokens), len(turn.tokens)
+        counts = turn in counted
+        row.tokens += [*turn.context_tokens, *turn.tokens]
+        row.sampled += [False] * prompt_len + [True] * answer_len
+        row.trained += context_mask(turn, policy, tokenizer) if counts else [False] * prompt_len
+        row.trained += sampled_mask(turn, policy, turn is path[-1]) if counts else [False] * answer_len
+        row.turns += [places.get(turn, -1)] * (prompt_len + answer_len)
+        row.logprobs += [0.0] * prompt_len + turn.logprobs
+        row.versions += [-1] * prompt_len + turn.versions
+    row.routed_experts = continued((turn.routed_experts for turn in path), len(row.tokens))
+    return row
+
+
+def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
+    return [role for turn in path for role in (*context_roles(turn, tokenizer), *sampled_roles(turn))]
+
+
+def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
+    """The row of a prompt and its completion."""
+    prompt_len, answer_len = len(prompt), len(sequence.resp_tokens)
+    prompt_roles: list[Role] = ["user"] * prompt_len
+    answer_roles: list[Role] = ["text"] * answer_len
+    return TrajectoryRow(
+        tokens=[*prompt, *sequence.resp_tokens],
+        sampled=[False] * prompt_len + [True] * answer_len,
+        trained=[False] * prompt_len + [True] * answer_len,
+        turns=[0] * (prompt_len + answer_len),
+        logprobs=[0.0] * prompt_len + sequence.resp_logprobs,
+        versions=[-1] * prompt_len + (sequence.versions or [-1] * answer_len),
+        temperature=sequence.temperature,
+        truncated=sequence.finish_reason == "length",
+        roles=lambda: [*prompt_roles, *answer_roles],
+        routed_experts=continued([sequence.routed_experts], prompt_len + answer_len),
+    )
+
+
+def known_roles(row: TrajectoryRow) -> Sequence[str] | None:
+    """The role of each token; None if the tokenizer cannot map prompt tokens to text."""
+    try:
+        return row.roles()
+    except UsageError:
+        return None

@@ -1,0 +1,70 @@
+"""Writes ``docs/coming-from.md``: settings of other tools, and what they are called here.
+
+    python docs/make_coming_from.py
+
+A test compares the file with `render`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from areno.config.conversion import TRL, VERL, Rule
+
+PAGE = Path(__file__).with_name("coming-from.md")
+
+_HEAD = """\
+# Coming from TRL, verl or AReaL
+
+<!-- Written by docs/make_coming_from.py; do not edit by hand. -->
+
+`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists what it does not carry over:
+
+```bash
+areno convert trl grpo.yaml --learning_rate 2e-6
+areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5
+```
+
+Options that belong to areno come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check the
+result with `--dry-run`, which reads the model's configuration, the data and the reward function before anything is loaded.
+
+Two things differ in all cases. A *reward function* gets one record with the answer and the row of the data set, and returns a
+number or named parts ([rewards](rewards.md)); adapt the signature. *Data* is JSON lines, Parquet or a data set of the hub, with
+prompts as text or messages ([data](data.md)).
+
+## AReaL
+
+Experiments run as they are: `areno run FILE.yaml`. A notice at the start lists settings that have no effect here, with the
+reason ([experiments](experiments.md), [settings](configuration.md)).
+"""
+
+_TRL = """
+## TRL
+
+`per_device_train_batch_size` counts answers on one device; `--batch-size` counts prompts of a whole step, which is
+per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
+
+"""
+
+_VERL = """
+## verl
+
+"""
+
+
+def _table(rules: Mapping[str, Rule]) -> str:
+    lines = ["| setting | here |", "|---|---|"]
+    for name, rule in rules.items():
+        here = f"`{rule.option}`" if rule.option else ""
+        lines.append(f"| `{name}` | {'; '.join(part for part in (here, rule.note) if part)} |")
+    return "\n".join(lines) + "\n"
+
+
+def render() -> str:
+    """The page."""
+    return _HEAD + _TRL + _table(TRL) + _VERL + _table(VERL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,146 @@
+"""Configurations of other tools as commands: names are real on both sides, and the command means the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from areno.cli.main import main
+from areno.config.algorithms import get_algorithm
+from areno.config.conversion import TRL, VERL, convert
+from areno.config.options import options_of
+from areno.config.parser import extra_options, parse_train
+from areno.config.train_options import TrainOptions
+
+REPO = Path(__file__).resolve().parents[2]
+GRPO = {
+    "model_name_or_path": "model",
+    "dataset_name": "rows.jsonl",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
+    "num_generations": 8,
+    "learning_rate": "1e-5",
+    "beta": 0.04,
+    "loss_type": "dr_grpo",
+    "epsilon": 0.1,
+    "use_peft": True,
+    "lora_r": 16,
+    "optim": "adamw_8bit",
+    "report_to": "wandb",
+}
+
+
+def test_every_name_is_a_setting_of_trl():
+    trl = pytest.importorskip("trl")
+    known = {
+        one.name for kind in (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig, trl.ModelConfig) for one in fields(kind)
+    }
+    known |= {one.name for one in fields(trl.ScriptArguments)}
+    assert set(TRL) <= known
+
+
+def test_rows_of_devices_become_prompts_of_a_step():
+    found = convert("trl", GRPO, devices=2)
+    assert found.words[:2] == ["--algo", "grpo"]
+    pairs = dict(zip(found.words[::2], found.words[1::2], strict=False))
+    assert (pairs["--batch-size"], pairs["--mini-bs"], pairs["--world-size"]) == ("8", "8", "2")
+    assert (pairs["--n-samples"], pairs["--kl-coef"], pairs["--grpo-clip-eps"]) == ("8", "0.04", "0.1")
+    assert pairs["--grpo-loss-mean"] == "dr_grpo"
+    assert {"--adam-8bit", "--lora-rank", "--track"} <= set(found.words)
+    parse_train(found.words)
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        (
+            "grpo",
+            {"importance_sampling_level": "sequence", "epsilon": 3e-4},
+            ["--algo", "gspo", "--gspo-clip-eps", "0.0003"],
+        ),
+        ("dpo", {"beta": 0.2, "loss_type": "ipo"}, ["--algo", "dpo", "--dpo-beta", "0.2", "--dpo-loss-type", "ipo"]),
+        ("sft", {"max_length": 512, "packing": True}, ["--algo", "sft", "--max-context-len", "512"]),
+        ("grpo", {"scale_rewards": "none", "lora_r": 8}, ["--algo", "grpo", "--advantage", "group_mean"]),
+    ],
+)
+def test_each_kind_of_training_has_its_algorithm(kind, settings, expected):
+    words = convert("trl", settings, kind).words
+    parse_train(words)
+    assert [word for word in words if word in expected] == expected
+    assert "--lora-rank" not in words
+
+
+def test_batches_of_verl_become_optimizer_steps_of_one_batch():
+    actor = "actor_rollout_ref.actor"
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_batch_size": 1024,
+        f"{actor}.ppo_mini_batch_size": 256,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 4,
+        f"{actor}.use_kl_loss": True,
+        f"{actor}.kl_loss_coef": 0.001,
+        f"{actor}.clip_ratio": 0.2,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.logger": ["console", "wandb"],
+        "trainer.unheard_of": 1,
+    }
+    found = convert("verl", settings)
+    pairs = dict(zip(found.words[::2], found.words[1::2], strict=False))
+    assert (pairs["--batch-size"], pairs["--update-minibatches"], pairs["--mini-bs"]) == ("1024", "4", "32")
+    assert (pairs["--kl-coef"], pairs["--grpo-clip-eps"], pairs["--track"]) == ("0.001", "0.2", "wandb")
+    parse_train(found.words)
+    assert found.notes == ["trainer.unheard_of=1: no equivalent"]
+    ppo = convert("verl", {"algorithm.gamma": 0.9, f"{actor}.clip_ratio": 0.1})
+    assert ppo.words == ["--algo", "ppo", "--clip-eps", "0.1", "--gamma", "0.9"]
+
+
+@pytest.mark.parametrize("rules", [TRL, VERL], ids=["trl", "verl"])
+def test_every_option_is_one_of_the_command(rules):
+    entries = [*options_of(TrainOptions), *(e for algo in ("gspo", "ppo") for e in extra_options(get_algorithm(algo)))]
+    known = {flag for entry in entries for flag in (entry.flag, "--no-" + entry.flag.removeprefix("--"))}
+    for name, rule in rules.items():
+        assert rule.option in known or (not rule.option and rule.note), name
+        assert set(re.findall(r"--[a-z0-9-]+", rule.note)) <= known, name
+
+
+def test_files_and_words_are_read_alike_and_the_last_wins(tmp_path, capsys):
+    flat, nested = tmp_path / "trl.yaml", tmp_path / "verl.yaml"
+    flat.write_text("learning_rate: 1.0e-5\nmodel_name_or_path: a model\n")
+    nested.write_text("data:\n  train_batch_size: 64\nalgorithm:\n  adv_estimator: grpo\n")
+    assert main(["convert", "trl", str(flat), "--learning-rate", "2e-5", "--num_generations=4"]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
+    assert words[:2] == ["areno", "train"]
+    read = parse_train(words[2:])
+    assert (read.lr, read.ckpt, read.n_samples) == (2e-5, "a model", 4)
+    assert main(["convert", "verl", str(nested), "actor_rollout_ref.rollout.n=5", "trainer.unheard_of=1"]) == 0
+    captured = capsys.readouterr()
+    assert "--n-samples 5" in captured.out
+    assert "--batch-size 64" in captured.out
+    assert "trainer.unheard_of=1: no equivalent" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trl"], "give a YAML file, or settings"),
+        (["trl", "grpo"], "grpo: give a YAML file, --name value, or name=value"),
+        (["trl", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["--devices", "0", "trl", "--seed", "1"], "--devices 0: use at least 1"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(words, message, capsys):
+    assert main(["convert", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_is_what_the_tables_say():
+    spec = importlib.util.spec_from_file_location("make_coming_from", REPO / "docs" / "make_coming_from.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.render(), "run: python docs/make_coming_from.py"
