@@ -16,7 +16,7 @@ from areno.config.experiment import (
     SFTConfig,
     config_from,
 )
-from areno.config.experiment.foreign_sections import UNUSED_BACKEND
+from areno.config.experiment.backend_sections import UNUSED_BACKEND
 from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk
@@ -244,7 +244,7 @@ def test_settings_of_the_backend_in_whose_name_is_trained_are_listed_one_by_one(
     values = {path: value for path, (value, _) in kept.items() if value != {}}
     values.pop("actor.archon.offload_params", None)  # refused
     config = config_from(changed(SAMPLES[GRPOConfig], values | {"actor.backend": f"{backend}:d2p2"}), GRPOConfig)
-    idle, _, acting = notice(config).partition(f"settings of {backend} that act on areno's engine")
+    idle, _, acting = notice(config).partition(f"settings of {backend} that areno's engine")
     for path in values:
         reason = kept[path][1]
         lines = [line for line in (idle if reason else acting).splitlines() if path.rpartition(".")[2] in line]
