@@ -25,6 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
+_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, by all restarts of its tasks together
 _CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
@@ -168,7 +169,7 @@ class RayLauncher(RemoteLauncher):
         environment = dict(task.environment)
         if not own and need.gpu:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices(holder, task.number * need.gpu, need.gpu)
-        node = self._node_of(actor)
+        node = self._node_of(actor, _PLACE_AGAIN_S if task.name in self._tasks else _PLACE_S)
         try:
             pid = ray.get(actor.start.remote(need, task, {**environment, NODE: node}), timeout=_CALL_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -212,13 +213,13 @@ class RayLauncher(RemoteLauncher):
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             raise EngineError(f"the GPUs of {holder} are not known: {_first_line(error)}") from error
 
-    def _node_of(self, actor: Any) -> str:
+    def _node_of(self, actor: Any, timeout_s: float) -> str:
         ray = self._ray
         try:
-            node: str = ray.get(actor.node.remote(), timeout=_PLACE_S)
+            node: str = ray.get(actor.node.remote(), timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             ray.kill(actor)
-            raise EngineError(f"Ray has not started an actor within {_PLACE_S:g} s: {_first_line(error)}") from error
+            raise EngineError(f"Ray did not start an actor within {timeout_s:g} s: {_first_line(error)}") from error
         return node
 
     def _place(self, role: str, number: int) -> tuple[Any, int]:
