@@ -1,17 +1,16 @@
 """areno: reinforcement-learning post-training for language models, from a laptop CPU up.
 
-Everything public is here and under ``areno.api``; both names give the same object. Nothing heavy is imported before it
-is used: ``import areno`` does not import torch.
+The public API is available here and under ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
 """
 
 import importlib
 import os
 from typing import Any
 
-# How long an idle OpenMP thread spins before it sleeps. Waking it costs a small model more than its work: training steps
-# of 28 ms on two cores took 42 with a spin of 0.5 ms. Beside a busy process GNU OpenMP's default of about 13 ms is the worst
-# choice of all (400 ms), a short spin gives 115 ms, and one of 40 ms, this one, 100 ms: whoever spins keeps its place.
-# It must be set before torch is loaded; a value of the user's own wins.
+# How long an idle OpenMP thread spins before it sleeps. For a small model waking it costs more than its work: a training
+# step of 28 ms on two cores takes 42 ms with a spin of 0.5 ms. Next to a busy process GNU OpenMP's default of about 13 ms is
+# worst (400 ms per step), a short spin takes 115 ms, and this one (40 ms) 100 ms, because a spinning thread keeps its core.
+# It must be set before torch is loaded; the user's own value wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 

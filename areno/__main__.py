@@ -1,4 +1,4 @@
-"""Lets ``python -m areno`` stand for the ``areno`` command."""
+"""Entry point of ``python -m areno``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Where areno keeps what it can make again, and what only a process of it needs.
+"""The cache folder, and scratch folders of a process.
 
-The first lies below ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. The second are folders in the
-temporary folder, locked by their owner: one whose owner was killed is deleted by the next process that makes one.
+The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
+locked by their owner; one whose owner was killed is deleted by the next process that creates one.
 """
 
 import fcntl
@@ -15,55 +15,55 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# No build takes nearly as long.
-_ABANDONED_S = 24 * 3600
-# Longer than a new folder is without its lock.
-_NEW_S = 60
+_ABANDONED_S = 24 * 3600  # far longer than any build
+_NEW_S = 60  # a younger folder may not have been locked yet
 _SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
 
 def cache_folder(kind: str) -> Path:
-    """Folder for one kind of files, which may be deleted at any time; the environment is read at each call."""
-    if own := os.environ.get("ARENO_CACHE_DIR"):
-        root = Path(own).expanduser()
+    """Return the folder for one kind of cached files, which may be deleted at any time. Reads the environment at each call."""
+    if configured := os.environ.get("ARENO_CACHE_DIR"):
+        root = Path(configured).expanduser()
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areno"
     return root / kind
 
 
 def planted_problem(path: Path) -> str:
-    """Why a cached file is not to be trusted: another user owns or may write to it or a folder of the cache above it; or "".
+    """Describe why a cached file cannot be trusted, or return "".
 
-    What is loaded from a cache is machine code.
+    Cached files are machine code, so neither a file nor a cache folder above it may be owned or writable by other users.
     """
     root = cache_folder("")
-    for place in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):
-        found = place.lstat()
-        if found.st_uid not in (0, os.geteuid()):
-            return f"{place} belongs to user {found.st_uid}; delete it, or set ARENO_CACHE_DIR to a folder of your own"
-        if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
-            return f"{place} can be written to by every user; delete it and chmod o-w {root}"
+    for entry in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):
+        status = entry.lstat()
+        if status.st_uid not in (0, os.geteuid()):
+            return (
+                f"{entry} is owned by user {status.st_uid}; delete it, or set ARENO_CACHE_DIR to a folder of your own"
+            )
+        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+            return f"{entry} is world-writable; delete it and chmod o-w {root}"
     return ""
 
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """A folder to build ``target`` in, on its file system; gone afterwards, as are those that killed builds have left."""
+    """Yield a temporary folder on the file system of ``target`` to build it in; also deletes those of killed builds."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for left in target.parent.glob(".building-*"):
-        with suppress(OSError):  # another build may be clearing them as well
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
-        yield Path(folder)
+    for folder in target.parent.glob(".building-*"):
+        with suppress(OSError):  # another build may be deleting it too
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as name:
+        yield Path(name)
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A folder of this process; gone when it is cleaned up, or when a later one finds it abandoned.
+    """A temporary folder of this process; if the process is killed, a later one deletes it.
 
     Args:
-        kind: a word for its name.
-        root: the folder that it lies in; None is the temporary folder.
+        kind: part of its name.
+        root: parent folder; None is the system's temporary folder.
     """
 
     def __init__(self, kind: str, root: Path | None = None) -> None:
@@ -71,16 +71,16 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
         super().__init__(prefix=f"{_SCRATCH}{kind}-", dir=root, ignore_cleanup_errors=True)
         descriptor = os.open(Path(self.name, _OWNED), os.O_RDWR | os.O_CREAT, 0o600)
         weakref.finalize(self, os.close, descriptor)
-        with suppress(OSError):  # a file system without locks, where no folder can be known to be abandoned
+        with suppress(OSError):  # no locks on this file system: abandoned folders cannot be detected
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _clear_abandoned(root: Path) -> None:
-    """Delete this user's scratch folders that no living process has locked."""
+    """Delete this user's scratch folders that no process has locked."""
     for folder in root.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW_S:
+            status = folder.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _NEW_S:
                 continue
             descriptor = os.open(folder / _OWNED, os.O_RDWR)
             try:

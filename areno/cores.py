@@ -1,4 +1,4 @@
-"""CPU cores: how many this process may use, and how many of them other programs keep busy."""
+"""CPU cores: how many this process may use, and how many other programs keep busy."""
 
 import math
 import os
@@ -12,26 +12,26 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it is confined to, at most what its container's CPU limit amounts to."""
+    """Return the number of cores in this process's affinity mask, at most its container's CPU limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup_limit()
     return cores if limit is None else max(min(cores, math.ceil(limit)), 1)
 
 
 def openmp_threads() -> int | None:
-    """What ``OMP_NUM_THREADS`` asks for, at the outermost level; None where it asks for nothing."""
+    """Return the outermost level of ``OMP_NUM_THREADS``; None if unset."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
-    """Cores' worth of time that the process's control groups allow, as ``docker run --cpus`` sets it; None is no limit."""
+    """Return the CPU limit of the process's control groups, in cores, as set by ``docker run --cpus``; None is no limit."""
     limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
     return min(limits, default=None)
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
-    """Quota (below 0 is none) and period, in microseconds, of each group from the process's own up to the root."""
+    """Yield quota (negative for none) and period, in microseconds, of each group from the process's own up to the root."""
     try:
         lines = membership.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -41,7 +41,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         # Inside a container the named group may be the mounted root itself.
-        for group in (own := PurePosixPath("/" + path.strip("/")), *own.parents):
+        for group in (leaf := PurePosixPath("/" + path.strip("/")), *leaf.parents):
             folder = root / "cpu" / group.relative_to("/") if controllers else root / group.relative_to("/")
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
             try:
@@ -53,27 +53,24 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """A reading of the clocks, in seconds."""
+    """CPU clocks at one time, in seconds."""
 
     wall: float  # elapsed time
-    busy: float  # time that the usable cores have been busy with anything
-    own: float  # time that this run's processes have computed
+    busy: float  # busy time of the usable cores
+    own: float  # CPU time of this run's processes
 
 
 def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
-    """Cores that other programs kept busy between two readings, on average."""
+    """Return the mean number of cores that other programs kept busy between two readings."""
     busy, own = after.busy - before.busy, after.own - before.own
     return max(busy - own, 0.0) / max(after.wall - before.wall, 1e-9)
 
 
 def read_cpu_times(root_pid: int) -> CpuTimes | None:
-    """The clocks now.
+    """Read the clocks; None if the system does not report them.
 
     Args:
-        root_pid: the process that started this run; it and all its descendants are the run's own.
-
-    Returns:
-        None where the system does not tell.
+        root_pid: process that started this run; the run consists of it and its descendants.
     """
     import psutil
 
@@ -90,7 +87,7 @@ def read_cpu_times(root_pid: int) -> CpuTimes | None:
 
 
 def _process_seconds(process: object) -> float:
-    """CPU time of a process and of its children that have ended."""
+    """Return the CPU time of a process and of its terminated children."""
     import psutil
 
     assert isinstance(process, psutil.Process)

@@ -1,37 +1,37 @@
-"""Typed errors. Each message names the value, and says what to do next."""
+"""Typed errors. Each message names the value and the remedy."""
 
 import re
 import sys
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _MEMORY_HINT = (
-    "memory ran out: lower --mini-bs first (the result stays the same), then --max-new-tokens or --kv-cache-tokens; in an "
-    "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what takes memory"
+    "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
+    "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
 )
 
 
 class ArenoError(Exception):
-    """Base of every error that areno raises on purpose; the command line prints its message without a traceback."""
+    """Base of all errors that areno raises; the command line prints the message without a traceback."""
 
 
 class UsageError(ArenoError, ValueError):
-    """The user's input cannot work: an option, a file or a hook. Exit code 2."""
+    """Invalid user input: an option, a file or a hook. Exit code 2."""
 
 
 class DataError(UsageError):
-    """A data row is unusable; the message names file, row number and key."""
+    """A data row is invalid; the message names file, row number and key."""
 
 
 class UnsupportedModelError(UsageError):
-    """The checkpoint's architecture cannot be run by the engine; the message names what is missing."""
+    """The engine does not support the checkpoint's architecture; the message names what is missing."""
 
 
 class RewardError(ArenoError):
-    """A reward function raised, hung or returned something that is not a finite number; the message names the record."""
+    """A reward function raised, timed out or did not return a finite number; the message names the record."""
 
 
 class AgentError(ArenoError):
-    """An agent failed, or returned something that is no trajectory; the message says what, and where."""
+    """An agent failed, or did not return a trajectory."""
 
 
 class CheckpointError(ArenoError):
@@ -39,17 +39,17 @@ class CheckpointError(ArenoError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint was read, and is not what was written."""
+    """A checkpoint differs from what was written."""
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine was used out of order, or its loop died; the message carries the cause."""
+    """The engine was called in the wrong order, or its loop died; the message includes the cause."""
 
 
 def exit_code(error: BaseException) -> int:
-    """Say in one line on stderr what has ended a program, and return its exit code.
+    """Print the error that ended the program in one line on stderr, and return its exit code.
 
-    Codes are 2 for what the user can correct, 130 for Ctrl-C, that of a ``SystemExit``, which says nothing, and else 1.
+    2 for a `UsageError`, 130 for Ctrl-C, that of a ``SystemExit`` (which prints nothing), otherwise 1.
     """
     if isinstance(error, SystemExit):
         return int(error.code or 0)
@@ -61,7 +61,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, here or in what caused the error, on a CPU or a GPU."""
+    """Whether the error or one of its causes is a failed allocation on a CPU or a GPU."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
             return True

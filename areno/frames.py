@@ -1,8 +1,8 @@
-"""Messages between two processes over a socket: whole, of limited size, and never waited for without a deadline.
+"""Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-A frame is a header with the length of the body, and the body. On a socket pair the header begins with the connection's
-key, which the starting side draws and sends first: bytes that something else writes into the socket lack it, so they are an
-error at once instead of a length to wait for. Between machines header and body are signed, see :class:`SignedFormat`.
+On a socket pair each header starts with the connection's key, which the leading side draws and sends first: stray bytes that
+something else writes to the socket raise an error at once instead of being read as a length. Between machines header and body
+are signed, see :class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LONGEST_WAIT_S = 60.0
 
 
 class FrameError(ArenoError):
-    """What has arrived is not a message of the other side."""
+    """The received bytes are not a message of the peer."""
 
 
 class KeyedFormat:
-    """A frame begins with a key; it ends with its body. What the methods mean is said at :class:`SignedFormat`."""
+    """Frames of a key, the length and the body. :class:`SignedFormat` documents the methods."""
 
     header_bytes, trailer_bytes = _HEADER.size, 0
 
@@ -57,13 +57,13 @@ class KeyedFormat:
 
 
 class SignedFormat:
-    """Header and body are signed with a key that only the two ends know, each with its place in the stream.
+    """Frames whose header and body are signed with a shared key, the direction and the position in the stream.
 
-    So nobody between the two can change, repeat, leave out or add a message, or send one back to its sender.
+    A man in the middle cannot change, replay, drop, insert or reflect a message.
 
     Args:
-        key: of the connection.
-        dials: this end has opened the connection, which tells the directions apart.
+        key: shared key of the connection.
+        dials: whether this end opened the connection; distinguishes the directions.
     """
 
     header_bytes, trailer_bytes = _LENGTH.size + _MAC_BYTES, _MAC_BYTES
@@ -75,18 +75,18 @@ class SignedFormat:
         self._sent = self._received = 0
 
     def begins(self, start: bytes) -> bool:
-        """Whether a header may begin so, as far as that can be told."""
+        """Whether a header can start with these bytes."""
         return True
 
     def written(self, body: bytes) -> tuple[bytes, bytes]:
-        """Header and trailer of the next frame."""
+        """Return header and trailer of the next frame."""
         length = _LENGTH.pack(len(body))
-        made = length + self._mac(0, self._sent, b"h", length), self._mac(0, self._sent, b"b", body)
+        header, trailer = length + self._mac(0, self._sent, b"h", length), self._mac(0, self._sent, b"b", body)
         self._sent += 1
-        return made
+        return header, trailer
 
     def length(self, header: bytes) -> int | None:
-        """Length of the next frame's body, by its header; None if that is none."""
+        """Return the length of the next frame's body; None if its header is not authentic."""
         length, mac = header[: _LENGTH.size], header[_LENGTH.size :]
         if not hmac.compare_digest(mac, self._mac(1, self._received, b"h", length)):
             return None
@@ -94,86 +94,87 @@ class SignedFormat:
         return size
 
     def check(self, body: memoryview, trailer: bytes) -> bool:
-        """Whether the next frame is what the other end has sent."""
-        right = hmac.compare_digest(trailer, self._mac(1, self._received, b"b", body))
+        """Whether the body of the next frame is authentic."""
+        authentic = hmac.compare_digest(trailer, self._mac(1, self._received, b"b", body))
         self._received += 1
-        return right
+        return authentic
 
-    def _mac(self, end: int, place: int, part: bytes, content: bytes | memoryview) -> bytes:
-        made = hashlib.blake2b(part + _LENGTH.pack(place), key=self._keys[end], digest_size=_MAC_BYTES)
-        made.update(content)
-        return made.digest()
+    def _mac(self, end: int, position: int, part: bytes, content: bytes | memoryview) -> bytes:
+        digest = hashlib.blake2b(part + _LENGTH.pack(position), key=self._keys[end], digest_size=_MAC_BYTES)
+        digest.update(content)
+        return digest.digest()
 
 
 class Frames:
-    """One end of a connection; bodies of more than ``limit`` bytes are refused.
+    """One end of a connection; bodies of more than ``limit`` bytes are rejected.
 
-    One thread at a time may read from it, and one may write to it.
+    One reading and one writing thread may use it at the same time.
     """
 
     def __init__(self, sock: socket.socket, form: KeyedFormat | SignedFormat, limit: int) -> None:
         sock.setblocking(False)
         self._socket, self._form, self._limit = sock, form, limit
         self._buffer = bytearray()
-        self._whole: deque[bytes] = deque()
+        self._messages: deque[bytes] = deque()
         self._end: Exception | None = None
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """One end for this process, and the socket that another one hands to :meth:`join`."""
+        """Return one end for this process, and the socket that another process passes to :meth:`join`."""
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs
 
     @classmethod
     def lead(cls, sock: socket.socket, limit: int) -> Frames:
-        """The end of the starting side."""
+        """Wrap the leading end, which draws the key."""
         key = secrets.token_bytes(_KEY_BYTES)
-        with suppress(OSError):  # if the other side is gone already, the first read says so
+        with suppress(OSError):  # if the peer has closed already, the first read reports it
             sock.sendall(key)
         return cls(sock, KeyedFormat(key), limit)
 
     @classmethod
     def follow(cls, sock: socket.socket) -> Frames:
-        """The other end, which trusts the starting side."""
+        """Wrap the following end, which trusts the leading one and accepts bodies of any size."""
         return cls(sock, KeyedFormat(sock.recv(_KEY_BYTES, socket.MSG_WAITALL)), sys.maxsize)
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """The other end, from its file descriptor."""
+        """Wrap the following end, given its file descriptor."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:
-        """File descriptor, for a selector."""
+        """Return the file descriptor, for a selector."""
         return self._socket.fileno()
 
     def arrived(self) -> list[bytes]:
-        """All messages that have arrived whole; does not wait for the rest of one.
+        """Return all complete messages received so far, without blocking.
 
-        An `EOFError` if the other side is gone and none is left; a `FrameError` if no message follows, or too large a one.
+        Raises EOFError if the peer has closed and no message is left, and FrameError at an invalid or too large message.
         """
         self._read()
-        found = list(self._whole)
-        self._whole.clear()
-        if not found and self._end is not None:
+        messages = list(self._messages)
+        self._messages.clear()
+        if not messages and self._end is not None:
             raise self._end
-        return found
+        return messages
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message; ``timeout_s`` is how long no byte of it may come, None as long as the other side lives.
+        """Wait for the next message, at most ``timeout_s`` without receiving a byte; None waits until the peer closes.
 
-        The errors of :meth:`arrived`, and a `TimeoutError`.
+        Raises the errors of :meth:`arrived`, and TimeoutError.
         """
-        while not self._whole:
+        while not self._messages:
             self._wait(select.POLLIN, timeout_s)
             self._read()
-            if not self._whole and self._end is not None:
+            if not self._messages and self._end is not None:
                 raise self._end
-        return self._whole.popleft()
+        return self._messages.popleft()
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
-        """Write a message; if the other side takes nothing off for ``timeout_s``, the connection cannot be used any more.
+        """Write a message.
 
-        An `OSError` if the other side is gone, or does not read (`TimeoutError`).
+        Raises OSError if the peer has closed, and TimeoutError if it reads nothing for ``timeout_s``; the connection is
+        unusable afterwards.
         """
         header, trailer = self._form.written(body)
         parts = [memoryview(part) for part in (header, body, trailer) if part]
@@ -189,22 +190,22 @@ class Frames:
                 parts[0] = parts[0][sent:]
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._socket.close()
 
     def _wait(self, event: int, timeout_s: float | None) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
-        left = timeout_s
-        while left is None or left > 0:
-            step = _LONGEST_WAIT_S if left is None else min(left, _LONGEST_WAIT_S)
+        remaining = timeout_s
+        while remaining is None or remaining > 0:
+            step = _LONGEST_WAIT_S if remaining is None else min(remaining, _LONGEST_WAIT_S)
             if poll.poll(step * 1000):
                 return
-            left = None if left is None else left - step
-        raise TimeoutError(f"the other side has not moved for {timeout_s:g} s")
+            remaining = None if remaining is None else remaining - step
+        raise TimeoutError(f"no data from the peer for {timeout_s:g} s")
 
     def _read(self) -> None:
-        """Take in what is there, and cut it into messages."""
+        """Read the available bytes, and split them into messages."""
         for _ in range(_CHUNKS):
             if self._end is not None:
                 return
@@ -215,35 +216,35 @@ class Frames:
             except OSError:
                 chunk = b""
             if not chunk:
-                self._end = EOFError("the other side has closed the connection")
+                self._end = EOFError("the peer has closed the connection")
                 return
             self._buffer += chunk
-            self._cut()
+            self._split()
 
-    def _cut(self) -> None:
+    def _split(self) -> None:
         form = self._form
         while self._buffer:
-            begin = bytes(self._buffer[: form.header_bytes])
-            if not form.begins(begin):
-                return self._break("something that is no message was written to the connection")
-            if len(begin) < form.header_bytes:
+            header = bytes(self._buffer[: form.header_bytes])
+            if not form.begins(header):
+                return self._break("received bytes that are not a message")
+            if len(header) < form.header_bytes:
                 return
-            size = form.length(begin)
+            size = form.length(header)
             if size is None:
-                return self._break("a message has arrived that the other side has not signed")
+                return self._break("received a message without a valid signature")
             if size > self._limit:
-                return self._break(f"a message of {size:,} bytes was announced, the limit is {self._limit:,}")
+                return self._break(f"received a message of {size:,} bytes, above the limit of {self._limit:,}")
             end = form.header_bytes + size
             if len(self._buffer) < end + form.trailer_bytes:
                 return
-            with memoryview(self._buffer) as whole:
-                body, trailer = bytes(whole[form.header_bytes : end]), bytes(whole[end : end + form.trailer_bytes])
+            with memoryview(self._buffer) as view:
+                body, trailer = bytes(view[form.header_bytes : end]), bytes(view[end : end + form.trailer_bytes])
             if not form.check(memoryview(body), trailer):
-                return self._break("a message has arrived that the other side has not signed")
-            self._whole.append(body)
+                return self._break("received a message without a valid signature")
+            self._messages.append(body)
             del self._buffer[: end + form.trailer_bytes]
 
     def _break(self, problem: str) -> None:
         self._end = FrameError(problem)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # so that a selector reports it again, until it has been raised
+            self._socket.shutdown(socket.SHUT_RDWR)  # keeps a selector reporting it until it is raised

@@ -1,14 +1,14 @@
-"""GPUs: how many this process may use. Where there are none, PyTorch is not loaded to find out."""
+"""Number of GPUs that this process may use, without importing PyTorch on machines that have none."""
 
 import sys
 from pathlib import Path
 
 _NODES = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
-"""What the drivers of NVIDIA, of its embedded boards, of WSL and of AMD put into ``/dev``."""
+"""Device nodes of NVIDIA GPUs, NVIDIA embedded boards, WSL and AMD GPUs in ``/dev``."""
 
 
 def visible_gpus(nodes: Path = Path("/dev")) -> int:
-    """GPUs that PyTorch sees; ``CUDA_VISIBLE_DEVICES`` hides some."""
+    """Count the GPUs that PyTorch sees; ``CUDA_VISIBLE_DEVICES`` hides some."""
     no_driver = sys.platform == "linux" and not any(path for name in _NODES for path in nodes.glob(name))
     if no_driver and "torch" not in sys.modules:
         return 0

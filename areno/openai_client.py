@@ -1,4 +1,4 @@
-"""A client of servers of the OpenAI protocol: teachers, judges, and models to be measured, by address."""
+"""Client of OpenAI-compatible servers: teachers, judges, and models to evaluate."""
 
 import os
 import time
@@ -8,26 +8,24 @@ import httpx
 
 from areno.errors import ArenoError, UsageError
 
-# Busy, or restarting behind a proxy.
-_PASSING = (429, 502, 503, 504)
+_RETRIED = (429, 502, 503, 504)  # busy, or restarting behind a proxy
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
-_SHOWN = 500
+_MAX_SHOWN = 500
 
 
 class ServerError(ArenoError):
-    """A server does not answer, refuses, or answers something else than the protocol has."""
+    """A server does not answer, returns an error, or violates the protocol."""
 
 
 class OpenAIClient:
-    """One server; its threads may share a client.
+    """A thread-safe client of one server, with the API key of ``OPENAI_API_KEY``.
+
+    It connects at the first request, so it may be created in one process and used in another.
 
     Args:
-        url: with its version, such as ``http://HOST:8000/v1``.
-        timeout_s: of one request.
-        model: name at the server; None takes the first that it lists.
-
-    The key is taken from ``OPENAI_API_KEY``. It connects at the first request, so it
-    may be made in one process and used in another.
+        url: base URL with the API version, such as ``http://HOST:8000/v1``.
+        timeout_s: timeout of one request.
+        model: model name on the server; None takes the first that it lists.
     """
 
     def __init__(self, url: str, timeout_s: float, model: str | None = None) -> None:
@@ -36,44 +34,44 @@ class OpenAIClient:
         self._http: httpx.Client | None = None
 
     def model(self) -> str:
-        """What the model is called there. Raises ServerError."""
+        """Return the model's name on the server. Raises ServerError."""
         if self._model is None:
             try:
-                found = self._connected().get(f"{self.url}/models")
-                found.raise_for_status()
-                self._model = str(found.json()["data"][0]["id"])
+                response = self._connected().get(f"{self.url}/models")
+                response.raise_for_status()
+                self._model = str(response.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise ServerError(f"{type(error).__name__}: {error}") from error
         return self._model
 
-    def check(self, named: str) -> None:
-        """Look whether a server is there, which ``named`` says to the user. Raises UsageError: it is not."""
+    def check(self, description: str) -> None:
+        """Raise UsageError, with ``description`` as its first words, if the server does not response."""
         try:
             self.model()
         except ServerError as error:
             raise UsageError(
-                f"{named}: no server of the OpenAI protocol answers there ({error}); start it, correct the address, or name a "
-                "model folder"
+                f"{description}: no OpenAI-compatible server answers there ({error}); start it, correct the address, or pass "
+                "a model folder"
             ) from error
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer to a request of the model; one that fails for a passing reason is sent again for some seconds.
+        """Send a request to the model and return the JSON response; transient failures are retried for some seconds.
 
-        Raises ServerError: nobody answers, or the server refuses.
+        Raises ServerError: the server does not answer or returns an error.
         """
         request = {"model": self.model(), **body}
         for wait_s in (*_WAITS_S, None):
             try:
-                answer = self._connected().post(f"{self.url}/{path}", json=request)
+                response = self._connected().post(f"{self.url}/{path}", json=request)
             except httpx.TimeoutException as error:
                 raise ServerError(f"{type(error).__name__}: no answer in {self._timeout_s:g} s") from error
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if answer.is_success:
-                    return _json(answer)
-                problem = f"status {answer.status_code}: {answer.text[:_SHOWN]}"
-                if answer.status_code not in _PASSING:
+                if response.is_success:
+                    return _json(response)
+                problem = f"status {response.status_code}: {response.text[:_MAX_SHOWN]}"
+                if response.status_code not in _RETRIED:
                     break
             if wait_s is not None:
                 time.sleep(wait_s)
@@ -92,8 +90,8 @@ class OpenAIClient:
         return self._http
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(response: httpx.Response) -> Any:
     try:
-        return answer.json()
+        return response.json()
     except ValueError as error:
-        raise ServerError(f"no JSON: {answer.text[:_SHOWN]!r}") from error
+        raise ServerError(f"response is not JSON: {response.text[:_MAX_SHOWN]!r}") from error

@@ -44,7 +44,7 @@ def names(request, tmp_path):
 def test_a_name_has_one_value_until_it_is_deleted(names):
     names.add("u/e/t/key", "one")
     assert names.get("/u/e/t/key/") == "one"
-    with pytest.raises(NameEntryExists, match="u/e/t/key has a value already"):
+    with pytest.raises(NameEntryExists, match="u/e/t/key already has a value"):
         names.add("u/e/t/key", "two")
     assert names.get("u/e/t/key") == "one"
     names.add("u/e/t/key", "two\nlines, äöü", replace=True)
@@ -78,7 +78,7 @@ def test_subtrees_are_of_whole_words(names):
 
 
 def test_waiting_and_watching(names):
-    with pytest.raises(TimeoutError, match=r"late has got no value within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"late has no value after 0\.2 s"):
         names.wait("late", timeout=0.2, poll_frequency=0.02)
     threading.Timer(0.2, lambda: names.add("late", "here")).start()
     assert names.wait("late", timeout=10, poll_frequency=0.02) == "here"

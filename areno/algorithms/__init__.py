@@ -1,4 +1,4 @@
-"""Algorithms that are one file each: knobs, loss, and ``SPEC``. The file's name is the algorithm's; nothing else lists it."""
+"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name; no other list is needed."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """A choice of the knobs of the policy loss, all of which stay flags; ``presets`` are their defaults here."""
+    """Declare a variant of the policy loss; ``presets`` are changed defaults of its options, which all stay flags."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax 2025, arXiv:2506.13585): the clipped ratio weighs the log-prob, so that no token loses its gradient."""
+"""CISPO (MiniMax 2025, arXiv:2506.13585): the clipped ratio weights the log-prob, so that every token keeps its gradient."""
 
 from areno.algorithms import family
 

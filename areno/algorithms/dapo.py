@@ -1,4 +1,4 @@
-"""DAPO's loss (Yu et al. 2025, arXiv:2503.14476): the ratio of unlikely tokens may rise further than others may fall."""
+"""DAPO's loss (Yu et al. 2025, arXiv:2503.14476): a higher upper clip range, which helps unlikely tokens ("clip-higher")."""
 
 from areno.algorithms import family
 

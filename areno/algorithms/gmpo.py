@@ -21,18 +21,18 @@ from areno.loss_fns.stats import masked_mean
 
 
 @dataclass(frozen=True)
-class Knobs:
+class GMPOOptions:
     """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
-    gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the logarithm of a token's importance ratio.")
+    gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the log importance ratio of a token.")
 
 
 @reduces_over("sequence", entropy=True)
-def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> tuple[Tensor, dict[str, Any]]:
+def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> tuple[Tensor, dict[str, Any]]:
     """L = - mean_i A_i (prod_t c_t)^(1 / L_i), with log c_t = sgn(A_i) min(sgn(A_i) (log pi - log pi_rollout), eps).
 
-    The ratio of each of the L_i response tokens is clipped before the geometric mean, on the side where A_i would push it
-    further; A_i is the mean advantage of the sequence. A sequence without response tokens adds 0 and still counts.
+    The ratio of each of the L_i response tokens is clipped before the geometric mean, on the side towards which A_i pushes it;
+    A_i is the mean advantage of the sequence. A sequence without response tokens contributes 0 and still counts in the mean.
     """
     ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
     advantage = sequence_means(advantages_of(data_pack), data_pack)
@@ -46,4 +46,4 @@ def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> tuple[T
     return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask)}
 
 
-SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=Knobs, min_samples=2)
+SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=GMPOOptions, min_samples=2)

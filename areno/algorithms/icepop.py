@@ -1,4 +1,4 @@
-"""IcePop (Ling team 2025, arXiv:2510.18855): tokens whose probability has changed too far since the rollout are left out."""
+"""IcePop (Ling team 2025, arXiv:2510.18855): masks tokens whose importance ratio is out of bounds."""
 
 from areno.algorithms import family
 

@@ -1,4 +1,4 @@
-"""SimPO: simple preference optimization with a reward that needs no reference (Meng et al. 2024, arXiv:2405.14734)."""
+"""SimPO: simple preference optimization with a reference-free reward (Meng et al. 2024, arXiv:2405.14734)."""
 
 from dataclasses import dataclass
 
@@ -14,19 +14,19 @@ from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 
 @dataclass(frozen=True)
-class Knobs:
+class SimPOOptions:
     """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
-    simpo_beta: float = option(2.0, above=0, help="Reward of an answer per unit of its mean log-prob.")
-    simpo_gamma: float = option(1.0, minimum=0, help="Reward by which the chosen answer is to be ahead.")
+    simpo_beta: float = option(2.0, above=0, help="Scale of the reward: the mean log-prob of an answer.")
+    simpo_gamma: float = option(1.0, minimum=0, help="Target reward margin of the chosen answer.")
 
 
 @mean_loss("pair", means("pair_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"))
-def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> dict[str, Quantity]:
+def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: SimPOOptions) -> dict[str, Quantity]:
     """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), r = (beta / L_i) sum over the answer of log pi.
 
-    The mean over the L_i tokens of an answer keeps a long one from winning or losing by its length; the target margin gamma
-    stands in for the reference. ``pair_accuracy`` is the share of pairs with r_chosen > r_rejected.
+    The mean over the L_i tokens of an answer removes the length bias; the target margin gamma replaces the reference model.
+    ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
     """
     masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)
     rewards = knobs.simpo_beta * sequence_means(masked.double(), data_pack).to(masked.dtype)
@@ -41,4 +41,4 @@ def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> dict[s
     }
 
 
-SPEC = AlgorithmSpec("simpo", PAIR_TRAINER, simpo_loss_fn, requires_rollout=False, options=Knobs)
+SPEC = AlgorithmSpec("simpo", PAIR_TRAINER, simpo_loss_fn, requires_rollout=False, options=SimPOOptions)

@@ -1,9 +1,9 @@
-"""The SDK. Names are resolved when they are first used, so that importing this package imports no torch."""
+"""The SDK. Names are imported lazily, so that importing this package does not import torch."""
 
 import importlib
 from typing import Any
 
-_HOMES = {
+_MODULE_OF = {
     "AlgorithmSpec": "areno.config.algorithms",
     "Areno": "areno.api.backend.base",
     "ArenoConfig": "areno.api.backend.base",
@@ -39,14 +39,14 @@ _HOMES = {
     "value_loss_fn": "areno.loss_fns",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'areno.api' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULE_OF])

@@ -1,7 +1,4 @@
-"""Checks of what a program gives to the SDK: a wrong argument is refused where it was given, by its name.
-
-All raise TypeError for a value of the wrong kind, and ValueError for one that is out of its bounds.
-"""
+"""Validates the arguments of the SDK. Raises TypeError for a wrong type, and ValueError for a value out of bounds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -13,92 +10,92 @@ from areno.errors import UsageError
 from areno.types import SamplingParams, TrainSequence, tightest
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least ``least``."""
+def integer(name: str, value: Any, minimum: int = 1) -> int:
+    """Check and return an integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
 
 
-def real(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> float:
-    """A finite number, more than ``above`` and at least ``least``."""
+def real(name: str, value: Any, *, above: float = -math.inf, minimum: float = -math.inf) -> float:
+    """Check and return a finite number above ``above`` and at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value <= above or value < least:
-        bound = f" and above {above:g}" if above > -math.inf else " and not negative" if least == 0 else ""
+    if not math.isfinite(value) or value <= above or value < minimum:
+        bound = f" and above {above:g}" if above > -math.inf else " and not negative" if minimum == 0 else ""
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     return float(value)
 
 
-def listed(name: str, value: Any, of: str) -> list[Any]:
-    """The elements of a list, tuple or array; a text is none."""
+def as_list(name: str, value: Any, items: str) -> list[Any]:
+    """Check and convert a list, tuple or array, but not a string or mapping; ``items`` describes its elements."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__} {value!r:.60}")
+        raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__} {value!r:.60}")
     return list(value)
 
 
 def of_type(name: str, value: Any, kind: Any) -> None:
-    """Check the class of an object."""
+    """Check the class of a value."""
     if not isinstance(value, kind):
-        wanted = getattr(kind, "__name__", kind)
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__} {value!r:.60}")
+        expected = getattr(kind, "__name__", kind)
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__} {value!r:.60}")
 
 
 def sampling(value: Any) -> SamplingParams:
-    """Generation controls."""
+    """Check and return sampling parameters."""
     of_type("sampling_params", value, SamplingParams)
     return value  # type: ignore[no-any-return]
 
 
 def function(name: str, value: Any) -> None:
-    """Check that something can be called."""
+    """Check that a value is callable."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
 
 def texts(values: Any) -> list[Any]:
-    """Prompts as texts, or as lists of chat messages."""
-    found = listed("prompts", values, "texts; one text is given as [text]")
-    for index, prompt in enumerate(found):
+    """Check and return prompts that are strings or lists of chat messages."""
+    checked = as_list("prompts", values, "strings; pass a single prompt as [prompt]")
+    for index, prompt in enumerate(checked):
         of_type(f"prompts[{index}]", prompt, str | list)
-    return found
+    return checked
 
 
 def dataset(rows: Any) -> Sequence[Any]:
-    """Rows that can be counted and indexed."""
+    """Check and return a dataset that supports ``len()`` and indexing."""
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise TypeError(
-            f"dataset must be rows that support len() and rows[i], got {type(rows).__name__} {rows!r:.60}; "
-            "areno.api.datasets.load_rows reads a file"
+            f"dataset must support len() and rows[i], got {type(rows).__name__} {rows!r:.60}; to read a file use "
+            "areno.api.datasets.load_rows"
         )
     return rows  # type: ignore[no-any-return]
 
 
 def batch_sizes(mini_bs: Any, accumulation: Any) -> tuple[int, int | None]:
-    """``mini_bs`` and ``gradient_accumulation_steps``."""
-    return whole("mini_bs", mini_bs), (
-        None if accumulation is None else whole("gradient_accumulation_steps", accumulation)
+    """Check and return ``mini_bs`` and ``gradient_accumulation_steps``."""
+    return integer("mini_bs", mini_bs), (
+        None if accumulation is None else integer("gradient_accumulation_steps", accumulation)
     )
 
 
 def temperatures(values: Any) -> float | list[float]:
-    """One temperature, or one per row."""
+    """Check and return one temperature, or one per row."""
     if isinstance(values, Real):
         return real("temperatures", values, above=0)
-    return [real("temperatures", value, above=0) for value in listed("temperatures", values, "numbers, or a number")]
+    return [real("temperatures", value, above=0) for value in as_list("temperatures", values, "numbers, or a number")]
 
 
 def token_ids(name: str, prompt: Any) -> list[int]:
-    """Token ids from a list, an array, or an object with ``input_ids`` or ``ids``."""
+    """Check and return token ids from a list, an array, or an object with ``input_ids`` or ``ids``."""
     for attribute in ("input_ids", "ids"):
         if hasattr(prompt, attribute):
             prompt = getattr(prompt, attribute)
             break
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
-    ids = listed(name, prompt, "token ids")
+    ids = as_list(name, prompt, "token ids")
     if set(map(type, ids)) == {int}:
         return ids
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
@@ -107,15 +104,15 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """One list of token ids per prompt, which a model of this context and vocabulary (None: unknown) can read.
+    """Check and return one list of token ids per prompt for a model with this context and vocabulary (None: unknown).
 
-    Raises UsageError: a prompt is empty, too long, or holds an id that the model does not know.
+    Raises UsageError: a prompt is empty, too long, or has an id outside the vocabulary.
     """
-    found = [
-        token_ids(f"prompt {i}", value) for i, value in enumerate(listed("prompt_tokens", values, "token id lists"))
+    checked = [
+        token_ids(f"prompt {i}", value) for i, value in enumerate(as_list("prompt_tokens", values, "token id lists"))
     ]
     longest, limit = params.max_prompt_len, tightest(params.max_context_len, context)
-    for index, prompt in enumerate(found):
+    for index, prompt in enumerate(checked):
         if not prompt:
             raise UsageError(f"prompt {index} is empty; a prompt needs at least one token")
         if longest is not None and len(prompt) > longest:
@@ -123,47 +120,49 @@ def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabul
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
                 f"prompt {index} has {len(prompt)} tokens, which leave no room for an answer in a context of {limit} (the "
-                "model's limit, or max_context_len); leave such prompts out, load_prompt_batches(max_prompt_tokens=...) does"
+                "model's limit, or max_context_len); skip such prompts, as load_prompt_batches(max_prompt_tokens=...) does"
             )
         if vocabulary is not None and (wrong := unknown_id(prompt, vocabulary)) is not None:
             raise UsageError(
-                f"prompt {index} holds token id {wrong}, and the model has the ids 0 to {vocabulary - 1}; encode it with "
+                f"prompt {index} has token id {wrong}, but the model's ids are 0 to {vocabulary - 1}; encode it with "
                 "trainer.get_tokenizer()"
             )
-    return found
+    return checked
 
 
 def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
-    """One list of ``samples`` seeds per prompt."""
-    found = [[int(seed) for seed in listed("seeds", row, "seeds")] for row in listed("seeds", values, "lists of seeds")]
-    if len(found) != prompts or any(len(row) != samples for row in found):
-        shape = sorted({len(row) for row in found})
+    """Check and return one list of ``samples`` seeds per prompt."""
+    rows = [
+        [int(seed) for seed in as_list("seeds", row, "seeds")] for row in as_list("seeds", values, "lists of seeds")
+    ]
+    if len(rows) != prompts or any(len(row) != samples for row in rows):
+        lengths = sorted({len(row) for row in rows})
         raise ValueError(
-            f"seeds must hold {samples} seeds for each of {prompts} prompts, got {len(found)} lists of {shape}"
+            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists of {lengths}"
         )
-    return found
+    return rows
 
 
 def train_rows(values: Any) -> list[TrainSequence]:
-    """Rows to train on."""
-    rows = listed("batch_data", values, "TrainSequence rows")
+    """Check and return rows to train on."""
+    rows = as_list("batch_data", values, "TrainSequence rows")
     for index, row in enumerate(rows):
         of_type(f"batch_data[{index}]", row, TrainSequence)
     return rows
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise :class:`UsageError` for log-probs of unknown temperature where others than 1 were sampled at."""
+    """Raise UsageError for rows of unknown temperature if the trainer has sampled at other temperatures than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
-        told = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
+        sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
         raise UsageError(
-            f"row {unknown[0]} does not say which temperature its logprobs were sampled at, and this trainer has generated "
-            f"at {told}; give TrainSequence(temperature=sequence.temperature), or make its logprobs by adding lists, "
-            "[0.0] * len(prompt) + sequence.resp_logprobs, which take the temperature along"
+            f"the sampling temperature of the logprobs of row {unknown[0]} is unknown, and this trainer has sampled at "
+            f"{sampled}; pass TrainSequence(temperature=sequence.temperature), or build logprobs as "
+            "[0.0] * len(prompt) + sequence.resp_logprobs, which keeps the temperature"
         )
 
 
 def token_rows(values: Any) -> Sequence[list[int]]:
-    """Rows to score."""
-    return [token_ids(f"token_rows[{index}]", row) for index, row in enumerate(listed("token_rows", values, "rows"))]
+    """Check and return rows to score."""
+    return [token_ids(f"token_rows[{index}]", row) for index, row in enumerate(as_list("token_rows", values, "rows"))]

@@ -1,7 +1,7 @@
-"""Data files to ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
+"""Reads data files into ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
 
-Files are read into memory directly. Nothing is copied into a global cache, so nothing stale can come out of one, and a
-bad row is reported with its own line and key, which the general builders of ``datasets`` do not know.
+Unlike with the builders of ``datasets``, files are read into memory without a global cache, so that nothing is stale, and a
+malformed row is reported with its line and key.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_file(path: Path, option: str) -> Dataset:
-    """Read one data file that ``option`` named; the suffix says how. A :class:`DataError` names file, row and key."""
+    """Read one data file; its suffix selects the format. Raises DataError with file, row and key."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{option} {path}: {path.suffix or 'no suffix'} is not a data file; use one of {', '.join(READERS)}"
+            f"{option} {path}: {path.suffix or 'no suffix'} is not a supported format; use one of {', '.join(READERS)}"
         )
     return _to_dataset(reader(path), path)
 
 
 def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
-    """Read one split of a folder that ``option`` named: a ``save_to_disk`` one, or data files of one kind, by name."""
+    """Read one split of a folder: of ``save_to_disk``, or of data files of one format whose names start with the split."""
     if saved_splits(folder) is not None:
         return _read_saved(folder, option, split)
     files = split_files(folder, split, option)
@@ -53,7 +53,7 @@ def _read_saved(folder: Path, option: str, split: str) -> Dataset:
 
     try:
         loaded = load_from_disk(str(folder))
-    except Exception as error:  # whatever is wrong with the files inside; the cause stays attached
+    except Exception as error:  # damaged files raise all kinds of errors
         raise DataError(
             f"{folder}: this save_to_disk folder is damaged: {_first_line(error)}; save it again"
         ) from error
@@ -61,7 +61,7 @@ def _read_saved(folder: Path, option: str, split: str) -> Dataset:
         return loaded
     if split not in loaded:
         raise UsageError(
-            f"{option} {folder}: no `{split}` split; give the folder of one split: {', '.join(sorted(loaded))}"
+            f"{option} {folder}: no `{split}` split; pass the folder of one split: {', '.join(sorted(loaded))}"
         )
     return loaded[split]
 
@@ -79,36 +79,36 @@ def _read_json(path: Path) -> pa.Table:
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    # Split at newlines only: JSON text may hold other characters that `splitlines` takes for line ends.
+    # Split at newlines only: JSON strings may contain other characters that `splitlines` splits at.
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             yield number, json.loads(line)
         except ValueError as error:
-            hint = "" if number > 1 else "; a .json or .jsonl file holds one array of objects, or one object per line"
+            hint = "" if number > 1 else "; a .json or .jsonl file has one array of objects, or one object per line"
             raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}") from error
 
 
-def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, place: Callable[[int], str]) -> pa.Table:
-    """Columns are the union of all rows' keys, in order of appearance; a missing key is None."""
+def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, locate: Callable[[int], str]) -> pa.Table:
+    """Build a table whose columns are the union of all rows' keys, in order of appearance; a missing key is None."""
 
     def checked() -> Iterator[tuple[int, dict[str, Any]]]:
         for number, row in rows:
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{path}, {place(number)}: a row must be an object of keys and values, got {_shown(row)}"
+                    f"{path}, {locate(number)}: a row must be an object of keys and values, got {_shown(row)}"
                 )
             yield number, row
 
     remaining, tables, places = checked(), list[Any](), list[str]()
     while (chunk := list(islice(remaining, _ROWS_PER_CHUNK))) or not tables:
-        tables.append(_table_of_chunk(chunk, path, place))
-        places.append(f"{path}, rows from {place(chunk[0][0])}" if chunk else str(path))
+        tables.append(_table_of_chunk(chunk, path, locate))
+        places.append(f"{path}, rows from {locate(chunk[0][0])}" if chunk else str(path))
     return _concatenate(tables, places)
 
 
-def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, place: Callable[[int], str]) -> pa.Table:
+def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate: Callable[[int], str]) -> pa.Table:
     import pyarrow as pa
 
     columns = {}
@@ -119,14 +119,14 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, place: 
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             position = _first_misfit(values)
             raise DataError(
-                f"{path}, {place(chunk[position][0])}: key `{key}` holds {_shown(values[position])}, which does not "
-                f"fit the rows before it ({_first_line(error)}); give every row the same type there"
+                f"{path}, {locate(chunk[position][0])}: key `{key}` is {_shown(values[position])}, whose type "
+                f"differs from earlier rows ({_first_line(error)}); use the same type in every row"
             ) from error
     return pa.table(columns)
 
 
 def _first_misfit(values: list[Any]) -> int:
-    """The shortest prefix that Arrow refuses ends with the culprit."""
+    """Return the index of the first value that Arrow rejects, by bisection over prefixes."""
     import pyarrow as pa
 
     low, high = 0, len(values)
@@ -156,26 +156,26 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
                 if len(row) != len(header):
                     raise DataError(
                         f"{path}, row {len(rows) + 1} (line {reader.line_num}): {len(row)} fields, but the header has "
-                        f"{len(header)}; put fields that hold the separator into double quotes"
+                        f"{len(header)}; quote fields that contain the separator"
                     )
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a "
-                "field that begins with a double quote must end with one and double those inside"
+                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a field that "
+                "starts with a double quote must end with one, with quotes inside doubled"
             ) from error
     return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
 
 
 def _check_header(header: list[str], path: Path) -> None:
-    twice = sorted({key for key in header if header.count(key) > 1})
-    if not header or not all(header) or twice:
-        problem = f"key {', '.join(twice)} appears twice" if twice else "a column has no name"
+    duplicates = sorted({key for key in header if header.count(key) > 1})
+    if not header or not all(header) or duplicates:
+        problem = f"key {', '.join(duplicates)} appears twice" if duplicates else "a column has no name"
         raise DataError(f"{path}: the first line must name the columns, but {problem}")
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """Numbers only where a whole column reads as numbers and nothing like a leading zero is lost; empty is None."""
+    """Convert a column to numbers if all its values are numbers without leading zeros; empty strings become None."""
     filled = [text for text in texts if text]
     for pattern, convert in ((_INTEGER, int), (_DECIMAL, float)):
         if filled and all(pattern.fullmatch(text) for text in filled):
@@ -215,7 +215,7 @@ def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
         try:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except pa.ArrowException as error:
-            raise DataError(f"{place}: columns do not fit those of {places[0]}: {_first_line(error)}") from error
+            raise DataError(f"{place}: columns do not match those of {places[0]}: {_first_line(error)}") from error
     return joined
 
 
@@ -223,10 +223,10 @@ def _to_dataset(table: pa.Table, path: Path) -> Dataset:
     from datasets import Dataset
 
     try:
-        # A fingerprint of our own: computing one would hash the whole table.
+        # A random fingerprint: computing one would hash the whole table.
         return Dataset(table, fingerprint=uuid.uuid4().hex)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise DataError(f"{path}: a column has a type that cannot be used: {_first_line(error)}") from error
+        raise DataError(f"{path}: a column has an unsupported type: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Data sets for training: from a path or a hub reference to rows, and from rows to prompts.
+"""Training datasets: loads rows from a path or hub reference, and encodes their prompts.
 
-Local data goes through :mod:`areno.api.dataset_files`; what looks like a path is never looked up on the hub.
+Local data is read by :mod:`areno.api.dataset_files`; anything that looks like a path is never looked up on the hub.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
     Args:
         dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
             hub reference.
-        option: flag that named it, for error messages.
-        split: of a folder that has some, and of a hub reference that names none itself.
+        option: name of the option, for error messages.
+        split: split to read, if the folder has splits and the hub reference names none.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: there is nothing usable at ``dataset_path``.
+        UsageError: ``dataset_path`` does not exist or is unusable.
     """
     path = Path(dataset_path).expanduser()
     if path.is_dir():
@@ -43,16 +43,16 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
         return read_file(path, option)
     if _can_only_be_a_path(dataset_path):
         raise UsageError(
-            f"{option} {dataset_path}: no such file or folder (looked at {path.absolute()}); "
-            "a hub data set is named `owner/name`, `owner/name:config` or `owner/name:config:split`"
+            f"{option} {dataset_path}: no such file or folder ({path.absolute()}); "
+            "write a hub dataset as `owner/name`, `owner/name:config` or `owner/name:config:split`"
         )
     parts = dataset_path.split(":")
     if len(parts) > 3 or not all(parts):
         raise UsageError(
             f"{option} {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
         )
-    name, config, own = (*parts, None, None)[:3]
-    return _load_from_hub(f"{option} {dataset_path}", str(name), config, own or split)
+    name, config, explicit_split = (*parts, None, None)[:3]
+    return _load_from_hub(f"{option} {dataset_path}", str(name), config, explicit_split or split)
 
 
 def load_training_dataset(
@@ -62,11 +62,14 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """The rows that a trainer reads, at least one mapping, through the user's loader if there is one.
+    """Load the rows for a trainer, at least one mapping, through the user's loader if there is one.
 
-    A loader is called with the path, to which it may give a meaning of its own, and the keywords ``default_loader``,
-    ``load_dataset`` and ``load_from_disk``; the split goes to ``default_loader``. Raises DataError: a file is
-    malformed; UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
+    A loader is called with the path, which it may interpret freely, and the keywords ``default_loader`` (bound to the split),
+    ``load_dataset`` and ``load_from_disk``.
+
+    Raises:
+        DataError: a file is malformed.
+        UsageError: the loader failed, or returned no rows or something without ``len()`` and integer indexing.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (
@@ -89,7 +92,7 @@ def load_training_dataset(
 
 
 def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
-    """At most so many rows, from the first on; None is all."""
+    """Return the first ``limit`` rows; all for None."""
     return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
 
 
@@ -107,25 +110,25 @@ def iter_prompt_batches(
     disable_thinking: bool = False,
     source: str = "",
 ) -> Iterator[PromptBatch]:
-    """Walk over rows and yield batches of encoded prompts.
+    """Yield batches of encoded prompts.
 
-    Rows whose prompt is too long are skipped and counted. The last batch may be smaller, none is empty. The position to
-    resume at is ``start`` plus the ``scanned`` of all batches so far; skipped rows behind a batch belong to it, so the
-    sum reaches the end of ``order`` with the last batch.
+    Rows with too long a prompt are skipped and counted. The last batch may be smaller, none is empty. The position to
+    resume at is ``start`` plus the ``scanned`` of all batches so far; skipped rows after a batch are counted in it, so that
+    the sum reaches the end of ``order`` with the last batch.
 
     Args:
         batch_size: accepted rows per batch.
-        max_prompt_tokens: longest accepted prompt, in tokens, template included.
-        context_limit: most tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
-        prompt_key: key of the prompt, a text or a list of chat messages.
-        solutions_key: key of the reference answer; may be absent.
+        max_prompt_tokens: maximum tokens of a prompt, including the chat template.
+        context_limit: maximum tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
+        prompt_key: key of the prompt, a string or a list of chat messages.
+        solutions_key: key of the reference answer; may be missing.
         order: row indices in visiting order; None is the order of the file.
-        start: position in ``order`` to begin at.
-        source: what error messages call the data.
+        start: first position in ``order``.
+        source: name of the data in error messages.
 
     Raises:
         DataError: a row has no usable prompt.
-        UsageError: from position 0 on, every prompt is too long.
+        UsageError: all prompts are too long (checked if ``start`` is 0).
     """
     order = range(len(rows)) if order is None else order
     longest, bound = prompt_limit(max_prompt_tokens, context_limit)
@@ -160,7 +163,7 @@ def iter_prompt_batches(
 
 
 def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int, str]:
-    """Tokens of the longest prompt that leaves room for an answer, and what says so."""
+    """Return the maximum number of prompt tokens that leaves room for an answer, and a description of that limit."""
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (
@@ -171,12 +174,12 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
 
 def _can_only_be_a_path(reference: str) -> bool:
     folder, slash, _ = reference.partition("/")
-    # `data/typo` beside an existing folder `data` is a typo; with a `:config` it can only be the hub.
-    beside = bool(slash) and ":" not in reference and Path(folder).is_dir()
-    return beside or looks_like_path(reference)
+    # `data/typo` with an existing folder `data` is a typo; with a `:config` it can only be the hub.
+    in_folder = bool(slash) and ":" not in reference and Path(folder).is_dir()
+    return in_folder or looks_like_path(reference)
 
 
-def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Dataset:
+def _load_from_hub(label: str, name: str, config: str | None, split: str) -> Dataset:
     from datasets import load_dataset
 
     try:
@@ -186,12 +189,12 @@ def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Dat
             if config is not None or "Config name is missing" not in str(error) or "'main'" not in str(error):
                 raise
             return load_dataset(name, "main", split=split)
-    except Exception as error:  # network, hub and builders fail in many ways; the cause stays attached
+    except Exception as error:  # network, hub and builders fail in many ways
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"{given}: the data set {name} could not be loaded from the hub: {reason}\n"
+            f"{label}: the dataset {name} could not be loaded from the hub: {reason}\n"
             "Check the name, configuration and split (repo:config:split) and the network (HF_HUB_OFFLINE must be unset "
-            "for a first download; a private data set needs `hf auth login`), or give a local file."
+            "for a first download; a private dataset needs `hf auth login`), or pass a local file."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Measuring a policy on prompts that it is not trained on: generate, reward, report; training and ``areno eval`` alike.
+"""Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-Special here: a sample's seed depends on the run's seed, its prompt and its number alone, in a stream of its own. So
-evaluations of different checkpoints can be compared sample by sample, and none of them changes what training draws.
+A sample's seed only depends on the run's seed, the prompt and the sample index, in a separate stream of random numbers. So
+evaluations of different checkpoints can be compared sample by sample, and they do not affect training.
 """
 
 import math
@@ -21,12 +21,12 @@ from areno.errors import RewardError
 from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
-"""Scores records, given with the token ids of prompt and response; None where a score failed."""
+"""Scores records, given the token ids of prompt and response; None for a score that failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer: what the reward function sees, the token ids that a reward model reads, and what the policy said."""
+class EvalAnswer:
+    """One answer: the record for a reward function, the token ids for a reward model, and the generated sequence."""
 
     record: RewardRecord
     tokens: list[int]
@@ -34,25 +34,24 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Tokens of the answer; where a server keeps them to itself, as it has counted them."""
+        """Number of tokens of the answer, as counted by the server if it does not return them."""
         return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
 
 
-AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Answer | None]]
-"""Answers the prompts of one piece, with their numbers in the evaluation; prompt by prompt, None where there is none."""
+AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
+"""Answers the prompts of one batch, given their indices in the evaluation; ordered by prompt, None for a missing answer."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
-"""Receives the records of one piece of an evaluation with their rewards, None where a reward failed."""
+"""Receives the records of one batch of an evaluation with their rewards, None for a reward that failed."""
 
 # Second part of every seed, where training has the step: a number that no run reaches.
 EVALUATION_STREAM = 0x6576616C
-# Samples generated in one piece, as a multiple of what runs at the same time: few slots idle at the end of a piece, and
-# thousands of prompts never lie in memory with all their tokens.
+# Samples per batch as a multiple of the concurrent ones: keeps slots busy, and bounds the tokens held in memory.
 _WAVES = 4
 
 
 def rollout_sampling(options: TrainOptions) -> SamplingParams:
-    """How a run samples its training rollouts."""
+    """Return the sampling parameters of training rollouts."""
     return SamplingParams(
         greedy=options.greedy,
         top_p=options.top_p,
@@ -67,14 +66,13 @@ def rollout_sampling(options: TrainOptions) -> SamplingParams:
 
 
 def evaluation_sampling(options: TrainOptions) -> SamplingParams:
-    """How a run samples its evaluations: as in training, but at ``--eval-temperature``.
+    """Return the sampling parameters of evaluations: those of training, but at ``--eval-temperature``.
 
-    Without that option, one sample per prompt is the most likely one (greedy), and several are drawn at
-    ``--temperature``.
+    Without that option, a single sample per prompt is decoded greedily, and several are sampled at ``--temperature``.
     """
-    own = options.eval_temperature
-    greedy = own is None and (options.greedy or options.eval_n_samples == 1)
-    return replace(rollout_sampling(options), greedy=greedy, temperature=own or options.temperature)
+    temperature = options.eval_temperature
+    greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)
+    return replace(rollout_sampling(options), greedy=greedy, temperature=temperature or options.temperature)
 
 
 def evaluate_prompts(
@@ -95,38 +93,38 @@ def evaluate_prompts(
     """Generate ``n_samples`` answers to each prompt and report their rewards.
 
     Args:
-        trainer: initialized; its policy generates.
-        rows: data rows with a ``prompt``, in the order that seeds count.
-        rewards: scores the answers of one piece at a time.
+        trainer: initialized trainer, whose policy generates.
+        rows: data rows with a ``prompt``; the order determines the seeds.
+        rewards: scores the answers of one batch.
         sampling: generation controls; see :func:`evaluation_sampling`.
         n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts are passed over and counted, as are those that leave the context no room.
-        max_running: most answers generated at the same time.
-        seed: fixes every draw; the same seed, rows and policy give the same answers.
-        source: what error messages call the data.
-        on_scored: sees every answer with its reward, piece by piece.
-        answers: answers in place of the policy's completions, such as those of an agent.
+        max_prompt_tokens: longer prompts are skipped and counted, as are those that leave no room in the context.
+        max_running: maximum number of answers generated concurrently.
+        seed: the same seed, rows and policy give the same answers.
+        source: name of the data in error messages.
+        on_scored: called with the answers and rewards of each batch.
+        answers: source of answers instead of the policy's completions, such as an agent.
 
     Returns:
-        ``rewards_mean, rewards_std``, of a reward in parts their means as ``reward_parts/NAME``, ``accuracy`` (share of
-        rewards above 0), ``pass@k`` for k = 1, 2, 4, ... and
-        ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio, num_prompts, num_samples, skipped_long,
-        reward_errors, eval_time_s``. Answers without a reward count in the lengths only.
+        ``rewards_mean, rewards_std``, the means of reward parts as ``reward_parts/NAME``, ``accuracy`` (fraction of rewards
+        above 0), ``pass@k`` for k = 1, 2, 4, ... and ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio,
+        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward only count in the
+        lengths.
 
     Raises:
-        RewardError: no answer at all got a reward, or ``rewards`` gave a wrong number of them, or one not finite.
+        RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or one that is not finite.
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(
             "an evaluation needs at least one row, one sample per prompt and one running answer, "
             f"got rows={len(rows)}, n_samples={n_samples}, max_running={max_running}"
         )
-    pieces = iter_prompt_batches(
+    batches = iter_prompt_batches(
         rows,
         trainer.get_tokenizer(),
-        batch_size=prompts_of_piece(max_running, n_samples),
+        batch_size=eval_batch_size(max_running, n_samples),
         max_prompt_tokens=max_prompt_tokens,
-        # What an agent makes of a row is not known before it asks.
+        # The prompts of an agent are not known in advance.
         context_limit=tightest(sampling.max_context_len, trainer.model_context_len()) if answers is None else None,
         disable_thinking=disable_thinking,
         source=source,
@@ -135,76 +133,81 @@ def evaluate_prompts(
         policy = partial(
             _completions, trainer, sampling=sampling, n_samples=n_samples, max_running=max_running, seed=seed
         )
-    metrics = measure(pieces, answers or policy, rewards, n_samples, on_scored)
-    trainer.clock.close_step()  # so that the next training step does not count this generation as its own
+    metrics = measure(batches, answers or policy, rewards, n_samples, on_scored)
+    trainer.clock.close_step()  # keeps this generation out of the next training step's times
     return metrics
 
 
-def prompts_of_piece(max_running: int, n_samples: int) -> int:
-    """Prompts that are answered before the next ones are looked at."""
+def eval_batch_size(max_running: int, n_samples: int) -> int:
+    """Return the number of prompts per batch of an evaluation."""
     return max(1, _WAVES * max_running // n_samples)
 
 
 def measure(
-    pieces: Iterable[PromptBatch],
+    batches: Iterable[PromptBatch],
     answers: AnswerSource,
     rewards: RewardSource,
     n_samples: int,
     on_scored: OnScored | None,
 ) -> dict[str, float]:
-    """Answer prompts piece by piece, reward the answers, and report; see :func:`evaluate_prompts`."""
-    began, tally = time.perf_counter(), _Tally(n_samples)
-    for piece in pieces:
-        prompts = range(tally.num_prompts, tally.num_prompts + len(piece.items))
-        drawn = answers(piece, prompts)
-        given = [answer for answer in drawn if answer is not None]
-        records = [answer.record for answer in given]
-        scores = _checked(rewards(records, [answer.tokens for answer in given]), len(records)) if given else []
-        tally.add(piece, drawn, scores)
+    """Answer prompts batch by batch, score the answers, and return the metrics; see :func:`evaluate_prompts`."""
+    start, totals = time.perf_counter(), _EvalTotals(n_samples)
+    for batch in batches:
+        prompts = range(totals.num_prompts, totals.num_prompts + len(batch.items))
+        sampled = answers(batch, prompts)
+        present = [answer for answer in sampled if answer is not None]
+        records = [answer.record for answer in present]
+        scores = _checked(rewards(records, [answer.tokens for answer in present]), len(records)) if present else []
+        totals.add(batch, sampled, scores)
         if on_scored is not None:
             on_scored(records, scores)
-    return tally.metrics() | {"eval_time_s": time.perf_counter() - began}
+    return totals.metrics() | {"eval_time_s": time.perf_counter() - start}
 
 
 def _completions(
     trainer: Sampler,
-    piece: PromptBatch,
+    batch: PromptBatch,
     prompts: Sequence[int],
     sampling: SamplingParams,
     n_samples: int,
     max_running: int,
     seed: int,
-) -> list[Answer | None]:
-    """Answers to the prompts of a piece, prompt by prompt."""
+) -> list[EvalAnswer | None]:
+    """Generate the answers to a batch, ordered by prompt."""
     seeds = [
         [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts
     ]
     trainer.begin_rollout_session(max_running)
     try:
-        token_rows = [item.input_tokens for item in piece.items]
+        token_rows = [item.input_tokens for item in batch.items]
         results = trainer.rollout_token_batch(token_rows, n_samples, sampling, seeds=seeds)
     finally:
         trainer.end_rollout_session()
     return [
-        Answer(reward_record(item, prompt, sample, sequence), [*item.input_tokens, *sequence.resp_tokens], sequence)
-        for item, prompt, result in zip(piece.items, prompts, results, strict=True)
+        EvalAnswer(reward_record(item, prompt, sample, sequence), [*item.input_tokens, *sequence.resp_tokens], sequence)
+        for item, prompt, result in zip(batch.items, prompts, results, strict=True)
         for sample, sequence in enumerate(result.sequences)
     ]
 
 
 def _checked(scores: Sequence[float | None], expected: int) -> list[float | None]:
     if len(scores) != expected:
-        raise RewardError(f"the reward source gave {len(scores)} rewards for {expected} answers; it must give one each")
-    broken = [score for score in scores if score is not None and not math.isfinite(score)]
-    if broken:
-        raise RewardError(f"the reward source gave {broken[0]}; give a finite number, or None for a reward that failed")
+        raise RewardError(
+            f"the reward source returned {len(scores)} rewards for {expected} answers; it must return one each"
+        )
+    non_finite = [score for score in scores if score is not None and not math.isfinite(score)]
+    if non_finite:
+        raise RewardError(
+            f"the reward source returned {non_finite[0]}; return a finite number, or None for a reward that failed"
+        )
     return list(scores)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Return the probability that k of n samples, drawn without replacement, include a correct one.
 
-    Over prompts its mean is the unbiased estimate of pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1).
+    It is 1 - C(n - c, k) / C(n, k); its mean over prompts is the unbiased estimator of pass@k (Chen et al. 2021,
+    arXiv:2107.03374, equation 1).
     """
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got n={n}, correct={correct}, k={k}")
@@ -212,13 +215,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def reported_ks(n_samples: int) -> list[int]:
-    """The k of which pass@k is reported: the powers of two below ``n_samples``, and ``n_samples`` itself."""
+    """Return the values of k for pass@k: the powers of two below ``n_samples``, and ``n_samples``."""
     return [*(2**power for power in range((n_samples - 1).bit_length())), n_samples]
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Sums over the pieces of an evaluation."""
+class _EvalTotals:
+    """Totals over the batches of an evaluation."""
 
     n_samples: int
     num_prompts: int = 0
@@ -226,48 +229,50 @@ class _Tally:
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     rewards: list[float] = field(default_factory=list)
-    outcomes: list[tuple[int, int]] = field(default_factory=list)  # of each prompt: rewarded answers, those above 0
+    outcomes: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # per prompt: scored answers, those with a reward above 0
 
-    def add(self, piece: PromptBatch, answers: Sequence[Answer | None], scores: Sequence[float | None]) -> None:
-        """Count one piece; answers lie prompt by prompt, and scores are those of the answers that there are."""
-        self.num_prompts += len(piece.items)
-        self.skipped_long += piece.skipped_long
-        given = [answer for answer in answers if answer is not None]
-        self.lengths += [answer.length for answer in given]
-        self.truncated += sum(answer.sequence.finish_reason == "length" for answer in given)
-        left = iter(scores)
-        found = [None if answer is None else next(left) for answer in answers]
-        for begin in range(0, len(found), self.n_samples):
-            valid = [score for score in found[begin : begin + self.n_samples] if score is not None]
+    def add(self, batch: PromptBatch, answers: Sequence[EvalAnswer | None], scores: Sequence[float | None]) -> None:
+        """Add one batch; answers are ordered by prompt, and ``scores`` has one entry per answer that is not None."""
+        self.num_prompts += len(batch.items)
+        self.skipped_long += batch.skipped_long
+        present = [answer for answer in answers if answer is not None]
+        self.lengths += [answer.length for answer in present]
+        self.truncated += sum(answer.sequence.finish_reason == "length" for answer in present)
+        remaining = iter(scores)
+        aligned = [None if answer is None else next(remaining) for answer in answers]
+        for start in range(0, len(aligned), self.n_samples):
+            valid = [score for score in aligned[start : start + self.n_samples] if score is not None]
             self.rewards += valid
             self.outcomes.append((len(valid), sum(score > 0 for score in valid)))
 
     def metrics(self) -> dict[str, float]:
-        """The metrics by short name."""
+        """Return the metrics by short name."""
         if not self.rewards:
             raise RewardError(
-                f"every reward of the evaluation failed ({len(self.lengths)} answers); --on-reward-error stop shows the error"
+                f"all rewards of the evaluation failed ({len(self.lengths)} answers); --on-reward-error stop shows the error"
             )
-        drawn = len(self.lengths)
+        num_samples = len(self.lengths)
         return {
             "rewards_mean": statistics.fmean(self.rewards),
             "rewards_std": statistics.pstdev(self.rewards),
             **{name: statistics.fmean(part) for name, part in part_columns(self.rewards, PARTS).items()},
             "accuracy": sum(reward > 0 for reward in self.rewards) / len(self.rewards),
             **self._pass_at_k(),
-            "response_len_mean": sum(self.lengths) / drawn,
-            "truncated_ratio": self.truncated / drawn,
+            "response_len_mean": sum(self.lengths) / num_samples,
+            "truncated_ratio": self.truncated / num_samples,
             "num_prompts": self.num_prompts,
-            "num_samples": drawn,
+            "num_samples": num_samples,
             "skipped_long": self.skipped_long,
-            "reward_errors": drawn - len(self.rewards),
+            "reward_errors": num_samples - len(self.rewards),
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Over the prompts that have at least k rewarded answers; a k without any is left out."""
-        found = {}
+        """Average over the prompts with at least k scored answers; omits a k without any."""
+        metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]
             if values:
-                found[f"pass@{k}"] = statistics.fmean(values)
-        return found
+                metrics[f"pass@{k}"] = statistics.fmean(values)
+        return metrics

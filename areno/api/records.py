@@ -1,4 +1,4 @@
-"""From a prompt and a generated answer to what reward functions see; training and evaluation build it here alike."""
+"""Builds the records that reward functions receive, for training and evaluation."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutResult, Ro
 
 
 def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:
-    """Decode the responses; those of requests with stop strings come decoded, cut before the stop string."""
+    """Decode the responses; with stop strings they are already decoded, and cut before the stop string."""
     sequences = [sequence for result in results for sequence in result.sequences]
     if sampling.stop or not sequences:
         return results
@@ -19,16 +19,16 @@ def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingP
 
 
 def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:
-    """The record of one answer.
+    """Build the record of one answer.
 
     Args:
-        item: the prompt and its data row.
-        prompt_index: place of the prompt in its batch.
-        sample_index: which of the prompt's answers it is.
+        item: prompt and data row.
+        prompt_index: index of the prompt in its batch.
+        sample_index: index of the answer among the prompt's samples.
         sequence: the answer.
     """
-    given = item.record.get("prompt")
-    messages: list[dict[str, Any]] = given if isinstance(given, list) else [{"role": "user", "content": item.prompt}]
+    prompt = item.record.get("prompt")
+    messages: list[dict[str, Any]] = prompt if isinstance(prompt, list) else [{"role": "user", "content": item.prompt}]
     return RewardRecord(
         prompt=item.prompt,
         completion=sequence.text,

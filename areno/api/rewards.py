@@ -1,4 +1,4 @@
-"""The rewards of a run as its options have them; training and evaluation alike."""
+"""Creates the reward runner of a run from its options, for training and evaluation."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,7 +10,7 @@ from areno.types import RewardParts
 
 
 def reward_runner(options: TrainOptions, reward_fn: Callable[..., Any] | None = None) -> RewardRunner:
-    """A runner that is not started, of the function or else of ``--reward-fn-path``."""
+    """Create a reward runner (not started) for ``reward_fn``, or else for ``--reward-fn-path``."""
     return RewardRunner(
         reward_fn,
         path=options.reward_fn_path,

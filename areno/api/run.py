@@ -1,6 +1,6 @@
-"""A whole run from resolved options: data, model, trainer, summary. ``areno train`` and the quickstart both come here.
+"""Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
 
-``areno eval`` does too: it uses the trainer of a policy for its rewards and prompts, and trains nothing.
+An evaluation uses the policy trainer for its rewards and prompts, without training.
 """
 
 import logging
@@ -22,7 +22,7 @@ from areno.api.trainers.rollout import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
-from areno.config.splits import TEST, TRAIN, rows_named
+from areno.config.splits import TEST, TRAIN, row_sources
 from areno.config.train_options import TrainOptions
 from areno.config.validate import check_length
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
@@ -43,7 +43,7 @@ _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
     *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
-"""Options that a backend takes by the same name."""
+"""Options with the same name in ``ArenoConfig.runtime``."""
 
 
 def run_training(
@@ -54,23 +54,23 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train as the options say; returns the exit code, 0 or 128 plus the signal that stopped the run.
+    """Train; returns the exit code: 0, or 128 plus the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
-        reward_fn: loaded reward function; where ``options.reward_fn_path`` is set it runs from that file in workers.
-        loader_fn: loaded data set loader.
-        progress: shows the run; None suits the terminal or pipe.
-        console_level: least level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has them all.
+        reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, which is loaded in worker processes.
+        loader_fn: dataset loader.
+        progress: progress display; None selects one for the terminal or pipe.
+        console_level: minimum level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has all levels.
     """
     run_dir = RunDirectory(options.run_path).create()
     with _locked(options), setup_logging(run_dir, level=console_level):
-        began = time.perf_counter()
+        start = time.perf_counter()
         logger.info(" ".join(f"{name}={value}" for name, value in runtime_of(options, visible_gpus()).items()))
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         held_out = load_held_out(options, loader_fn)
         _check_rows(options, dataset, held_out)
-        if not options.tune_params:  # which may choose another batch size
+        if not options.tune_params:  # tuning may choose another batch size
             check_length(options, len(dataset))
         checkpoint = _checkpoint(options)
         trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
@@ -79,35 +79,35 @@ def run_training(
             if options.tune_params:
                 options = _tuned(options, trainer, len(dataset))
                 check_length(options, len(dataset))
-            torch.manual_seed(options.seed)  # dropout draws from it
+            torch.manual_seed(options.seed)  # for dropout
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows, loop.resumed_from = held_out, checkpoint
             if progress is not None:
                 loop.report.display = progress
-            return _fit(options, loop, run_dir, began)
+            return _fit(options, loop, run_dir, start)
         finally:
             trainer.close()
 
 
 @contextmanager
 def _locked(options: TrainOptions) -> Iterator[None]:
-    """The run's directories for this process alone."""
-    places = {
+    """Lock the run's directories for this process."""
+    directories = {
         "--run-dir": options.run_path,
         "--save-path": options.checkpoint_path,
         "--metrics-log-dir": options.events_path,
     }
-    with ExitStack() as held:
-        for option, place in places.items():
-            if option == "--run-dir" or options.run_path.resolve() not in place.resolve().parents:
-                held.enter_context(run_lock(place, f"or choose another {option}"))
+    with ExitStack() as locks:
+        for option, directory in directories.items():
+            if option == "--run-dir" or options.run_path.resolve() not in directory.resolve().parents:
+                locks.enter_context(run_lock(directory, f"or choose another {option}"))
         if options.resume is None and is_run(options.run_path):
-            raise UsageError(f"--run-dir {options.run_path} already holds a run; choose another directory")
+            raise UsageError(f"--run-dir {options.run_path} already contains a run; choose another directory")
         yield
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Look at the first row of the data, before a model is loaded."""
+    """Check the first row of the data before a model is loaded."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -117,7 +117,7 @@ def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequenc
 
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
-    """The options with sizes that were tried out on the loaded model."""
+    """Return the options with sizes that were probed on the loaded model."""
     from areno.engine.plan.tuner import tune_sizes
 
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
@@ -126,20 +126,18 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """The rows of ``--eval-dataset-path``, through its own loader or the run's; None without that option.
+    """Load the rows of ``--eval-dataset-path`` with its own loader or the run's; None without that option.
 
-    A loader that draws random numbers changes nothing of what training draws.
+    Restores the random state afterwards, so that a loader does not affect training.
     """
-    path, own = options.eval_dataset_path, options.eval_dataset_loader_fn
+    path, eval_loader = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
         return None
-    if own is None and _trained_on(options, path, loader_fn is not None):
-        logger.warning(
-            "--eval-dataset-path names rows of --dataset-path: the evaluation measures rows that are trained on"
-        )
+    if eval_loader is None and _trained_on(options, path, loader_fn is not None):
+        logger.warning("--eval-dataset-path shares rows with --dataset-path: the evaluation uses training rows")
     rng = capture_rng()
-    if own is not None:
-        loader_fn = load_hook(own, EVAL_LOADER_HOOK)
+    if eval_loader is not None:
+        loader_fn = load_hook(eval_loader, EVAL_LOADER_HOOK)
     rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", split=TEST)
     rows = first_rows(rows, options.eval_max_rows)
     restore_rng(rng)
@@ -150,7 +148,7 @@ def _trained_on(options: TrainOptions, held_out: str, has_loader: bool) -> bool:
     trained = str(options.dataset_path)
     if has_loader:
         return held_out == trained
-    return bool(rows_named(trained, TRAIN) & rows_named(held_out, TEST))
+    return bool(row_sources(trained, TRAIN) & row_sources(held_out, TEST))
 
 
 def run_evaluation(
@@ -161,13 +159,13 @@ def run_evaluation(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """The metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
+    """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
-        options: validated; the ``eval_*`` options say how many rows and samples, and how they are drawn.
+        options: validated options; the ``eval_*`` ones set the number of rows and samples, and the temperature.
         reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
-        on_start: called with the number of rows, once the model is loaded.
+        on_start: called with the number of rows when the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
@@ -192,7 +190,7 @@ def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any)
     return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
-def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began: float) -> int:
+def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, start: float) -> int:
     with loop.stop.signals():
         try:
             state = loop.fit()
@@ -206,7 +204,7 @@ def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began:
             "steps": state.step,
             "epochs": state.epoch,
             "seed": options.seed,
-            "seconds": round(time.perf_counter() - began, 3),
+            "seconds": round(time.perf_counter() - start, 3),
             "checkpoint": str(latest) if latest else None,
             "last": _last_step(run_dir),
             **_evaluations(options, loop),
@@ -217,40 +215,40 @@ def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began:
 
 
 def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
-    """Metrics of the last training step; lines of evaluations are passed over."""
+    """Return the metrics of the last training step."""
     records = [record for record in run_dir.read_metrics() if any(name.startswith("train/") for name in record)]
     return records[-1] if records else {}
 
 
 def _evaluations(options: TrainOptions, loop: DataTrainer) -> dict[str, Any]:
-    """The last and the best evaluation of the run, for its summary, and a log line about the best; {} without any."""
+    """Return the last and the best evaluation for the summary, and log the best; {} without evaluations."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
         return {}
-    found: dict[str, Any] = {"evaluation": {"step": last["step"], **last["metrics"]}, "best_evaluation": best}
+    summary: dict[str, Any] = {"evaluation": {"step": last["step"], **last["metrics"]}, "best_evaluation": best}
     if best is not None:
-        kept = options.ckpt if best["step"] == 0 else loop.checkpointing.folder.find(best["step"])
-        found["best_evaluation"] = {**best, "checkpoint": None if kept is None else str(kept)}
+        checkpoint = options.ckpt if best["step"] == 0 else loop.checkpointing.folder.find(best["step"])
+        summary["best_evaluation"] = {**best, "checkpoint": None if checkpoint is None else str(checkpoint)}
         logger.info(
             "best evaluation: %s=%g after %d steps, checkpoint %s",
-            *(best["metric"], best["value"], best["step"], kept or "not kept (--keep-best keeps it)"),
+            *(best["metric"], best["value"], best["step"], checkpoint or "not kept (use --keep-best)"),
         )
-    return found
+    return summary
 
 
 def _checkpoint(options: TrainOptions) -> Path | None:
-    """The checkpoint that a resumed run goes on from, its files checked; None begins at the first step."""
+    """Return the verified checkpoint to resume from; None starts at the first step."""
     if not options.resume:
         return None
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
 def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
-    """The SDK trainer that the options describe; a resumed run loads its checkpoint instead of ``--ckpt``."""
+    """Create the SDK trainer; a resumed run loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
-        # Tuning may raise what the options say.
+        # Tuning may raise it.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer=optimizer_settings(options),
         runtime={
@@ -269,7 +267,7 @@ def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None)
 
 
 def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | None:
-    """The adapter that the options describe; a resumed run goes on with that of its checkpoint."""
+    """Return the adapter's settings; a resumed run continues with the adapter of its checkpoint."""
     if not options.uses_lora:
         return None
     adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path

@@ -1,4 +1,4 @@
-"""Generating with a model inside rollout sessions: what :class:`areno.Trainer`, sessions and evaluations have in common."""
+"""Generation inside rollout sessions, the base of :class:`areno.Trainer`."""
 
 import asyncio
 import logging
@@ -25,54 +25,54 @@ Self = TypeVar("Self", bound="Sampler")
 
 
 class StepClock:
-    """Seconds that a step spends on generating, on training, and from its beginning to its end.
+    """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` are those of the last training, which ended at ``trained_at`` by ``time.perf_counter``.
+    ``trained_s`` is the duration of the last training, which ended at ``trained_at`` (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
         self.trained_s = self.trained_at = 0.0
         self._rollout_s = self._train_s = 0.0
-        self._rollout_began: float | None = None
-        self._step_began: float | None = None
+        self._rollout_start: float | None = None
+        self._step_start: float | None = None
 
     def begin_rollout(self) -> None:
-        """Generation begins."""
-        self._rollout_began = time.perf_counter()
-        self._step_began = self._step_began or self._rollout_began
+        """Start the rollout time."""
+        self._rollout_start = time.perf_counter()
+        self._step_start = self._step_start or self._rollout_start
 
     def end_rollout(self) -> None:
-        """Generation has ended."""
-        if self._rollout_began is not None:
-            self._rollout_s += time.perf_counter() - self._rollout_began
-            self._rollout_began = None
+        """Stop the rollout time."""
+        if self._rollout_start is not None:
+            self._rollout_s += time.perf_counter() - self._rollout_start
+            self._rollout_start = None
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Training goes on inside."""
-        began = time.perf_counter()
-        self._step_began = self._step_began or began
+        """Measure the training inside the context."""
+        start = time.perf_counter()
+        self._step_start = self._step_start or start
         yield
         self.trained_at = time.perf_counter()
-        self.trained_s = self.trained_at - began
+        self.trained_s = self.trained_at - start
         self._train_s += self.trained_s
 
     def close_step(self, ended: float | None = None) -> dict[str, float]:
-        """End the step, now or when it ``ended``: log its times, of all roles that were trained in it, and begin anew."""
+        """End the step (now, or at ``ended``), log its times over all trained roles, and reset the clock."""
         ended = ended or time.perf_counter()
-        rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_began or ended)
-        self._rollout_s, self._train_s, self._step_began = 0.0, 0.0, None
+        rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
+        self._rollout_s, self._train_s, self._step_start = 0.0, 0.0, None
         log_lines.backend_time(logger, rollout, train, total)
         return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
 
 
 class Sampler:
-    """Generates inside rollout sessions; see :class:`areno.Trainer`, which documents the arguments."""
+    """Generates inside rollout sessions; :class:`areno.Trainer` documents the arguments."""
 
     def __init__(
         self, world_size: int, model_path: str, backend_type: BackendType | str | None = None, custom_config: Any = None
     ) -> None:
-        arguments.whole("world_size", world_size)
+        arguments.integer("world_size", world_size)
         arguments.of_type("model_path", model_path, str | os.PathLike)
         kind = get_backend(backend_type) if isinstance(backend_type, str) else backend_type or Areno
         config = ArenoConfig() if custom_config is None and kind is Areno else custom_config
@@ -87,17 +87,17 @@ class Sampler:
 
     @property
     def backend(self) -> Backend:
-        """What holds the models; EngineError before :meth:`init` and after :meth:`close`."""
+        """The backend, which holds the models. Raises EngineError before :meth:`init` and after :meth:`close`."""
         if self._backend is None:
             raise EngineError("the trainer is not initialized: call trainer.init() first, and not after close()")
         return self._backend
 
     def init(self) -> None:
-        """Load tokenizer and model, once and before anything else; after :meth:`close` it opens the trainer anew."""
+        """Load tokenizer and model; required once before other calls, and again after :meth:`close`."""
         if self._backend is not None:
             raise EngineError(
-                "the trainer is initialized already; loading the model again would drop what it has learned. "
-                "Call close() first, or make a new Trainer"
+                "the trainer is already initialized; loading the model again would discard its training. "
+                "Call close() first, or create a new Trainer"
             )
         self._backend = self._load()
         self._closed = False
@@ -109,37 +109,37 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Release the models, also inside a session; a second call does nothing."""
+        """Release the models; allowed inside a session, and idempotent."""
         self._closed, self._depth = True, 0
         if self._backend is not None:
             self._backend.close()
             self._backend = None
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.backend.tokenizer
 
     def dp_size(self) -> int:
-        """Number of model replicas that share the work: ``world_size`` divided by the tensor-parallel size."""
+        """Return the data-parallel size: ``world_size`` divided by the tensor-parallel size."""
         return self.backend.dp_size
 
     def model_context_len(self) -> int | None:
-        """Most tokens of one sequence, where the model states a limit."""
+        """Return the model's maximum sequence length in tokens; None if it has no limit."""
         return self.backend.context_length
 
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
-        """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""
+        """Enter a session without a context manager; pair each call with :meth:`end_rollout_session`."""
         if self._depth == 0:
-            from areno.engine.native import release_workers  # here, so that importing the SDK imports no torch
+            from areno.engine.native import release_workers  # lazy: it imports torch
 
             backend, running = self.backend, running_sequences(max_running_prompts)
-            release_workers()  # an agent may ask from other threads while this one waits
+            release_workers()  # an agent may send requests from other threads while this one waits
             self.clock.begin_rollout()
             backend.set_max_running(running)
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session by hand; the outermost one aborts what is pending. After :meth:`close` it does nothing."""
+        """Leave a session; the outermost one aborts pending requests. Does nothing after :meth:`close`."""
         if self._closed:
             return
         if self._depth == 0:
@@ -152,9 +152,9 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one.
+        """Generate ``n_samples`` completions of each text prompt, formatted by the chat template if there is one.
 
-        Arguments, result and errors are those of :meth:`rollout_token_batch`, with text in place of token ids.
+        Otherwise like :meth:`rollout_token_batch`.
         """
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
@@ -182,7 +182,7 @@ class Sampler:
             prompt_tokens: one list of ids per prompt, or objects with ``ids`` or ``input_ids``.
             n_samples: completions per prompt.
             sampling_params: generation controls.
-            seeds: ``n_samples`` seeds per prompt; None derives them, so that a repeated program repeats its samples.
+            seeds: ``n_samples`` seeds per prompt; None derives them deterministically.
 
         Returns:
             One result per prompt, with ``n_samples`` sequences.
@@ -190,9 +190,9 @@ class Sampler:
         Raises:
             EngineError: called outside a rollout session.
             TypeError: an argument is of the wrong type.
-            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or holds an id
-                that the model does not know.
-            ValueError: ``n_samples`` is below 1, or ``seeds`` do not fit it.
+            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or has an id
+                outside the vocabulary.
+            ValueError: ``n_samples`` is below 1, or ``seeds`` has the wrong shape.
         """
         futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
         return with_texts([future.result() for future in futures], self.get_tokenizer(), sampling_params)
@@ -217,7 +217,7 @@ class Sampler:
                 "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
                 "proxy=False):`"
             )
-        arguments.whole("n_samples", n_samples)
+        arguments.integer("n_samples", n_samples)
         context, vocabulary = self.model_context_len(), self.backend.vocab_size
         self._sampled_at.add(arguments.sampling(sampling).logprob_temperature)
         prompts = arguments.prompts(prompt_tokens, sampling, context=context, vocabulary=vocabulary)
@@ -226,7 +226,7 @@ class Sampler:
         else:
             seeds = arguments.seed_table(seeds, len(prompts), n_samples)
         return self.backend.submit(
-            [Request(prompt, sampling, list(own)) for prompt, own in zip(prompts, seeds, strict=True)]
+            [Request(prompt, sampling, list(row)) for prompt, row in zip(prompts, seeds, strict=True)]
         )
 
     def _seeds(self, n_samples: int, base: int | None) -> list[int]:
@@ -244,27 +244,27 @@ class Sampler:
         micro_bs: int = 8,
         routed_experts: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-probs of fixed rows under a role; ``actor`` is the policy that is trained.
+        """Compute the log-probs of given rows under a role; ``actor`` is the trained policy.
 
         Args:
             role: ``actor``, ``ref`` or another role of kind ``policy``.
-            token_rows: token ids; rows need not be of one length.
+            token_rows: token ids; lengths may differ.
             temperatures: softmax temperature of all rows, or one per row.
-            micro_bs: rows of one forward pass; it does not change the result.
-            routed_experts: of the actor with ``return_routed_experts``: the experts that each row's tokens go to, as
-                ``TrainSequence.routed_experts`` has them.
+            micro_bs: rows per forward pass; does not change the result.
+            routed_experts: experts to route each row's tokens to, as in ``TrainSequence.routed_experts``; only for the actor
+                with ``return_routed_experts``.
 
         Returns:
             Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
 
         Raises:
-            EngineError: there is no such role, or it predicts something else.
+            EngineError: no such role, or not a policy.
         """
-        rows, warmth = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
+        rows, values = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
         routed: dict[str, Any] = {} if routed_experts is None else {"routed": routed_experts}
-        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs), **routed)
+        return self.backend.score_logprobs(role, rows, values, arguments.integer("micro_bs", micro_bs), **routed)
 
 
 def running_sequences(sequences: int | None) -> int | None:
-    """The checked number of sequences to decode at once."""
-    return None if sequences is None else arguments.whole("max_running_prompts", sequences)
+    """Check and return the maximum number of concurrent sequences."""
+    return None if sequences is None else arguments.integer("max_running_prompts", sequences)

@@ -1,13 +1,14 @@
-"""Measuring a model behind an address: any server of the OpenAI protocol answers, and rewards are those of a run."""
+"""Evaluates a model on an OpenAI-compatible server, with the rewards of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from areno.api.datasets import first_rows, load_training_dataset
-from areno.api.evaluation import EVALUATION_STREAM, Answer, OnScored, evaluation_sampling, measure, prompts_of_piece
+from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, OnScored, eval_batch_size, evaluation_sampling, measure
 from areno.api.records import reward_record
 from areno.api.rewards import reward_runner
 from areno.config.splits import TEST
@@ -26,8 +27,7 @@ from areno.types import (
 )
 
 _TIMEOUT_S = 600.0
-# Seeds of the protocol are 32 bits wide at some servers.
-_SEEDS = 2**31
+_SEEDS = 2**31  # some servers accept 32-bit seeds only
 
 
 def evaluate_server(
@@ -39,16 +39,16 @@ def evaluate_server(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """The metrics of :func:`areno.api.evaluation.evaluate_prompts` for a model at an address, as ``areno eval`` has them.
+    """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for a model on a server.
 
     Args:
-        url: of the server, with its version.
-        model: name at the server; None takes the first that it lists.
-        options: as for :func:`areno.api.run.run_evaluation`; a prompt that is a text becomes the message of a user.
+        url: base URL of the server, with the API version.
+        model: model name on the server; None takes the first that it lists.
+        options: as for :func:`areno.api.run.run_evaluation`; a prompt that is a string becomes a user message.
 
     Raises:
-        UsageError: no server answers there.
-        EngineError: it refuses a prompt, or is gone.
+        UsageError: the server does not answer.
+        EngineError: it rejects a prompt, or stops answering.
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     client = OpenAIClient(url, _TIMEOUT_S, model)
@@ -60,22 +60,22 @@ def evaluate_server(
     def rewards(records: list[RewardRecord], _: list[list[int]]) -> list[float | None]:
         return [outcome.value for outcome in runner.run(records)]
 
-    n_samples, at_once = options.eval_n_samples, options.running_sequences
-    ask = Questions(client, evaluation_sampling(options), n_samples, options.seed)
+    n_samples, concurrency = options.eval_n_samples, options.running_sequences
+    server = _ServerAnswers(client, evaluation_sampling(options), n_samples, options.seed)
     try:
         runner.start()
-        with ThreadPoolExecutor(at_once, thread_name_prefix="areno-eval") as pool:
-            pieces = _pieces(rows, prompts_of_piece(at_once, n_samples), str(options.dataset_path))
-            return measure(pieces, lambda piece, prompts: ask.all(pool, piece, prompts), rewards, n_samples, on_scored)
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="areno-eval") as pool:
+            batches = _batches(rows, eval_batch_size(concurrency, n_samples), str(options.dataset_path))
+            return measure(batches, partial(server.answers, pool), rewards, n_samples, on_scored)
     finally:
         runner.close()
 
 
-def _pieces(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterator[PromptBatch]:
-    """Rows as prompts without tokens: the server has the tokenizer."""
-    for begin in range(0, len(rows), size):
+def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterator[PromptBatch]:
+    """Yield batches of prompts without tokens, which the server computes."""
+    for start in range(0, len(rows), size):
         items = []
-        for index in range(begin, min(begin + size, len(rows))):
+        for index in range(start, min(start + size, len(rows))):
             row = dict(rows[index])
             prompt = text_or_messages(row, "prompt", source, index)
             text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
@@ -83,8 +83,8 @@ def _pieces(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterat
         yield PromptBatch(items, scanned=len(items))
 
 
-class Questions:
-    """Asks a server for ``n_samples`` answers to each prompt, each with a seed of its own."""
+class _ServerAnswers:
+    """Requests ``n_samples`` answers to each prompt from a server, each with its own seed."""
 
     def __init__(self, client: OpenAIClient, sampling: SamplingParams, n_samples: int, seed: int) -> None:
         self._client, self._n_samples, self._seed = client, n_samples, seed
@@ -96,28 +96,28 @@ class Questions:
         if sampling.stop:
             self._body["stop"] = sampling.stop
 
-    def all(self, pool: ThreadPoolExecutor, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
-        """The answers to a piece, prompt by prompt."""
-        wanted = [
+    def answers(self, pool: ThreadPoolExecutor, batch: PromptBatch, prompts: Sequence[int]) -> list[EvalAnswer | None]:
+        """Return the answers to a batch, ordered by prompt."""
+        requests = [
             (item, prompt, sample)
-            for item, prompt in zip(piece.items, prompts, strict=True)
+            for item, prompt in zip(batch.items, prompts, strict=True)
             for sample in range(self._n_samples)
         ]
-        return list(pool.map(lambda one: self._one(*one), wanted))
+        return list(pool.map(lambda request: self._answer(*request), requests))
 
-    def _one(self, item: PromptItem, prompt: int, sample: int) -> Answer:
-        given = item.record["prompt"]
-        messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    def _answer(self, item: PromptItem, prompt: int, sample: int) -> EvalAnswer:
+        content = item.record["prompt"]
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         seed = derive_seed(self._seed, EVALUATION_STREAM, prompt, sample) % _SEEDS
         try:
-            found = self._client.post("chat/completions", {**self._body, "messages": messages, "seed": seed})
-            choice = found["choices"][0]
+            response = self._client.post("chat/completions", {**self._body, "messages": messages, "seed": seed})
+            choice = response["choices"][0]
             text = str(choice["message"]["content"] or "")
-            length = int((found.get("usage") or {}).get("completion_tokens") or 0)
+            length = int((response.get("usage") or {}).get("completion_tokens") or 0)
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(f"--ckpt {self._client.url} does not answer prompt {prompt}: {error!s}") from error
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
         sequence = RolloutSequence([], [], reason, text)
         record = reward_record(item, prompt, sample, sequence)
         record.metadata["response_len"] = length
-        return Answer(record, [], sequence)
+        return EvalAnswer(record, [], sequence)

@@ -1,7 +1,7 @@
-"""The rollout session: the boundary inside which generation is allowed, and where agents find the model.
+"""The rollout session: the context in which generation is allowed, and the endpoint of agents.
 
-With ``proxy=True`` the session serves the model to agents on a free loopback port, through the very server of ``areno
-serve``; the session itself is then the agent's ``ctx``. See :mod:`areno.api.agentic` for what is recorded there.
+With ``proxy=True`` the session serves the model to agents on a free loopback port, with the server of ``areno serve``; the
+session itself is then the agent's ``ctx``. See :mod:`areno.api.agentic` for what is recorded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RolloutSession:
-    """Context manager, sync or async; made by :meth:`areno.Trainer.rollout_session`, which explains the arguments.
+    """Sync or async context manager, created by :meth:`areno.Trainer.rollout_session`, which documents the arguments.
 
-    Sessions nest: the outermost one prepares the backend and ends the rollout.
+    Sessions can be nested: the outermost one prepares the backend and ends the rollout.
     """
 
     trainer: Sampler
@@ -42,18 +42,18 @@ class RolloutSession:
 
     @property
     def proxy(self) -> AgentServer:
-        """The running server; :class:`RuntimeError` if the session has none, or has not begun."""
+        """The running server. Raises RuntimeError if the session has none, or has not been entered."""
         if self._proxy is None:
             raise RuntimeError(
                 "rollout session proxy is disabled: open it with proxy=True"
                 if not self.wants_proxy
-                else "the rollout session has not begun: use it as `async with trainer.rollout_session(...) as ctx`"
+                else "the rollout session has not been entered: use it as `async with trainer.rollout_session(...) as ctx`"
             )
         return self._proxy
 
     @property
     def agent_context(self) -> AgentContext:
-        """Address and keys, as an agent of ``areno train`` gets them."""
+        """URL and API keys, as passed to an agent of ``areno train``."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 
@@ -62,36 +62,36 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """For all samples; requests of different samples are told apart by what they say."""
+        """API key shared by all samples; their requests are distinguished by content."""
         return self.agent_context.api_key
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients take as ``base_url``."""
+        """``base_url`` of OpenAI clients."""
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """The endpoint; with a task one of its own, see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
+        """Return the endpoint, or that of a task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """A key of a task's own: what is said under it is recorded apart."""
+        """Return the API key of a task, whose conversations are recorded separately."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """All answers that came to their end under a task's own key or base URL."""
+        """Return all completed answers under a task's key or base URL."""
         return self.agent_context.trajectory(item)
 
     def samples(self, trajectories: Any) -> list[AgentSample]:
-        """What an agent returned, as rows to train on and records to reward; also after the session has ended.
+        """Convert what an agent returned to training rows and reward records; also works after the session has ended.
 
-        Where the loss mask policy trains on context, this waits for running generation, and the policy scores it.
+        If the loss mask policy trains on context, this waits for running generation and scores the context.
 
         Args:
             trajectories: turns, trajectories, or lists of them.
 
         Returns:
-            One sample per task, in the order of prompts and samples; ValueError if a response is not this session's.
+            One sample per task, ordered by prompt and sample. Raises ValueError for a response of another session.
         """
         from areno.api.agentic.collect import by_item
         from areno.api.agentic.samples import fill_context_logprobs, make_sample

@@ -1,7 +1,7 @@
 """``areno.Trainer``: the SDK's entry point for custom training loops.
 
-One step, in the order of the methods: prompts are generated from inside a rollout session, rows are scored by auxiliary
-roles (reference, critic, reward), the critic trains, the policy trains, a checkpoint is saved.
+A typical step generates inside a rollout session, scores rows with auxiliary roles (reference, critic, reward), trains the
+critic and the policy, and saves a checkpoint.
 """
 
 import os
@@ -24,16 +24,16 @@ from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, Sampl
 
 
 class Trainer(Sampler):
-    """Owns a backend: generates inside rollout sessions, trains with any loss, saves checkpoints.
+    """Generates inside rollout sessions, trains with any loss, and saves checkpoints.
 
-    The constructor is cheap, and raises TypeError or UsageError for what cannot work; :meth:`init` loads the model.
+    The constructor only checks its arguments (TypeError, UsageError); :meth:`init` loads the model.
 
     Args:
         world_size: number of devices or worker ranks.
         model_path: checkpoint folder or Hugging Face repo id.
-        backend_type: ``areno.Areno`` (the default), a name, or a registered backend of your own.
-        custom_config: the backend's configuration; ``areno.ArenoConfig()`` when omitted.
-        metrics_log_dir: folder for TensorBoard events of every :meth:`train` call; None writes none.
+        backend_type: ``areno.Areno`` (the default), a name, or your own registered backend.
+        custom_config: the backend's configuration; default ``areno.ArenoConfig()``.
+        metrics_log_dir: folder for TensorBoard events of each :meth:`train` call; None writes none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Trainer(Sampler):
         super().__init__(world_size, model_path, backend_type, custom_config)
         self._events = EventWriter(metrics_log_dir) if metrics_log_dir else None
         self._steps = 0
-        self._skipped = [0, 0]  # prompts that were too long: since the last step, and in all
+        self._skipped = [0, 0]  # too long prompts: since the last step, and in total
 
     def load_prompt_batches(
         self,
@@ -58,13 +58,13 @@ class Trainer(Sampler):
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """Tokenize a data set in order; see :func:`areno.api.datasets.iter_prompt_batches`. Metrics count what it skips."""
-        more: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
+        """Tokenize a dataset in order; see :func:`areno.api.datasets.iter_prompt_batches`. Metrics count skipped prompts."""
+        keywords: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
         for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
-            more[name] = arguments.whole(name, value)
-        more["context_limit"] = self.model_context_len()
+            keywords[name] = arguments.integer(name, value)
+        keywords["context_limit"] = self.model_context_len()
         rows = arguments.dataset(dataset)
-        return self._count_skipped(iter_prompt_batches(rows, self.get_tokenizer(), **more))
+        return self._count_skipped(iter_prompt_batches(rows, self.get_tokenizer(), **keywords))
 
     def _count_skipped(self, batches: Iterator[PromptBatch]) -> Iterator[PromptBatch]:
         for batch in batches:
@@ -82,15 +82,15 @@ class Trainer(Sampler):
         seed: int | None = None,
         disable_thinking: bool = False,
     ) -> RolloutSession:
-        """The boundary of generation: ``async with trainer.rollout_session(..., proxy=False)``, or ``with``.
+        """Create the context for generation: ``async with trainer.rollout_session(..., proxy=False)``, or ``with``.
 
         Args:
             sampling_params: default generation controls.
-            loss_mask_policy: :class:`areno.api.agentic.LossMaskPolicy`, which of an agent's tokens are trained on.
-            max_running_prompts: most sequences decoded at once.
-            timeout_s: deadline of an agent, and of each of its requests.
-            proxy: serve agents an OpenAI-compatible endpoint; the session is their ``ctx``.
-            seed: what the draws of agents derive from; None derives one, so that a repeated program repeats them.
+            loss_mask_policy: :class:`areno.api.agentic.LossMaskPolicy`: which of an agent's tokens are trained on.
+            max_running_prompts: maximum number of sequences decoded concurrently.
+            timeout_s: timeout of an agent, and of each of its requests.
+            proxy: serve an OpenAI-compatible endpoint to agents; the session is their ``ctx``.
+            seed: seed of the agents' sampling; None derives one deterministically.
             disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
         """
         params = arguments.sampling(sampling_params)
@@ -102,7 +102,7 @@ class Trainer(Sampler):
         self._sampled_at.add(params.logprob_temperature)
         if seed is None:
             seed = self._seeds(1, params.seed)[0] if proxy else 0
-        arguments.whole("seed", seed, -(2**63))
+        arguments.integer("seed", seed, -(2**63))
         running = running_sequences(max_running_prompts)
         return RolloutSession(self, params, running, proxy, loss_mask_policy, timeout_s, seed, disable_thinking)
 
@@ -118,16 +118,16 @@ class Trainer(Sampler):
         Args:
             batch_data: at least one row.
             loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.pack`.
-            mini_bs: rows of one forward and backward pass; it does not change the result.
-            gradient_accumulation_steps: microbatches per optimizer step; None makes one step of all rows.
+            mini_bs: rows per forward and backward pass; does not change the result.
+            gradient_accumulation_steps: microbatches per optimizer step; None takes one step for all rows.
 
         Returns:
             Scalar statistics of the call.
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context, or holds an id that the model does not know.
-            ValueError: no rows, or sizes that do not fit the loss.
+            UsageError: a row is longer than the model's context, or has an id outside the vocabulary.
+            ValueError: no rows, or invalid sizes for the loss.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
@@ -148,68 +148,70 @@ class Trainer(Sampler):
         return stats
 
     def finish_step(self) -> dict[str, float]:
-        """Close a step that trains no policy, such as a critic's warm-up; returns its times in seconds."""
+        """End a step that trains no policy, such as in the critic's warmup; returns its times in seconds."""
         self._steps += 1
         return self.clock.close_step()
 
     def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
-        """Load auxiliary models: references, critics, reward models. A role that is there already is kept.
+        """Load auxiliary models that are not loaded yet: references, critics, reward models.
 
-        Frozen roles of the same checkpoint share their weights. A critic takes the scalar head of its checkpoint, or
-        starts with one of zeros; a reward model that is not trained needs a head.
+        Frozen roles of the same checkpoint share their weights. A critic uses the scalar head of its checkpoint, or a
+        zero-initialized one; a frozen reward model needs a head.
 
         Args:
-            roles: role name to its configuration.
+            roles: role name -> configuration.
 
         Raises:
-            EngineError: a role of that name is loaded from another checkpoint.
-            UsageError: a checkpoint cannot serve as its role.
+            EngineError: a role of that name was loaded from another checkpoint.
+            UsageError: a checkpoint is unsuitable for its role.
         """
         arguments.of_type("roles", roles, dict)
         for name, role in roles.items():
             arguments.of_type(f"roles[{name!r}]", role, ModelRole)
             if role.name != name:
-                raise UsageError(f"ensure_roles: key {name!r} holds ModelRole(name={role.name!r}); the two must agree")
+                raise UsageError(
+                    f"ensure_roles: key {name!r} has ModelRole(name={role.name!r}); the names must be equal"
+                )
         self.backend.ensure_roles(roles)
 
     def drop_role(self, role: str) -> None:
-        """Free an auxiliary role; EngineError if there is none of that name."""
+        """Unload an auxiliary role. Raises EngineError if there is none of that name."""
         self.backend.drop_role(role)
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
-        """Values of fixed rows under a critic.
+        """Compute the values of given rows under a critic.
 
         Args:
             role: ``critic`` or another role of kind ``value``.
             token_rows: token ids.
-            micro_bs: rows of one forward pass.
+            micro_bs: rows per forward pass.
 
         Returns:
             Per row one value per token: entry i is the value after reading tokens 0 to i. The value before response
             token i, its baseline, is therefore entry i - 1.
 
         Raises:
-            EngineError: there is no such role, or it predicts something else.
+            EngineError: no such role, or of another kind.
         """
         rows = arguments.token_rows(token_rows)
-        return self.backend.score_values(role, rows, arguments.whole("micro_bs", micro_bs))
+        return self.backend.score_values(role, rows, arguments.integer("micro_bs", micro_bs))
 
     def score_rewards(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[float]:
-        """Scores of whole rows under a reward model, read at the last token of each row.
+        """Score rows with a reward model, at the last token of each row.
 
         Args:
             role: ``reward`` or another role of kind ``reward`` or ``value``; ``actor`` in reward-model training.
             token_rows: token ids of prompt and response.
-            micro_bs: rows of one forward pass.
+            micro_bs: rows per forward pass.
 
         Returns:
-            One score per row, as the model gives it: not squashed, not centred.
+            One raw score per row.
 
         Raises:
-            EngineError: there is no such role, or it predicts something else.
+            EngineError: no such role, or of another kind.
         """
         rows = arguments.token_rows(token_rows)
-        return self.backend.score_rewards(role, rows, arguments.whole("micro_bs", micro_bs))
+        return self.backend.score_rewards(role, rows, arguments.integer("micro_bs", micro_bs))
 
     def train_values(
         self,
@@ -221,49 +223,49 @@ class Trainer(Sampler):
         cliprange_value: float = 0.5,
         value_loss_coef: float = 0.5,
     ) -> dict[str, float]:
-        """Train a critic on rows that carry ``values`` (old predictions) and ``returns`` (targets).
+        """Train a critic on rows with ``values`` (old predictions) and ``returns`` (targets).
 
         Args:
             role: a trainable role of kind ``value``.
-            batch_data: at least one row; lists align with tokens, so the entry of response token i is the value before
+            batch_data: at least one row; lists are aligned with tokens, so the entry of response token i is the value before
                 it, ``score_values(...)[i - 1]``.
-            mini_bs: rows of one forward and backward pass.
-            gradient_accumulation_steps: microbatches per optimizer step; None makes one step of all rows.
-            cliprange_value: how far a prediction may count to have moved.
+            mini_bs: rows per forward and backward pass.
+            gradient_accumulation_steps: microbatches per optimizer step; None takes one step for all rows.
+            cliprange_value: clip range of the change of a prediction.
             value_loss_coef: factor on the loss.
 
         Returns:
-            Scalar statistics; the step's times come from :meth:`train` or :meth:`finish_step`.
+            Scalar statistics; :meth:`train` or :meth:`finish_step` return the step's times.
 
         Raises:
-            EngineError: there is no such role, or it is frozen.
+            EngineError: no such role, or it is frozen.
             ValueError: no rows, or rows without ``returns``.
         """
-        from areno.loss_fns import value_loss_fn  # here, so that importing the SDK imports no torch
+        from areno.loss_fns import value_loss_fn  # lazy: it imports torch
 
         rows = arguments.train_rows(batch_data)
         arguments.real("cliprange_value", cliprange_value, above=0)
-        arguments.real("value_loss_coef", value_loss_coef, least=0)
+        arguments.real("value_loss_coef", value_loss_coef, minimum=0)
         missing = [index for index, row in enumerate(rows) if not row.returns or not row.values]
         if missing:
-            raise ValueError(f"train_values: row {missing[0]} has no returns or no values; a critic learns from both")
+            raise ValueError(f"train_values: row {missing[0]} lacks returns or values; a critic needs both")
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
         sizes = arguments.batch_sizes(mini_bs, gradient_accumulation_steps)
         with self.clock.training():
             return self.backend.train(rows, loss_fn, *sizes, role=role)
 
     def learning_rate(self, role: str = "actor") -> float:
-        """Learning rate of a role's next optimizer step; EngineError if it is frozen, or not there."""
+        """Return the learning rate of a role's next optimizer step. Raises EngineError if it is frozen or not loaded."""
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:
-        """Replace a role's schedule by a constant rate, from its next optimizer step on.
+        """Replace a role's schedule by a constant learning rate, starting with its next optimizer step.
 
         Raises:
-            EngineError: there is no such role, or it is frozen.
+            EngineError: no such role, or it is frozen.
             ValueError: the rate is negative or not finite.
         """
-        self.backend.set_learning_rate(role, arguments.real("the learning rate", value, least=0))
+        self.backend.set_learning_rate(role, arguments.real("the learning rate", value, minimum=0))
 
     def evaluate(
         self,
@@ -275,15 +277,15 @@ class Trainer(Sampler):
         max_prompt_tokens: int = 1024,
         max_running_prompts: int = 64,
     ) -> dict[str, float]:
-        """Generate answers to held-out prompts and report their rewards; nothing that training draws from is touched.
+        """Generate answers to held-out prompts and report their rewards, without affecting the random state of training.
 
         Args:
             dataset: rows with a ``prompt``.
-            reward_fn: scores one answer, with a number or a dictionary of named parts; called here, in this process.
+            reward_fn: scores one answer with a number or a dictionary of named parts; called in this process.
             sampling_params: generation controls, usually ``SamplingParams(greedy=True, ...)`` for one sample.
             n_samples: answers per prompt; ``pass@k`` is reported up to this k.
-            max_prompt_tokens: longer prompts are passed over and counted.
-            max_running_prompts: most sequences decoded at once.
+            max_prompt_tokens: longer prompts are skipped and counted.
+            max_running_prompts: maximum number of sequences decoded concurrently.
 
         Returns:
             The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
@@ -295,12 +297,12 @@ class Trainer(Sampler):
             arguments.dataset(dataset),
             lambda records, _: [parts.weigh(as_reward(reward_fn(record))) for record in records],
             sampling=arguments.sampling(sampling_params),
-            n_samples=arguments.whole("n_samples", n_samples),
-            max_prompt_tokens=arguments.whole("max_prompt_tokens", max_prompt_tokens),
-            max_running=arguments.whole("max_running_prompts", max_running_prompts),
+            n_samples=arguments.integer("n_samples", n_samples),
+            max_prompt_tokens=arguments.integer("max_prompt_tokens", max_prompt_tokens),
+            max_running=arguments.integer("max_running_prompts", max_running_prompts),
             seed=self.seed,
         )
-        self._sampled_at = before  # its answers are not trained on
+        self._sampled_at = before  # evaluation answers are not trained on
         return metrics
 
     def save_checkpoint(self, path: str) -> str:
@@ -311,7 +313,7 @@ class Trainer(Sampler):
         return str(path)
 
     def close(self) -> None:
-        """Release the models and the metric writer, also inside a session; a second call does nothing."""
+        """Release the models and close the metrics writer; allowed inside a session, and idempotent."""
         super().close()
         if self._events is not None:
             self._events.close()

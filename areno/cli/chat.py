@@ -1,4 +1,4 @@
-"""``areno chat``: talk to a model in the terminal, or answer the lines of a pipe one by one."""
+"""``areno chat``: chat with a model in the terminal, or answer each line read from a pipe."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from areno.observability.chart import printable
 from areno.observability.logs import setup_logging
 from areno.serving.client import ChatClient
 
-_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit ends"
+_HELP = "/reset clears the conversation, /system TEXT sets the system message, /quit exits"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     with setup_logging(None, level="WARNING"), _server(options) as (client, model):
         conversation = Conversation(client, model, options, first)
         if sys.stdin.isatty() and sys.stdout.isatty():
-            _talk(conversation)
+            _chat(conversation)
         else:
             _answer_lines(conversation)
     return 0
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
-    """The running server that was named, or one in this process for ``--model-path``."""
+    """Connect to the server at ``--base-url``, or start one in this process for ``--model-path``."""
     if options.base_url:
         client = ChatClient(options.base_url, options.api_key)
         yield client, options.model or client.first_model()
@@ -54,15 +54,15 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
 
 
 class Conversation:
-    """The messages so far, and how to go on: the server, the model's name there, and sampling with the system message."""
+    """A chat with one model on a server: its history, system message and sampling parameters."""
 
     def __init__(
         self, client: ChatClient, model: str, options: ChatOptions, first: Sequence[dict[str, str]] = ()
     ) -> None:
         self._client = client
-        begins = bool(first) and first[0]["role"] == "system"
-        self.system = options.system or (first[0]["content"] if begins else None)
-        self._first = list(first[begins:])
+        has_system = bool(first) and first[0]["role"] == "system"
+        self.system = options.system or (first[0]["content"] if has_system else None)
+        self._first = list(first[has_system:])
         self.messages = list(self._first)
         self._body: dict[str, Any] = {
             "model": model,
@@ -75,24 +75,24 @@ class Conversation:
         }
 
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
-        """Ask; yields pieces of the answer, each with whether it is reasoning. Without an answer nothing is remembered."""
-        asked = [*self.messages, {"role": "user", "content": question}]
+        """Ask a question; yields ``(text, is_reasoning)`` chunks. The history changes only once the answer is complete."""
+        messages = [*self.messages, {"role": "user", "content": question}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""
-        for delta in self._client.stream({**self._body, "messages": [*system, *asked]}):
+        for delta in self._client.stream({**self._body, "messages": [*system, *messages]}):
             if text := delta.get("reasoning_content"):
                 yield text, True
             if text := delta.get("content"):
                 answer += text
                 yield text, False
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str | None:
-        """Carry out ``/reset`` or ``/system``; returns what to tell the user, None where the line is no command."""
+        """Execute ``/reset`` or ``/system``; returns the notice to show, or None if the line is not a command."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages = list(self._first)
-            return "the conversation is forgotten"
+            return "conversation cleared"
         if name == "/system":
             self.system = text.strip() or None
             return f"system message: {self.system or 'none'}"
@@ -100,21 +100,24 @@ class Conversation:
 
 
 def _first_messages(file: str) -> list[dict[str, str]]:
-    """The messages of ``--messages``. UsageError: the file has none."""
+    """Read the messages of ``--messages``. Raises UsageError if the file is not a list of messages."""
     try:
-        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        messages = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--messages {file} cannot be read as JSON: {error}") from error
-    texts = isinstance(found, list) and all(
-        isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in found
+    valid = isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
     )
-    if not texts:
-        raise UsageError(f'--messages {file} is no list of messages; write [{{"role": "user", "content": "..."}}, ...]')
-    return found
+    if not valid:
+        raise UsageError(
+            f'--messages {file} is not a list of messages; write [{{"role": "user", "content": "..."}}, ...]'
+        )
+    return messages
 
 
 def _answer_lines(conversation: Conversation) -> None:
-    """One line in, one answer out."""
+    """Answer each line of stdin with one line."""
     for line in sys.stdin:
         question = line.strip()
         if question == "/quit":
@@ -127,8 +130,8 @@ def _answer_lines(conversation: Conversation) -> None:
         print(flush=True)
 
 
-def _talk(conversation: Conversation) -> None:
-    """The interactive conversation; Ctrl-C stops an answer, Ctrl-D ends."""
+def _chat(conversation: Conversation) -> None:
+    """Chat interactively; Ctrl-C stops an answer, Ctrl-D exits."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -143,10 +146,10 @@ def _talk(conversation: Conversation) -> None:
             return
         if not question:
             continue
-        if (told := conversation.command(question)) is not None:
-            console.print(told, style="dim")
+        if (notice := conversation.command(question)) is not None:
+            console.print(notice, style="dim")
         elif question.startswith("/"):
-            console.print(f"{question.split()[0]} is no command: {_HELP}", style="dim", markup=False)
+            console.print(f"{question.split()[0]} is not a command: {_HELP}", style="dim", markup=False)
         else:
             _show(console, conversation, question)
 
@@ -159,6 +162,6 @@ def _show(console: Any, conversation: Conversation, question: str) -> None:
             )
         console.print()
     except KeyboardInterrupt:
-        console.print("\nstopped; the question is forgotten", style="dim")
+        console.print("\nstopped; the question was discarded", style="dim")
     except ArenoError as error:
         console.print(f"\nerror: {error}", style="red", markup=False)

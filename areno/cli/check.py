@@ -1,7 +1,7 @@
-"""``areno check``: is this machine ready to train, and if not, what exactly to do.
+"""``areno check``: reports whether this machine is ready to train, and how to fix what is not.
 
-A machine without a GPU is ready. FAIL means that training cannot work and makes the exit code 1; WARN that it will be
-slower or may break; INFO that something optional is missing. Whatever is not OK comes with its remedy.
+No GPU is needed. FAIL: training cannot work (exit code 1); WARN: it will be slower or may break; INFO: something optional
+is missing.
 """
 
 import os
@@ -32,7 +32,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result: ``remedy`` is what to do, empty when there is nothing to do."""
+    """One result; ``remedy`` is empty when there is nothing to do."""
 
     status: Status
     name: str
@@ -49,18 +49,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def checks(report: dict[str, Any]) -> list[Check]:
-    """Judge a report of ``areno env``."""
-    parts = (_python, _required, _devices, _mps, _cuda, _optional, _compiler, _places, _memory)
+    """Evaluate a report of ``areno env``."""
+    parts = (_python, _required, _devices, _mps, _cuda, _optional, _compiler, _folders, _memory)
     return [check for part in parts for check in part(report)]
 
 
 def format_checks(results: Sequence[Check]) -> str:
-    """Lay the results out: the verdict, each check with its detail, what is ready, and what to mend, worst first."""
+    """Format the verdict, each check with its detail, what is ready, and what to fix, worst first."""
     ready = not any(result.status == "FAIL" for result in results)
     lines = [f"AReno check: {'ready' if ready else 'not ready'}", ""]
     for result in results:
-        how = f"; to add it: {result.remedy}" if result.status == "INFO" and result.remedy else ""
-        lines += [f"{result.status:<4} {result.name}", f"     {result.detail}{how}"]
+        hint = f"; to add it: {result.remedy}" if result.status == "INFO" and result.remedy else ""
+        lines += [f"{result.status:<4} {result.name}", f"     {result.detail}{hint}"]
     if ready:
         lines += ["", f"Ready: {', '.join(_ready(results))}"]
     steps = [result.remedy for status in ("FAIL", "WARN") for result in results if result.status == status]
@@ -69,21 +69,21 @@ def format_checks(results: Sequence[Check]) -> str:
 
 
 def _ready(results: Sequence[Check]) -> list[str]:
-    """What this machine can do now."""
-    fine = {result.name for result in results if result.status == "OK"}
-    devices = [name.removeprefix("device ") for name in sorted(fine) if name.startswith("device ")]
-    lacking = {extra for name, (extra, _) in _EXTRAS.items() if f"{name} (optional)" not in fine}
-    uses = dict.fromkeys(use for extra, use in _EXTRAS.values() if extra not in lacking)
+    """List what this machine can do now."""
+    passed = {result.name for result in results if result.status == "OK"}
+    devices = [name.removeprefix("device ") for name in sorted(passed) if name.startswith("device ")]
+    missing = {extra for name, (extra, _) in _EXTRAS.items() if f"{name} (optional)" not in passed}
+    uses = dict.fromkeys(use for extra, use in _EXTRAS.values() if extra not in missing)
     return [f"training on {' and '.join(devices)}", *uses]
 
 
-def _judged(fine: bool, otherwise: Status, name: str, detail: str, remedy: str) -> Check:
-    return Check("OK", name, detail) if fine else Check(otherwise, name, detail, remedy)
+def _check(passed: bool, otherwise: Status, name: str, detail: str, remedy: str) -> Check:
+    return Check("OK", name, detail) if passed else Check(otherwise, name, detail, remedy)
 
 
 def _python(report: dict[str, Any]) -> Iterator[Check]:
     python, system = report["python"], report["platform"]
-    yield _judged(
+    yield _check(
         at_least(python["version"], "3.11"),
         "FAIL",
         "Python >= 3.11",
@@ -91,8 +91,8 @@ def _python(report: dict[str, Any]) -> Iterator[Check]:
         "Install Python 3.11 or newer, and areno into it.",
     )
     tested = system["system"] in ("Linux", "Darwin")
-    detail = system["platform"] if tested else f"{system['platform']} is not tested"
-    yield _judged(tested, "WARN", "platform", detail, "On Windows, use WSL 2 with a Linux distribution.")
+    detail = system["platform"] if tested else f"{system['platform']} is untested"
+    yield _check(tested, "WARN", "platform", detail, "On Windows, use WSL 2 with a Linux distribution.")
 
 
 def _required(report: dict[str, Any]) -> Iterator[Check]:
@@ -135,13 +135,13 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
         yield Check("INFO", "CUDA", "no NVIDIA driver found; training runs on the CPU")
         return
     if build is None:
-        detail = f"there is a GPU (driver {version}), but PyTorch is a CPU build"
-        remedy = "For the GPU, reinstall PyTorch from a CUDA build: see pytorch.org/get-started/locally."
+        detail = f"a GPU driver is installed ({version}), but PyTorch is a CPU build"
+        remedy = "To use the GPU, install a CUDA build of PyTorch: see pytorch.org/get-started/locally."
     elif newest is not None and not at_least(newest, build.split(".")[0]):
-        detail = f"PyTorch is built for CUDA {build}, the driver offers {newest}"
+        detail = f"PyTorch is built for CUDA {build}, but the driver supports {newest}"
         remedy = f"Update the NVIDIA driver, or install a PyTorch built for CUDA {newest} or older."
     else:
-        detail = f"the driver is there, but PyTorch (CUDA {build}) sees no GPU"
+        detail = f"the driver is installed, but PyTorch (CUDA {build}) sees no GPU"
         remedy = "Check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists the GPU for this user."
     yield Check("WARN", "CUDA", detail, remedy)
 
@@ -154,44 +154,41 @@ def _optional(report: dict[str, Any]) -> Iterator[Check]:
         elif name != "flash-attn" or report["gpus"]:
             yield Check("INFO", f"{name} (optional)", f"{package['error']}; needed for {use}", install_command(extra))
         else:
-            yield Check("INFO", f"{name} (optional)", f"{package['error']}; of no use without a GPU")
+            yield Check("INFO", f"{name} (optional)", f"{package['error']}; needs a GPU")
 
 
 def _compiler(report: dict[str, Any]) -> Iterator[Check]:
     candidates = (os.environ.get("CXX") or "c++", "g++", "clang++")
     compiler = next((path for path in map(shutil.which, candidates) if path), None)
     install = "Install g++ from your distribution (Debian and Ubuntu: apt install g++)."
-    yield _judged(
+    yield _check(
         compiler is not None,
         "INFO",
         "C++ compiler (optional)",
-        compiler or "none found; torch.compile is not used then",
+        compiler or "none found; torch.compile is disabled",
         "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
     )
 
 
-def _places(report: dict[str, Any]) -> Iterator[Check]:
+def _folders(report: dict[str, Any]) -> Iterator[Check]:
     free = shutil.disk_usage(".").free
-    yield _judged(
+    yield _check(
         free >= 5 * _GIB,
         "WARN",
         "disk space here",
         f"{free / _GIB:.1f} GiB free in {Path.cwd()}",
-        "Free some disk space, or work in a folder on a larger disk (--run-dir).",
+        "Free some disk space, or put the run on a larger disk (--run-dir).",
     )
-    for name, place, advice in (
-        ("run folder", report["paths"]["runs"], "Work in a folder that you may write to, or pass --run-dir."),
-        ("Hugging Face cache", report["paths"]["hf_cache"], "Set HF_HOME to a folder that you may write to."),
+    for name, folder, remedy in (
+        ("run folder", report["paths"]["runs"], "Work in a writable folder, or pass --run-dir."),
+        ("Hugging Face cache", report["paths"]["hf_cache"], "Set HF_HOME to a writable folder."),
     ):
-        problem = unwritable(Path(place), name)
-        yield _judged(not problem, "WARN", name, problem or f"{place} is writable", advice)
+        problem = unwritable(Path(folder), name)
+        yield _check(not problem, "WARN", name, problem or f"{folder} is writable", remedy)
 
 
 def _memory(report: dict[str, Any]) -> Iterator[Check]:
     available = report["cpu"].get("available_bytes")
-    if available is not None:  # without torch there is no figure, and the torch check has failed already
-        detail, remedy = (
-            f"{available / _GIB:.1f} GiB available",
-            "Close other programs; a tiny model needs about 2 GiB.",
-        )
-        yield _judged(available >= 2 * _GIB, "WARN", "memory", detail, remedy)
+    if available is not None:  # unknown without torch, whose check has failed already
+        remedy = "Close other programs; a tiny model needs about 2 GiB."
+        yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)

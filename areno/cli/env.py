@@ -1,6 +1,6 @@
-"""``areno env``: what this machine and its Python have, as text or JSON, for bug reports and for ``areno check``.
+"""``areno env``: reports hardware, packages and environment as text or JSON, for bug reports and ``areno check``.
 
-Each part is probed on its own, and what fails is in the report, so that a broken installation still gives one.
+Each part is probed separately and failures are part of the report, so that it works on a broken installation.
 """
 
 import importlib
@@ -38,7 +38,7 @@ REQUIRED = {
     "rich": "13.7",
     "tensorboard": "2.16",
 }
-"""Distributions that areno needs, with the least version of each."""
+"""Required distributions and their minimum versions."""
 
 OPTIONAL = {
     "uvicorn": "0.30",
@@ -48,7 +48,7 @@ OPTIONAL = {
     "peft": "0.17",
     "bitsandbytes": "0.46",
 }
-"""Distributions behind an extra."""
+"""Distributions of the extras and their minimum versions."""
 
 _MODULES = {
     "huggingface-hub": "huggingface_hub",
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Probe the machine, as a report of JSON types; imports torch and every dependency, which takes seconds."""
+    """Probe the machine; returns JSON types. Imports torch and every dependency, which takes seconds."""
     torch_report, gpus = _torch()
     return {
         "areno": {"version": __version__},
@@ -104,20 +104,20 @@ def collect() -> dict[str, Any]:
 
 
 def dependency(name: str) -> dict[str, Any]:
-    """Import a distribution's module: its ``version`` (None if not installed), whether it ``imported``, else the ``error``."""
+    """Import a distribution's module; returns ``version`` (None if not installed), ``imported`` and ``error``."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return {"version": None, "imported": False, "error": "not installed"}
     try:
         importlib.import_module(_MODULES.get(name, name))
-    except Exception as error:  # a broken native library may raise anything; the report carries it
+    except Exception as error:  # a broken native library may raise anything
         return {"version": version, "imported": False, "error": f"{type(error).__name__}: {error}"}
     return {"version": version, "imported": True, "error": None}
 
 
 def at_least(version: str | None, minimum: str) -> bool:
-    """Compare the leading numbers of two versions, so that ``2.13.0+cpu`` is at least ``2.11``."""
+    """Compare the release numbers of two versions: ``2.13.0+cpu`` is at least ``2.11``."""
     return version is not None and _numbers(version) >= _numbers(minimum)
 
 
@@ -127,7 +127,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def hf_cache() -> Path:
-    """Folder where downloaded models are kept."""
+    """Return the Hugging Face cache folder."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
 
@@ -198,14 +198,14 @@ def _driver() -> dict[str, str | None]:
 
 def _output(command: list[str]) -> tuple[str, str | None]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=15)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"{type(error).__name__}: {error}"
-    return done.stdout, None if done.returncode == 0 else (done.stderr or done.stdout).strip()
+    return result.stdout, None if result.returncode == 0 else (result.stderr or result.stdout).strip()
 
 
 def format_report(report: dict[str, Any], indent: str = "") -> str:
-    """Lay the report out as indented ``key: value`` lines."""
+    """Format the report as indented ``key: value`` lines."""
     lines: list[str] = []
     for key, value in report.items():
         if isinstance(value, dict):

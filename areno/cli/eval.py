@@ -1,4 +1,4 @@
-"""``areno eval``: measure a model on held-out prompts, and print accuracy, pass@k and lengths."""
+"""``areno eval``: evaluates a model on held-out prompts, and prints accuracy, pass@k and lengths."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
 
         evaluate = run_evaluation
     answers = AnswerFile(options.output) if options.output else None
-    with setup_logging(None), Watch(options.n_samples, answers) as watch:
-        metrics = evaluate(settings, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored)
+    with setup_logging(None), EvalProgress(options.n_samples, answers) as progress:
+        metrics = evaluate(settings, loader_fn=loader_fn, on_start=progress.start, on_scored=progress.scored)
     print(_as_json(options, metrics) if options.json else _as_table(options, metrics))
     return 0
 
 
-class Watch:
-    """Follows an evaluation: a progress bar on a terminal, log lines elsewhere, and the answers to a file if there is one."""
+class EvalProgress:
+    """Progress of an evaluation: a bar on a terminal, log lines elsewhere; also writes the answers to a file if given."""
 
     def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
         from rich.console import Console
@@ -51,14 +51,14 @@ class Watch:
 
         self._n_samples, self._answers = n_samples, answers
         self._total = self._prompts = self._rewarded = 0
-        self._sum, self._began = 0.0, time.monotonic()
+        self._sum, self._started = 0.0, time.monotonic()
         console = Console(file=sys.stderr)
         self._live = sys.stderr.isatty() and console.is_interactive
         columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not self._live)
         self._task = self._bar.add_task("prompts", total=None)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> EvalProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,15 +66,15 @@ class Watch:
         self._bar.stop()
 
     def start(self, rows: int) -> None:
-        """The model is loaded; ``rows`` prompts will be answered, less those that are too long."""
-        self._total, self._began = rows, time.monotonic()
+        """Start the clock after the model is loaded; ``rows`` includes prompts that turn out to be too long."""
+        self._total, self._started = rows, time.monotonic()
         self._bar.update(self._task, total=rows)
         self._bar.start()
         if self._live:
             route_console(lambda line: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def scored(self, records: list[RewardRecord], rewards: list[float | None]) -> None:
-        """Some answers have their rewards, None where that failed."""
+        """Add answers with their rewards; None for a reward that failed."""
         if self._answers is not None:
             self._answers.append(records, rewards)
         valid = [reward for reward in rewards if reward is not None]
@@ -83,20 +83,20 @@ class Watch:
         mean = self._sum / max(self._rewarded, 1)
         self._bar.update(self._task, completed=self._prompts, description=f"prompts, mean reward {mean:.3f}")
         if not self._live:
-            pace = (time.monotonic() - self._began) / self._prompts
-            left = pace * (self._total - self._prompts)
-            logger.info("prompt %d/%d reward=%.6f ETA %.0f s", self._prompts, self._total, mean, left)
+            seconds_per_prompt = (time.monotonic() - self._started) / self._prompts
+            eta = seconds_per_prompt * (self._total - self._prompts)
+            logger.info("prompt %d/%d reward=%.6f ETA %.0f s", self._prompts, self._total, mean, eta)
 
 
 class AnswerFile:
-    """Every answer with its reward, one JSON object a line, written as the evaluation goes on; replaces an existing file."""
+    """JSONL file of answers with their rewards, written during the evaluation; replaces an existing file."""
 
-    def __init__(self, place: str) -> None:
-        self._path = Path(place).expanduser()
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).expanduser()
         self._write("wb", b"")
 
     def append(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
-        """Add answers; the reward is None where it failed."""
+        """Append answers; a reward that failed is None."""
         lines = "".join(_line(record, reward) for record, reward in zip(records, rewards, strict=True))
         self._write("ab", lines.encode(errors="backslashreplace"))
 

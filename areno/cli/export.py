@@ -1,4 +1,4 @@
-"""``areno export``: write a full checkpoint, an adapter added to its base model."""
+"""``areno export``: merges an adapter into its base model and writes a full checkpoint."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
         gguf=options.gguf,
         trust_remote_code=options.trust_remote_code,
     )
-    print(f"{options.ckpt} is a full checkpoint now: {folder}")
+    print(f"full checkpoint of {options.ckpt}: {folder}")
     if options.gguf:
         print(f"for llama.cpp and Ollama: {folder / f'model-{options.gguf}.gguf'}")
     return 0

@@ -1,6 +1,6 @@
-"""``areno inspect``: what a run sampled and trained on, token by token, in the terminal.
+"""``areno inspect``: shows what a run sampled and trained on, token by token.
 
-It reads ``samples.jsonl`` alone, so it works beside a run that is still going on, and on a run of another machine.
+It only reads ``samples.jsonl``, so it works on a run in progress and on a run of another machine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,40 +12,42 @@ from areno.observability.chart import printable
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import is_run
 
-_SHOWN = 60
-_GIVEN_TEXT = 400
+_ANSWER_WIDTH = 60
+_CONTEXT_WIDTH = 400
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno inspect",
-        description="Show the samples of a run: without --sample a list of them, with it one of them token by token, with "
-        "the role of each token, whether it is trained on (*), its log-prob when it was sampled, and its advantage.",
+        description="List the samples of a run, or show one of them (--sample) token by token: the role of each token, "
+        "whether it is trained on (*), its log-prob at sampling time, and its advantage.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
-    parser.add_argument("--sample", metavar="ID", help="Which sample, as the list has it: STEP/PROMPT/SAMPLE.")
+    parser.add_argument("--sample", metavar="ID", help="Sample to show, as listed: STEP/PROMPT/SAMPLE.")
     parser.add_argument("--step", type=int, metavar="N", help="List the samples of this step only.")
-    parser.add_argument("--all", action="store_true", help="Also show tokens one by one that were given to the model.")
+    parser.add_argument("--all", action="store_true", help="Show context tokens one by one too.")
     arguments = parser.parse_args(argv)
     samples = _read(arguments.run)
     if arguments.sample is None:
-        lines = _list([one for one in samples if arguments.step in (None, one["step"])])
+        lines = _list([sample for sample in samples if arguments.step in (None, sample["step"])])
     else:
         lines = _show(_find(samples, arguments.sample), arguments.all)
     for line in lines:
-        print(printable(line))  # a model may have written anything
+        print(printable(line))  # model output may contain control characters
     return 0
 
 
-def _read(place: str) -> list[dict[str, Any]]:
-    directory = RunDirectory(place)
+def _read(run: str) -> list[dict[str, Any]]:
+    directory = RunDirectory(run)
     if not is_run(directory.path):
-        raise UsageError(f"{place} is not a run directory; give the folder that holds config.yaml (runs/<name>)")
+        raise UsageError(f"{run} is not a run directory; pass the folder that contains config.yaml (runs/<name>)")
     samples = directory.read_samples()
     if not samples:
-        raise UsageError(f"{directory.samples_path} has no samples: the run generates none, or has not done a step yet")
+        raise UsageError(
+            f"{directory.samples_path} has no samples: the run generates none, or has not finished a step yet"
+        )
     return samples
 
 
@@ -53,14 +55,14 @@ def _id(sample: Mapping[str, Any]) -> str:
     return f"{sample['step']}/{sample['prompt_index']}/{sample['sample_index']}"
 
 
-def _find(samples: Sequence[dict[str, Any]], wanted: str) -> dict[str, Any]:
-    found = next((sample for sample in samples if _id(sample) == wanted), None)
-    if found is None:
-        raise UsageError(
-            f"--sample {wanted}: there is no such sample; kept are {_id(samples[0])} to {_id(samples[-1])}, "
-            "best, worst and first of each step's first prompts; leave --sample out to list them"
-        )
-    return found
+def _find(samples: Sequence[dict[str, Any]], sample_id: str) -> dict[str, Any]:
+    for sample in samples:
+        if _id(sample) == sample_id:
+            return sample
+    raise UsageError(
+        f"--sample {sample_id}: no such sample; the run has {_id(samples[0])} to {_id(samples[-1])} (the best, worst and "
+        "first of each step's first prompts); omit --sample to list them"
+    )
 
 
 def _list(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -69,12 +71,12 @@ def _list(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
         advantage = "" if sample["advantage"] is None else f"{sample['advantage']:.3f}"
         rows = len(sample["rows"]) if "rows" in sample else "-"
         answer = " ".join(f"{_parts(sample)} {sample['completion']}".split())
-        answer = answer if len(answer) <= _SHOWN else answer[: _SHOWN - 1] + "…"
+        answer = answer if len(answer) <= _ANSWER_WIDTH else answer[: _ANSWER_WIDTH - 1] + "…"
         yield f"{_id(sample):<12}{sample['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
 
 
 def _parts(sample: Mapping[str, Any]) -> str:
-    """The parts of a sample's reward, in brackets; empty where it has none."""
+    """Format the parts of a sample's reward in brackets; empty if it has none."""
     parts = ", ".join(f"{name} {part:g}" for name, part in sample.get("reward_parts", {}).items())
     return f" [{parts}]" if parts else ""
 
@@ -82,7 +84,7 @@ def _parts(sample: Mapping[str, Any]) -> str:
 def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
     yield f"sample {_id(sample)}  reward {sample['reward']:g}{_parts(sample)}  finish {sample['finish_reason']}"
     if "rows" not in sample:
-        yield "Its tokens were not kept: a step keeps those of its first samples only. The texts:"
+        yield "Its tokens were not saved (a step saves those of its first samples only). The text:"
         yield f"  prompt: {sample['prompt']!r}"
         yield f"  answer: {sample['completion']!r}"
         return
@@ -91,26 +93,27 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
         trained = sum(len(segment["tokens"]) for segment in row if segment["trained"])
         yield ""
         yield f"row {number + 1} of {len(sample['rows'])}: {len(tokens)} tokens, {trained} trained on"
-        yield f"{'place':>6}  {'turn':>4} {'role':<10}  {'id':>7}  {'log-prob':>9}  {'advantage':>9}  {'version':>7}  text"
-        place = 0
+        yield f"{'pos':>6}  {'turn':>4} {'role':<10}  {'id':>7}  {'log-prob':>9}  {'advantage':>9}  {'version':>7}  text"
+        position = 0
         for segment in row:
-            yield from _segment(segment, place, every_token)
-            place += len(segment["tokens"])
+            yield from _segment(segment, position, every_token)
+            position += len(segment["tokens"])
 
 
-def _segment(segment: Mapping[str, Any], place: int, every_token: bool) -> Iterator[str]:
+def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> Iterator[str]:
     turn = "-" if segment["turn"] < 0 else str(segment["turn"])
-    mark = "*" if segment["trained"] else " "
-    head = f"{turn:>4} {segment['role']:<10} {mark}"
+    head = f"{turn:>4} {segment['role']:<10} {'*' if segment['trained'] else ' '}"
     sampled = segment["version"] >= 0 or segment["role"] in ("text", "call")
     if not (sampled or segment["trained"] or every_token):
         text = "".join(segment["texts"])
-        text = text if len(text) <= _GIVEN_TEXT else f"{text[: _GIVEN_TEXT // 2]} … {text[-_GIVEN_TEXT // 2 :]}"
-        count = f"{len(segment['tokens'])} given"
-        yield f"{place:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {text!r}"
+        text = (
+            text if len(text) <= _CONTEXT_WIDTH else f"{text[: _CONTEXT_WIDTH // 2]} … {text[-_CONTEXT_WIDTH // 2 :]}"
+        )
+        count = f"{len(segment['tokens'])} ctx"
+        yield f"{position:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {text!r}"
         return
     version = "" if segment["version"] < 0 else str(segment["version"])
     columns = (segment["tokens"], segment["texts"], segment["logprobs"], segment["advantages"])
     for offset, (token, text, logprob, advantage) in enumerate(zip(*columns, strict=True)):
         numbers = f"{logprob:>9.4f}  {advantage:>9.4f}" if sampled or segment["trained"] else f"{'':>9}  {'':>9}"
-        yield f"{place + offset:>6}  {head}{token:>8}  {numbers}  {version:>7}  {text!r}"
+        yield f"{position + offset:>6}  {head}{token:>8}  {numbers}  {version:>7}  {text!r}"

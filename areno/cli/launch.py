@@ -1,12 +1,12 @@
-"""``areno launch``: what an experiment would start, and where."""
+"""``areno launch``: shows what an experiment would start on a cluster, without starting it."""
 
 from collections.abc import Sequence
 
 USAGE = """\
 usage: areno launch FILE.yaml [key=value ...]
 
-Prints what 'areno run' with the same arguments would start on a cluster, and starts nothing: with scheduler.type=slurm
-the script that it would submit, with scheduler.type=ray what it would reserve.
+Prints what 'areno run' with the same arguments would start on a cluster, and starts nothing: the batch script with
+scheduler.type=slurm, the reserved resources with scheduler.type=ray.
 """
 
 

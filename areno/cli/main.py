@@ -1,6 +1,6 @@
-"""``areno``: picks the command, and turns typed errors into messages and exit codes.
+"""``areno``: dispatches to a command, and turns typed errors into messages and exit codes.
 
-1 is a failure, 2 wrong usage, 130 interrupted. Only the chosen command's module is imported, so that ``areno --help`` is quick.
+1 is a failure, 2 a usage error, 130 an interrupt. Only the chosen command's module is imported, to keep ``--help`` fast.
 """
 
 import importlib
@@ -16,31 +16,31 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
     "convert": "Print the areno train command for a configuration of TRL or verl.",
-    "export": "Write a full checkpoint: an adapter added to its base model.",
+    "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print an AReno environment/support report.",
-    "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
+    "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
-    "plan": "Show the memory that a training run will take, and whether it fits.",
+    "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
-    "run": "Run an experiment from a YAML file: PPO and its family, SFT, DPO, reward models, asynchronously.",
+    "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a running experiment.",
-    "serve": "Serve a model over HTTP with the OpenAI protocol.",
+    "serve": "Serve a model over an OpenAI-compatible HTTP API.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }
-"""Command names and their one-line help. Each has a module ``areno.cli.<name>``, whose ``run`` takes the arguments after the
-name and returns the exit code; it raises an `ArenoError` for what ``main`` reports."""
+"""Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code;
+``main`` reports the `ArenoError` that it raises."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, without the program's name in ``argv``, and return the exit code."""
+    """Run the command in ``argv`` (without the program's name) and return the exit code."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log file or a pipe is read while a run goes on
+        sys.stdout.reconfigure(line_buffering=True)  # logs and pipes are read while the run is in progress
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try
+        sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
         return code
-    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: the help of a command has been printed
+    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: argparse has printed the help
         return exit_code(error)
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
@@ -68,7 +68,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """``train`` and ``run`` alike continue a run of either."""
+    """Route ``--resume`` to the command that wrote the run: both ``train`` and ``run`` resume either kind."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume
@@ -85,5 +85,5 @@ def _help() -> str:
         "Commands:",
     ]
     lines += [f"  {name:<12}{text}" for name, text in sorted(COMMANDS.items())]
-    lines += ["", "Options:", "  -h, --help  Show this text; areno COMMAND --help shows a command's own."]
+    lines += ["", "Options:", "  -h, --help  Show this help; see also areno COMMAND --help."]
     return "\n".join([*lines, "  --version   Show the version."])

@@ -1,4 +1,4 @@
-"""``areno plan``: the memory of a training run by phase, whether it fits, and what to change. Loads no model."""
+"""``areno plan``: estimates the memory of a training run by phase, and what to change if it does not fit. Loads no model."""
 
 import json
 from collections.abc import Sequence

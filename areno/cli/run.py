@@ -1,4 +1,4 @@
-"""``areno run``: an experiment from a YAML file and settings on the command line."""
+"""``areno run``: runs an experiment from a YAML file and settings on the command line."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ RESUME = "--resume"
 USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
        areno run --resume RUN [key=value ...]
-       areno run FILE.yaml --help        all settings of the experiment
-       areno run FILE.yaml --dry-run     check everything and show what would be done
+       areno run FILE.yaml --help        list all settings of the experiment
+       areno run FILE.yaml --dry-run     check everything and show what would run
 
-Any setting can be given: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
-What the file says in train_dataset.type decides what is run: rl, sft, rw or dpo. --resume continues the run in a
-directory, also one of areno train, which then takes the options of areno train.
+Any setting can be overridden: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
+train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in a
+directory; for a run of areno train it takes the options of areno train.
 """
 
 
@@ -36,15 +36,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """The experiment's run directory that ``--resume`` names, and the other arguments.
-
-    None where it names no directory, or one that ``areno train`` wrote.
-    """
+    """Return the run directory in ``--resume`` and the other arguments; None if it is not a run of ``areno run``."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:
         return None
-    place = words.index(RESUME)
-    run = Path(words[place + 1]).expanduser()
+    index = words.index(RESUME)
+    run = Path(words[index + 1]).expanduser()
     if not is_run(run) or not is_experiment(run, RESUME):
         return None
-    return run, [*words[:place], *words[place + 2 :]]
+    return run, [*words[:index], *words[index + 2 :]]

@@ -1,4 +1,4 @@
-"""``areno scale``: more or fewer rollout replicas for a run that is going on."""
+"""``areno scale``: changes the number of rollout replicas of a run in progress."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +11,15 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno scale",
-        description="Change the number of rollout replicas while a run goes on. Without a number, print how many there are.",
+        description="Change the number of rollout replicas of a run in progress. Without a number, print the current one.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="The run directory, on a machine that sees the trainer's files.")
-    parser.add_argument("replicas", metavar="REPLICAS", nargs="?", type=int, help="How many there are to be.")
     parser.add_argument(
-        "--add", metavar="URL", action="append", default=[], help="Join a further inference server; may be repeated."
+        "run", metavar="RUN", help="The run directory, on a machine that shares the trainer's file system."
+    )
+    parser.add_argument("replicas", metavar="REPLICAS", nargs="?", type=int, help="New number of replicas.")
+    parser.add_argument(
+        "--add", metavar="URL", action="append", default=[], help="Add an inference server as a replica; repeatable."
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=900.0, help="How long to wait (default: %(default)g)."
@@ -27,9 +29,9 @@ def run(argv: Sequence[str]) -> int:
 
     folder = Path(arguments.run)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a run directory; give the folder that holds config.yaml (runs/<name>)")
+        raise UsageError(f"{folder} is not a run directory; pass the folder that contains config.yaml (runs/<name>)")
     if arguments.replicas is not None and arguments.add:
-        raise UsageError("--add URL: leave the number out; every URL is one more replica")
+        raise UsageError("--add URL: omit the number of replicas; each URL adds one")
     if arguments.replicas is not None and arguments.replicas < 1:
         raise UsageError(f"{arguments.replicas} replicas: use at least 1")
     if arguments.replicas is None and not arguments.add:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_checkpoint(options: ServeOptions) -> None:
-    """Tokenizer, configuration and formats of the answers, all before the weights are loaded."""
+    """Check tokenizer, model configuration and output parsers before the weights are loaded."""
     from areno.config.paths import tokenizer_of
     from areno.engine.limits import check_tokenizer
     from areno.text.chat import load_tokenizer
@@ -55,7 +55,7 @@ def _check_checkpoint(options: ServeOptions) -> None:
 
 
 def load_engine(options: ServeOptions) -> Backend:
-    """Load the model of ``--model-path`` to generate, without anything that training needs."""
+    """Load the model of ``--model-path`` for inference only."""
     from areno.api.backend.base import ArenoConfig
     from areno.api.backend.local import prepare
 

@@ -1,4 +1,4 @@
-"""``areno train``: prepare the run, print its summary, train."""
+"""``areno train``: prepares the run, prints its summary, and trains."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def _dry_run(options: TrainOptions) -> int:
     print("\nResolved configuration\n----------------------")
     print(dump_config(options), end="")
     print("\nMemory\n------")
-    print("not planned with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
+    print("not estimated with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
     if options.uses_replicas:
-        print("(this process; the rollout processes have models and caches of their own)")
+        print("(trainer process only; each rollout process has its own model and cache)")
     return 0

@@ -1,4 +1,4 @@
-"""Options, algorithm specs, validation and YAML: everything that is known before a model is loaded. No torch."""
+"""Options, algorithm specs, validation and YAML. Does not import torch."""
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm
 from areno.config.options import Option, OptionInfo, option, options_of

@@ -1,7 +1,7 @@
-"""The registry of advantage estimators. Built-in ones are named as text, so that looking a name up imports no torch.
+"""The registry of advantage estimators; built-in ones are imported lazily, so that a lookup by name does not import torch.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds each sample's
-prompt.
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` has the prompt index of each
+sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ _REGISTRY: dict[str, AdvantageFn | str] = {
 
 
 def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
-    """Add an estimator under a name that ``--advantage`` takes; a taken name needs ``replace``, or is a `ValueError`."""
+    """Register an estimator for ``--advantage``. Raises ValueError for a taken name unless ``replace``."""
     if name in _REGISTRY and not replace:
         raise ValueError(f"advantage {name!r} is already registered; choose another name, or pass replace=True")
     _REGISTRY[name] = fn
 
 
 def get_advantage(name: str) -> AdvantageFn:
-    """The estimator of that name; a `ValueError` if there is none."""
+    """Return the estimator of that name. Raises ValueError if there is none."""
     if name not in _REGISTRY:
         raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
     return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]
 
 
 def list_advantages() -> list[str]:
-    """The registered names, sorted."""
+    """Return the registered names, sorted."""
     return sorted(_REGISTRY)

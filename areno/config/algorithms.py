@@ -1,7 +1,7 @@
-"""The registry of training algorithms. Trainers and losses are named as text, so that looking one up imports no torch.
+"""The registry of training algorithms. Trainers and losses are referenced by name, so that a lookup does not import torch.
 
-Further ones are a file each in ``areno/algorithms``. Besides these names, ``get_algorithm`` takes ``file.py:NAME``, an
-`AlgorithmSpec` in a user's file, and names that installed packages publish in the entry-point group ``areno.algorithms``.
+More algorithms are in ``areno/algorithms``, one file each. ``get_algorithm`` also accepts ``file.py:NAME``, an `AlgorithmSpec`
+in a user's file, and names that installed packages publish in the entry-point group ``areno.algorithms``.
 """
 
 import functools
@@ -26,10 +26,10 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Samples, rewards, advantages by comparison, policy steps."""
+"""Critic-free policy gradient: sample, reward, compute advantages from groups, update."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
-"""Pairs of a chosen and a rejected answer, without a reference."""
+"""Preference pairs, without a reference model."""
 
 _DPO_TRAINER = "areno.api.trainers.supervised:DPOTrainer"
 _REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"
@@ -40,30 +40,31 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer reads whatever its loss is."""
+"""Options that a trainer reads with any loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """What makes an algorithm. Written in one file, with its knobs and its loss: docs/algorithms.md#your-own.
+    """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
-    A loss with a parameter ``knobs`` gets the algorithm's ``options`` as their dataclass. Any other keyword parameter that has
-    the name of an option that the algorithm reads, with or without ``<name>_`` in front, gets that option.
+    A loss with a parameter ``knobs`` receives an instance of ``options``. Any other keyword parameter with the name of an
+    option that the algorithm reads, with or without the prefix ``<name>_``, receives that option's value.
 
     Attributes:
         name: registry name, lower-case.
-        trainer: trainer class, or ``module:attribute`` to import it from when it is needed.
-        default_loss: loss function, likewise; None if the trainer brings its own.
+        trainer: trainer class, or ``module:attribute`` for a lazy import.
+        default_loss: loss function, or ``module:attribute``; None if the trainer has its own.
         requires_rollout: generates completions and needs a reward.
-        loss_fn_factory: makes the loss function from the run's options, likewise; for what names cannot say.
-        experimental: left out of `list_algorithms` on request.
-        options: dataclass of further options (declared with ``areno.config.option``); they become flags of the run. Those of a
-            dataclass in a field that may be None have the field's name in front, and make it as soon as one is given.
-        uses: options of built-in algorithms that this one reads as well, such as ``grpo_clip_eps``.
+        loss_fn_factory: function (or ``module:attribute``) from the run's options to the loss function; for losses that
+            need more than parameters by name.
+        experimental: hidden from ``list_algorithms(include_experimental=False)``.
+        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. An optional field
+            with a dataclass adds its options, prefixed with the field's name; it is created when one of them is set.
+        uses: options of built-in algorithms that this one reads too, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
-        min_samples: least ``--n-samples`` from which it can learn; 2 if it compares the samples of a prompt.
-        presets: defaults of ``options`` that are others than declared.
-        renamed: parameters of the loss whose built-in option has another name, with that name.
+        min_samples: minimum ``--n-samples``; 2 if it compares the samples of a prompt.
+        presets: changed defaults of ``options``.
+        renamed: loss parameter -> name of its built-in option, if they differ.
     """
 
     name: str
@@ -81,7 +82,7 @@ class AlgorithmSpec:
 
     @property
     def learns_from_pairs(self) -> bool:
-        """Whether two neighbouring rows are an example."""
+        """Whether an example is a pair of consecutive rows."""
         return self.trainer in (PAIR_TRAINER, _DPO_TRAINER, _REWARD_TRAINER)
 
     def resolve_trainer_cls(self) -> type:
@@ -93,35 +94,35 @@ class AlgorithmSpec:
         return resolve_reference(self.default_loss)  # type: ignore[no-any-return]
 
     def reads(self, entry: Option) -> bool:
-        """Whether a run of this algorithm reads a built-in option."""
+        """Whether this algorithm reads a built-in option."""
         names = (*self.uses, *(_READ_BY_TRAINER.get(self.trainer, ()) if isinstance(self.trainer, str) else ()))
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
     def own_options(self) -> tuple[Option, ...]:
-        """The options that it declares, with its presets as defaults."""
+        """Return the options that it declares, with its presets as defaults."""
         if self.options is None:
             return ()
-        own = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
+        declared = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
         for name, section in _sections(self.options).items():
             presets = self.presets.get(name, {})
             for entry in options_of(section):
                 info = replace(entry.info, unset=entry.default_text)
-                own.append(Option(f"{name}_{entry.name}", entry.kind, entry.many, presets.get(entry.name), info))
-        return tuple(own)
+                declared.append(Option(f"{name}_{entry.name}", entry.kind, entry.many, presets.get(entry.name), info))
+        return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Its ``options`` with the values of a run, or the `ValueError` of their dataclass; None if it declares none."""
+        """Instantiate ``options`` with the values of a run; None if it declares none. Raises the dataclass's ValueError."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
         for name, section in _sections(self.options).items():
-            found = {entry.name: values.pop(f"{name}_{entry.name}") for entry in options_of(section)}
-            chosen = {key: value for key, value in found.items() if value is not None}
-            values[name] = section(**chosen) if chosen else None
+            section_values = {entry.name: values.pop(f"{name}_{entry.name}") for entry in options_of(section)}
+            explicit = {key: value for key, value in section_values.items() if value is not None}
+            values[name] = section(**explicit) if explicit else None
         return self.options(**values)
 
     def make_loss_fn(self, options: TrainOptions) -> LossFn | None:
-        """Return the loss function of a run, its parameters bound as the class says; None if the trainer has its own."""
+        """Return the loss function of a run with its parameters bound; None if the trainer has its own."""
         factory = resolve_reference(self.loss_fn_factory)
         if factory is not None:
             return factory(options)  # type: ignore[no-any-return]
@@ -134,7 +135,7 @@ class AlgorithmSpec:
         return functools.partial(loss, **bound) if loss is not None and bound else loss
 
     def built_in_knobs(self) -> dict[str, Option]:
-        """Built-in options that the default loss takes, by the names of its parameters."""
+        """Map parameters of the default loss to the built-in options that they receive."""
         loss = self.resolve_default_loss()
         names = inspect.signature(loss).parameters if loss is not None else {}
         declared = {entry.name: entry for entry in options_of(TrainOptions)}
@@ -145,7 +146,7 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss, or of what makes it; found without importing it."""
+        """Name of the default loss, or of its factory, without importing it."""
         source = self.default_loss or self.loss_fn_factory
         if isinstance(source, str):
             return source.rpartition(":")[2]
@@ -153,16 +154,16 @@ class AlgorithmSpec:
 
 
 def _sections(declaration: type) -> dict[str, type]:
-    """Fields that hold a dataclass of further options, or None, with its class."""
+    """Map each optional field that holds a dataclass of options to that class."""
     hints = typing.get_type_hints(declaration)
     classes = {
-        e.name: [one for one in typing.get_args(hints[e.name]) if is_dataclass(one)] for e in fields(declaration)
+        e.name: [cls for cls in typing.get_args(hints[e.name]) if is_dataclass(cls)] for e in fields(declaration)
     }
-    return {name: typing.cast(type, found[0]) for name, found in classes.items() if found}
+    return {name: typing.cast(type, members[0]) for name, members in classes.items() if members}
 
 
 def resolve_reference(reference: Any) -> Any:
-    """Import ``module:attribute``; anything that is not text is returned as it is."""
+    """Import ``module:attribute``; anything but a string is returned unchanged."""
     if not isinstance(reference, str):
         return reference
     module, _, attribute = reference.partition(":")
@@ -173,7 +174,7 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 
 
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
-    """Add an algorithm under its name in lower case, and return it; a taken name needs ``replace``, or is a `ValueError`."""
+    """Register an algorithm under its lower-case name and return it. Raises ValueError for a taken name unless ``replace``."""
     name = spec.name.lower()
     if name in (*_REGISTRY, *_files()) and not replace:
         raise ValueError(f"algorithm {name!r} is already registered; choose another name, or pass replace=True")
@@ -189,12 +190,12 @@ def list_algorithms(*, include_experimental: bool = True) -> list[str]:
 
 @functools.cache
 def _files() -> tuple[str, ...]:
-    """Names of the algorithms that are one file each, found without importing any: ``areno/algorithms/<name>.py``."""
+    """List the algorithms in ``areno/algorithms/<name>.py`` without importing them."""
     return tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "algorithms")]))
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by registered name (any case), by entry point, or as ``file.py:NAME``. One of a file loads torch."""
+    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``; those in files import torch."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():
@@ -207,7 +208,7 @@ def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
     known = sorted({*list_algorithms(), *published})
     raise UsageError(
         f"{option} {name!r} is unknown{nearest(name.lower(), known)}; registered: {', '.join(known)}; "
-        "or give your own as file.py:NAME"
+        "or pass your own as file.py:NAME"
     )
 
 
@@ -215,32 +216,32 @@ def _from_file(text: str, option: str) -> AlgorithmSpec:
     path, name = split_spec(text, option=option, default_name="NAME")
     if ":" not in text[text.rindex(".py") :]:
         raise UsageError(
-            f"{option} {text!r} names no object; write it as {text}:NAME, NAME being an AlgorithmSpec in it"
+            f"{option} {text!r} names no object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
         )
     if not Path(path).is_file():
         raise UsageError(f"{option} file does not exist: {path}; expected an AlgorithmSpec named {name} in it")
     module = import_user_file(path, option=option)
     if not hasattr(module, name):
         specs = [key for key, value in vars(module).items() if isinstance(value, AlgorithmSpec)]
-        raise UsageError(f"{option} {path} defines no {name}; it has the specs: {', '.join(specs) or 'none'}")
+        raise UsageError(f"{option} {path} defines no {name}; specs in this file: {', '.join(specs) or 'none'}")
     return _checked(getattr(module, name), f"{option} {text}")
 
 
 def _from_entry_point(entry: importlib.metadata.EntryPoint, option: str) -> AlgorithmSpec:
     try:
-        found = entry.load()
+        spec = entry.load()
     except Exception as error:
         raise UsageError(
             f"{option} {entry.name}: loading {entry.value} raised {type(error).__name__}: {error}; "
-            "repair or uninstall the package that provides it"
+            "fix or uninstall the package that provides it"
         ) from error
-    return _checked(found, f"{option} {entry.name}")
+    return _checked(spec, f"{option} {entry.name}")
 
 
-def _checked(found: Any, where: str) -> AlgorithmSpec:
-    if not isinstance(found, AlgorithmSpec):
-        raise UsageError(f"{where} is a {type(found).__name__}; make it an areno.config.AlgorithmSpec")
-    return found
+def _checked(spec: Any, label: str) -> AlgorithmSpec:
+    if not isinstance(spec, AlgorithmSpec):
+        raise UsageError(f"{label} is a {type(spec).__name__}; expected an areno.config.AlgorithmSpec")
+    return spec
 
 
 for _spec in (

@@ -1,6 +1,6 @@
-"""Options of ``areno eval`` and ``areno export``: those of training that matter, under shorter names where they are their own.
+"""Options of ``areno eval`` and ``areno export``, most of them taken from training, some under shorter names.
 
-Those of ``areno eval`` are mapped to `TrainOptions`: the code that evaluates a run measures a checkpoint, and equally.
+Those of ``areno eval`` are mapped to `TrainOptions`, so that a checkpoint is evaluated by the same code as during training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,26 +23,26 @@ from areno.storage.run_layout import newest_model
 _EVAL = CommandText(
     "areno eval",
     "areno eval --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--n-samples N] [options]",
-    "Measure a model: answer the prompts of a data set, reward the answers, report accuracy and pass@k.",
+    "Evaluate a model: answer the prompts of a dataset, score the answers, report accuracy and pass@k.",
 )
 
 _EXPORT = CommandText(
     "areno export",
     "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE] [--gguf TYPE]",
-    "Write a full checkpoint in Hugging Face format, and as GGUF: an adapter is added to its base model's weights.",
+    "Write a full checkpoint in Hugging Face format, and optionally as GGUF; an adapter is merged into its base model.",
 )
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
-_OWN = ("output", "json", "model")
-# What a server decides by itself, or what its protocol has no word for.
-_OF_MODEL = (
+_EVAL_ONLY = ("output", "json", "model")
+# Options that a server decides itself, or that its protocol lacks.
+_LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
 )
 
 
-def as_in(declaration: type, name: str, **changes: Any) -> Any:
-    """The option that another command declares, for every algorithm, with some of its texts or its default changed."""
+def option_from(declaration: type, name: str, **changes: Any) -> Any:
+    """Copy an option of another declaration, for all algorithms, with changed metadata or default."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)
@@ -52,73 +52,73 @@ def as_in(declaration: type, name: str, **changes: Any) -> Any:
 class EvalOptions(CommandOptions):
     """All options of ``areno eval``."""
 
-    ckpt: str | None = as_in(
+    ckpt: str | None = option_from(
         BasicOptions,
         "ckpt",
-        help="Model to measure: a folder in Hugging Face format, a .gguf file, a repo id, a run directory, whose newest "
-        "checkpoint is taken, or the address of a server of the OpenAI protocol, such as http://HOST:8000/v1. Required.",
+        help="Model to evaluate: a folder in Hugging Face format, a .gguf file, a repo id, a run directory (its newest "
+        "checkpoint), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
     )
     model: str | None = option(
-        None, group="Basic", metavar="NAME", unset="its first", help="Name of the model at the server of --ckpt."
+        None, group="Basic", metavar="NAME", unset="its first", help="Name of the model on the server of --ckpt."
     )
-    dataset_path: str | None = as_in(
+    dataset_path: str | None = option_from(
         BasicOptions,
         "dataset_path",
         help="Prompts: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, or a hub "
         "reference name[:config[:split]] such as gsm8k:main:test. Required.",
     )
-    dataset_loader_fn: str | None = as_in(
+    dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that turns the data into rows with a prompt; it is load_training_dataset unless named.",
+        help="Python function that converts the data to rows with a prompt; default name load_training_dataset.",
     )
-    seed: int = as_in(BasicOptions, "seed", help="Fixes every draw; the same seed repeats the measurement.")
-    device: str = as_in(BasicOptions, "device")
-    dtype: str = as_in(BasicOptions, "dtype")
-    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+    seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
+    device: str = option_from(BasicOptions, "device")
+    dtype: str = option_from(BasicOptions, "dtype")
+    trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
 
-    max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=256, unset="")
-    max_prompt_tokens: int = as_in(RolloutOptions, "max_prompt_tokens")
-    max_new_tokens: int = as_in(RolloutOptions, "max_new_tokens", help="Most tokens of an answer.")
-    max_context_len: int | None = as_in(
+    max_running_prompts: int = option_from(RolloutOptions, "max_running_prompts", default=256, unset="")
+    max_prompt_tokens: int = option_from(RolloutOptions, "max_prompt_tokens")
+    max_new_tokens: int = option_from(RolloutOptions, "max_new_tokens", help="Maximum tokens of an answer.")
+    max_context_len: int | None = option_from(
         RolloutOptions,
         "max_context_len",
-        help="Most tokens of prompt and answer together. The model's own limit also holds.",
+        help="Maximum tokens of prompt and answer together. The model's limit also applies.",
     )
-    temperature: float | None = as_in(
+    temperature: float | None = option_from(
         EvaluationOptions,
         "eval_temperature",
         group="Rollout",
         unset="1.0, greedy for one sample",
-        remedy="for the most likely token use --greedy",
+        remedy="for greedy decoding use --greedy",
         help="Sampling temperature.",
     )
-    top_k: int = as_in(RolloutOptions, "top_k")
-    top_p: float = as_in(RolloutOptions, "top_p")
-    greedy: bool = as_in(RolloutOptions, "greedy")
-    stop: tuple[str, ...] = as_in(RolloutOptions, "stop")
-    stop_token_ids: tuple[int, ...] = as_in(RolloutOptions, "stop_token_ids")
-    ignore_eos: bool = as_in(RolloutOptions, "ignore_eos")
-    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
-    attn_backend: str = as_in(RolloutOptions, "attn_backend")
-    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
-    reward_fn_path: str | None = as_in(RolloutOptions, "reward_fn_path")
-    reward_weights: str | None = as_in(RolloutOptions, "reward_weights")
-    reward_ckpt: str | None = as_in(RolloutOptions, "reward_ckpt")
-    reward_timeout_s: float = as_in(RolloutOptions, "reward_timeout_s")
-    reward_workers: int | None = as_in(RolloutOptions, "reward_workers")
-    reward_memory_gb: float | None = as_in(RolloutOptions, "reward_memory_gb")
-    on_reward_error: str = as_in(
+    top_k: int = option_from(RolloutOptions, "top_k")
+    top_p: float = option_from(RolloutOptions, "top_p")
+    greedy: bool = option_from(RolloutOptions, "greedy")
+    stop: tuple[str, ...] = option_from(RolloutOptions, "stop")
+    stop_token_ids: tuple[int, ...] = option_from(RolloutOptions, "stop_token_ids")
+    ignore_eos: bool = option_from(RolloutOptions, "ignore_eos")
+    kv_cache_tokens: int | None = option_from(RolloutOptions, "kv_cache_tokens")
+    attn_backend: str = option_from(RolloutOptions, "attn_backend")
+    disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
+    reward_fn_path: str | None = option_from(RolloutOptions, "reward_fn_path")
+    reward_weights: str | None = option_from(RolloutOptions, "reward_weights")
+    reward_ckpt: str | None = option_from(RolloutOptions, "reward_ckpt")
+    reward_timeout_s: float = option_from(RolloutOptions, "reward_timeout_s")
+    reward_workers: int | None = option_from(RolloutOptions, "reward_workers")
+    reward_memory_gb: float | None = option_from(RolloutOptions, "reward_memory_gb")
+    on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="When a reward fails: stop, or leave that sample out of the averages and count it.",
+        help="When a reward fails: stop, or exclude that sample from the averages and count it.",
     )
-    score_micro_bs: int = as_in(
-        UpdateOptions, "score_micro_bs", group="Rollout", help="Answers that a reward model scores at once."
+    score_micro_bs: int = option_from(
+        UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
     )
 
-    max_rows: int | None = as_in(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
-    n_samples: int = as_in(
+    max_rows: int | None = option_from(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
+    n_samples: int = option_from(
         EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported up to this k."
     )
     output: str | None = option(
@@ -127,8 +127,8 @@ class EvalOptions(CommandOptions):
     json: bool = option(False, group="Evaluation", help="Print one line of JSON instead of a table.")
 
     def as_train_options(self) -> TrainOptions:
-        """The same settings as a run has them."""
-        names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _OWN]
+        """Convert to the options of a run."""
+        names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _EVAL_ONLY]
         values = {_RENAMED.get(name, name): getattr(self, name) for name in names}
         return TrainOptions(**values | ({"ckpt": None} if is_address(self.ckpt) else {}), run_dir="")
 
@@ -155,7 +155,7 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     if not options.reward_fn_path and not options.reward_ckpt:
         yield "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py with reward_fn(record)"
     yield from value_problems(options)
-    for name, because in _useless(options):
+    for name, because in _unused(options):
         if name in options.explicit:
             yield f"{flag_of(name)} {getattr(options, name)} has no effect {because}"
     train = options.as_train_options()
@@ -164,57 +164,57 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     if options.output is not None:
         path = Path(options.output).expanduser()
         if not options.output or path.is_dir():
-            yield f"--output {options.output!r} is no file name; give one such as samples.jsonl"
+            yield f"--output {options.output!r} is not a file name; pass one such as samples.jsonl"
         else:
             yield unwritable(path.parent, "--output")
 
 
-def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
-    """Options that another one makes idle, and why."""
+def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
+    """Yield options that have no effect with the others, and why."""
     if is_address(options.ckpt):
-        for name in _OF_MODEL:
-            yield name, "on a model behind an address; leave it out"
+        for name in _LOCAL_MODEL_ONLY:
+            yield name, "on the model of a server; remove it"
     else:
-        yield "model", "on a model of this machine; it names one of a server, whose address --ckpt takes"
+        yield "model", "on a local model; it selects a model of the server at --ckpt"
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
-            yield name, "with --greedy; leave one of the two out"
+            yield name, "with --greedy; use only one of them"
         if options.n_samples > 1:
-            yield "n_samples", "with --greedy, which gives the same answer each time; leave one of the two out"
+            yield "n_samples", "with --greedy, which gives the same answer each time; use only one of them"
     elif options.temperature is None and options.n_samples == 1:
         for name in ("top_k", "top_p"):
-            yield name, "on a single sample, which is greedy; give --temperature or --n-samples too"
+            yield name, "on a single sample, which is greedy; set --temperature or --n-samples too"
     if options.reward_ckpt:
-        yield "reward_fn_path", "with --reward-ckpt, which gives the reward already; leave one of the two out"
+        yield "reward_fn_path", "with --reward-ckpt, which provides the reward; use only one of them"
         for name in ("reward_weights", "reward_timeout_s", "reward_workers", "reward_memory_gb"):
-            yield name, "with --reward-ckpt, which runs no reward function; leave it out"
+            yield name, "with --reward-ckpt, which runs no reward function; remove it"
     else:
-        yield "score_micro_bs", "without --reward-ckpt; leave it out"
+        yield "score_micro_bs", "without --reward-ckpt; remove it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommandOptions):
     """All options of ``areno export``."""
 
-    ckpt: str | None = as_in(
+    ckpt: str | None = option_from(
         BasicOptions,
         "ckpt",
-        help="What to export: the folder of an adapter or of a whole model, a .gguf file, or a run directory, whose newest "
-        "checkpoint is taken. Required.",
+        help="What to export: the folder of an adapter or of a full model, a .gguf file, or a run directory (its newest "
+        "checkpoint). Required.",
     )
-    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Where to write it. Required.")
-    dtype: str = as_in(
+    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Folder to write. Required.")
+    dtype: str = option_from(
         BasicOptions,
         "dtype",
-        help="Type of the written weights; auto is that of the base model's files. They are added in float32.",
+        help="Dtype of the written weights; auto keeps that of the base model. The merge is computed in float32.",
     )
     gguf: str | None = option(
         None,
         group="Basic",
         choices=("f32", "f16", "bf16", "q8_0"),
-        help="Also write the model as model-TYPE.gguf into the folder, for llama.cpp and Ollama, with matrices of this type.",
+        help="Also write the model as model-TYPE.gguf, for llama.cpp and Ollama, with matrices of this type.",
     )
-    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+    trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
 
 
 def parse_export(argv: Sequence[str]) -> ExportOptions:

@@ -1,7 +1,6 @@
-"""Loads a user's Python file, checked step by step so that a mistake costs seconds and not a model load.
+"""Loads user-defined functions from Python files, with early checks so that mistakes surface before a model is loaded.
 
-It really is imported, so that any callable works as a hook. Its folder stays on ``sys.path``, because a hook may import
-its siblings late, inside a function.
+The file's folder stays on ``sys.path``, because a hook may import modules next to it inside a function.
 """
 
 import ast
@@ -26,19 +25,16 @@ from areno.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A callable of the user's that ``option`` names as ``file.py``, which has ``default_name``, or as ``file.py:function``.
-
-    It is called with so many positional arguments, and these keywords; ``signature`` says the same in messages.
-    """
+    """A user-defined callable, passed in ``option`` as ``file.py`` (with ``default_name``) or ``file.py:function``."""
 
     option: str
     default_name: str
-    signature: str
-    positional: int = 1
-    keywords: tuple[str, ...] = ()
+    signature: str  # its parameters, for messages
+    positional: int = 1  # number of positional arguments in a call
+    keywords: tuple[str, ...] = ()  # keyword arguments in a call
 
     def split(self, spec: str) -> tuple[Path, str]:
-        """Path and function name of what the user gave."""
+        """Split the option's value into path and function name."""
         return split_spec(spec, option=self.option, default_name=self.default_name)
 
 
@@ -57,7 +53,7 @@ WORKFLOW_HOOK = Hook("--workflow", "NAME", "gconfig, tokenizer")
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
     """Split ``file.py`` or ``file.py:function`` into path and name."""
-    # A colon before the suffix belongs to the path (a drive letter, say), only one after it introduces the name.
+    # A colon before the suffix belongs to the path, such as that of a drive letter.
     end = spec.rindex(".py") + len(".py") if ".py" in spec else 0
     rest, colon, name = spec[end:].partition(":")
     path = spec[:end] + rest
@@ -67,7 +63,7 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
-    """Why the file of a hook cannot be used, without reading it; empty if it can."""
+    """Return why the file of a hook cannot be used, without reading it; empty if it can."""
     try:
         path, name = hook.split(spec)
     except UsageError as error:
@@ -77,20 +73,20 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 
 
 def import_user_file(path: Path, *, option: str) -> ModuleType:
-    """Import a Python file under a name of its own; the same unchanged file is imported once.
+    """Import a Python file under a unique module name; the same unchanged file is imported only once.
 
-    A `UsageError` has the line of a syntax error, or the user's line that raised.
+    Raises UsageError with the line of a syntax error, or the line in the user's code that raised.
     """
     path = path.resolve()
     try:
         source = path.read_bytes()
         ast.parse(source, filename=str(path))
     except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror}; give a readable Python file") from error
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror}; pass a readable Python file") from error
     except (SyntaxError, ValueError) as error:
-        place = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{option} {path}{place}: not valid Python: {reason}; fix the file") from error
+        raise UsageError(f"{option} {path}{line}: not valid Python: {reason}; fix the file") from error
     name = f"areno_user_{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -98,7 +94,7 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{option} {path} is not a Python file; give one that ends in .py")
+        raise UsageError(f"{option} {path} is not a Python file; pass one that ends in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -112,36 +108,37 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
 
 
 def user_frame(error: BaseException, path: Path) -> str:
-    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in ``path`` or its folder, or nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
-    return f" (at {Path(own[-1].filename).name} line {own[-1].lineno}: {own[-1].line})" if own else ""
+    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in ``path`` or its folder, or ""."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == path.parent]
+    return f" (at {Path(frames[-1].filename).name} line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
-    """Load the callable that ``file.py`` or ``file.py:function`` names, and check that it takes the hook's arguments."""
+    """Load the callable in ``file.py`` or ``file.py:function``, and check that it accepts the hook's arguments."""
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
     path, name = hook.split(spec)
-    module, wanted = import_user_file(path, option=hook.option), f"{name}({hook.signature})"
+    module, expected = import_user_file(path, option=hook.option), f"{name}({hook.signature})"
     if not hasattr(module, name):
-        raise UsageError(f"{hook.option} {path} defines no {name}; define {wanted}, or name yours as {path}:function")
+        raise UsageError(
+            f"{hook.option} {path} defines no {name}; define {expected}, or pass another one as {path}:function"
+        )
     function = getattr(module, name)
     if not callable(function):
-        raise UsageError(f"{hook.option} {path}: {name} is a {type(function).__name__}; make it a function {wanted}")
+        raise UsageError(f"{hook.option} {path}: {name} is a {type(function).__name__}; make it a function {expected}")
     try:
         inspect.signature(function).bind(*[None] * hook.positional, **dict.fromkeys(hook.keywords))
     except ValueError:
-        pass  # some C callables publish no signature; only calling them can tell
+        pass  # some C callables have no signature
     except TypeError as error:
         raise UsageError(
-            f"{hook.option} {path}: {name} does not fit the call it will get: {error}; define it as {wanted}"
+            f"{hook.option} {path}: {name} does not accept the arguments of its call: {error}; define it as {expected}"
         ) from error
     return function  # type: ignore[no-any-return]
 
 
 def check_hook(spec: str, hook: Hook) -> None:
-    """Check a callable as :func:`load_hook` does, in a process of its own."""
+    """Check a callable like :func:`load_hook`, in a subprocess."""
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
         report = Path(folder, "problem")
         words = [sys.executable, "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
@@ -169,25 +166,25 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names; ``option`` is the field that gave it."""
+    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``; ``option`` is for messages."""
     if ".py" in spec:
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
-            raise UsageError(f"{option} file does not exist: {path}; give the path of a Python file")
-        module, place = import_user_file(path, option=option), str(path)
+            raise UsageError(f"{option} file does not exist: {path}; pass the path of a Python file")
+        module, source = import_user_file(path, option=option), str(path)
     else:
-        place, _, name = spec.replace(":", ".").rpartition(".")
-        if not place:
+        source, _, name = spec.replace(":", ".").rpartition(".")
+        if not source:
             raise UsageError(f"{option} {spec!r}: write it as package.module.Name or file.py:Name")
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
         except Exception as error:  # a user's module may fail in any way
             raise UsageError(
-                f"{option}: importing {place} raised {type(error).__name__}: {error}; check the name, and that its folder "
+                f"{option}: importing {source} raised {type(error).__name__}: {error}; check the name, and that its folder "
                 "is on the Python path"
             ) from error
     if not name or not hasattr(module, name):
         raise UsageError(
-            f"{option} {spec!r}: {place} defines no {name or 'name that is given'}; write it as {place}:Name"
+            f"{option} {spec!r}: {source} defines no {name or 'object of that name'}; write it as {source}:Name"
         )
     return getattr(module, name)

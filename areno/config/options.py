@@ -1,7 +1,7 @@
-"""How an option is declared: one dataclass field made by ``option(...)``, from which all else is derived.
+"""Declaration of options: each is a dataclass field made by ``option(...)``, from which flags, YAML and help are derived.
 
-Its type is the annotation: ``int``, ``float``, ``str``, ``bool``, each also ``| None``, and ``tuple[int, ...]`` or
-``tuple[str, ...]`` for repeatable options. Nothing here imports torch.
+Its type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
+``tuple[str, ...]`` for repeatable options. Does not import torch.
 """
 
 import difflib
@@ -16,65 +16,65 @@ from typing import Any, Literal
 from areno.errors import UsageError
 
 GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "LoRA", "Checkpoint", "Evaluation", "Observability")
-"""Help sections, in the order in which ``areno train --help`` shows them."""
+"""Help sections, in the order of ``areno train --help``."""
 
 METADATA_KEY = "areno.option"
-"""Where the metadata of a field holds its declaration."""
+"""Key of the declaration in a field's metadata."""
 
 Shape = Literal["scalar", "tuple", "list", "dict", "raw", "section", "sections"]
-"""What a field holds: one value, several, a free mapping, anything that YAML can hold, the fields of a class, or several of
-those. A tuple is an option that may be repeated."""
+"""Shape of a field's value: one value, a repeatable option, a list, a free-form mapping, any YAML value, a dataclass,
+or a list of dataclasses."""
 
 _SCALARS = (int, float, str, bool)
-_EXPECTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_EXPECTED = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _EXAMPLE = {int: "10", float: "0.5", str: "text", bool: "true"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionInfo:
-    """Everything about an option that its name, type and default do not say.
+    """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
-        path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; what exists is stored as an absolute path.
-        inherits: dotted path from the root of an experiment, whose value an unset or empty setting takes where there is one.
-        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
-            an empty path inherits nothing.
-        documented: default that the format documents, where areno's own is another; accepted like an unset value.
+        stored: written to ``config.yaml``; False for options of one invocation or of the run's location.
+        path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; existing paths are stored as absolute paths.
+        inherits: dotted path of the setting whose value, if any, an unset or empty setting takes.
+        inner: for a section, ``inherits`` of some of its fields, by name; overrides the field's own, and an empty path
+            inherits nothing.
+        documented: default in the documentation of the format if areno's differs; treated like an unset value.
     """
 
     help: str  # one or two sentences for ``--help``
-    group: str = ""  # help section; a user's algorithm leaves it empty and gets a section of its own
+    group: str = ""  # help section; empty for options of a user's algorithm, which get their own section
     metavar: str = ""  # placeholder of the value in help; empty derives it from the type
-    minimum: float | None = None  # least allowed value
-    maximum: float | None = None  # greatest allowed value
+    minimum: float | None = None
+    maximum: float | None = None
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
-    choices: tuple[str, ...] = ()  # the only allowed values; empty allows all
+    choices: tuple[str, ...] = ()  # allowed values; empty allows all
     algorithms: tuple[str, ...] = ()  # algorithms that read the option; empty means all
-    rollout_only: bool = False  # only algorithms that generate completions read it
+    rollout_only: bool = False  # only read by algorithms that generate completions
     changes_results: bool = True  # a resumed run may not change it
-    documented_default: str = ""  # text for help where the default depends on the machine
-    unset: str = ""  # what happens when the option is not given and its default is None
+    documented_default: str = ""  # help text of a default that depends on the machine
+    unset: str = ""  # help text of a default of None
     stored: bool = True
-    bare: str | None = None  # value of the flag when it is given without one
+    bare: str | None = None  # value of the flag without an argument
     path: Literal["", "place", "python"] = ""
-    remedy: str = ""  # what to do about a number that is out of bounds; empty names the bounds
-    # Those of experiments alone:
+    remedy: str = ""  # advice for a number that is out of bounds; empty states the bounds
+    # For experiments only:
     inherits: str = ""
     inner: Mapping[str, str] = field(default_factory=dict)
-    required: bool = False  # must be given, or inherited
-    synonyms: Mapping[str, str] = field(default_factory=dict)  # further spellings of values, with what they stand for
-    shown: str = ""  # default as help and docs show it; empty shows the value itself
+    required: bool = False  # must be set or inherited
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # alternative spelling -> value
+    shown: str = ""  # default as shown in help and docs; empty shows the value itself
     documented: Any = None
-    refused: str = ""  # why only the default, or the documented one, is accepted
-    refused_values: Mapping[str, str] = field(default_factory=dict)  # single values, each with the reason
-    no_effect: str = ""  # why every value is accepted: none changes what a run does here
+    refused: str = ""  # why only the default (or the documented one) is accepted
+    refused_values: Mapping[str, str] = field(default_factory=dict)  # rejected value -> reason
+    no_effect: str = ""  # why every value is accepted and ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A declared option, its type taken apart: ``kind`` is the type of one value, ``many`` says it is repeatable."""
+    """A declared option: ``kind`` is the type of one value, ``many`` whether it is repeatable."""
 
     name: str
     kind: type
@@ -96,7 +96,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as help shows it; empty where there is nothing to say."""
+        """The default as shown in help; empty if there is nothing to show."""
         if self.info.documented_default or self.default is None:
             return self.info.documented_default or self.info.unset
         if self.kind is bool:
@@ -106,13 +106,13 @@ class Option:
         return str(self.default)
 
     def bounds_problem(self, value: float) -> str:
-        """The bound that ``value`` breaks, as ``must be positive``; empty when it breaks none."""
+        """Return the violated bound, such as ``must be positive``; empty if ``value`` is within bounds."""
         info = self.info
         if info.above is not None and not value > info.above:
             return "must be positive" if info.above == 0 else f"must be above {info.above:g}"
         if info.minimum is not None and not value >= info.minimum:
-            named = {0: "must be non-negative"} | ({1: "must be positive"} if self.kind is int else {})
-            return named.get(int(info.minimum), f"must be at least {info.minimum:g}")
+            texts = {0: "must be non-negative"} | ({1: "must be positive"} if self.kind is int else {})
+            return texts.get(int(info.minimum), f"must be at least {info.minimum:g}")
         if info.maximum is not None and not value <= info.maximum:
             return f"must be at most {info.maximum:g}"
         if info.below is not None and not value < info.below:
@@ -120,7 +120,7 @@ class Option:
         return ""
 
     def number_problem(self, value: float, label: str) -> str:
-        """Why what ``label`` names cannot be this number: it is not finite, or out of bounds; empty if it can."""
+        """Return an error message if ``value`` is not finite or out of bounds, else ""; ``label`` names the option."""
         if not math.isfinite(value):
             return f"{label} {value} is not a finite number; {self.bounds_remedy}"
         problem = self.bounds_problem(value)
@@ -128,7 +128,7 @@ class Option:
 
     @property
     def bounds_remedy(self) -> str:
-        """The allowed interval in words."""
+        """The allowed interval as advice."""
         info = self.info
         if info.remedy:
             return info.remedy
@@ -147,21 +147,21 @@ def option(default: Any, **info: Any) -> Any:
 
 @functools.cache
 def options_of(declaration: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in order; fields not made by ``option`` are left out."""
+    """Return the options that a dataclass declares, in order; fields not made by ``option`` are skipped."""
     hints = typing.get_type_hints(declaration)
-    found = []
+    declared = []
     for entry in fields(declaration):
         if METADATA_KEY in entry.metadata:
             if entry.default is MISSING:
                 raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; give it one")
-            shape, kind, _ = take_apart(hints[entry.name])
+            shape, kind, _ = parse_annotation(hints[entry.name])
             if shape not in ("scalar", "tuple"):
                 raise UsageError(
                     f"option {declaration.__name__}.{entry.name} has type {hints[entry.name]}; use int, float, str, bool, "
                     "one of these | None, or tuple[int | str, ...]"
                 )
-            found.append(Option(entry.name, kind, shape == "tuple", entry.default, entry.metadata[METADATA_KEY]))
-    return tuple(found)
+            declared.append(Option(entry.name, kind, shape == "tuple", entry.default, entry.metadata[METADATA_KEY]))
+    return tuple(declared)
 
 
 def check_options(values: Any, prefix: str = "") -> None:
@@ -179,8 +179,8 @@ def check_options(values: Any, prefix: str = "") -> None:
             raise ValueError(problem)
 
 
-def take_apart(hint: Any) -> tuple[Shape | None, type, bool]:
-    """What an annotation lets a field hold, the type of one value or the class of a section, and whether None is allowed."""
+def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
+    """Return the shape of an annotated field, the type of one value or the class of a section, and whether it may be None."""
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -201,29 +201,29 @@ def take_apart(hint: Any) -> tuple[Shape | None, type, bool]:
         return "section", typing.cast(type, hint), nullable
     if hint in _SCALARS:
         return "scalar", hint, nullable
-    if hint in (Any, list) or origin in (list, types.UnionType, typing.Union):  # of a user's own class
+    if hint in (Any, list) or origin in (list, types.UnionType, typing.Union):  # such as a user's class
         return "raw", object, nullable or hint is Any
     return None, object, nullable
 
 
 def flag_of(name: str) -> str:
-    """Spell an option name as its flag."""
+    """Return the flag of an option name."""
     return "--" + name.replace("_", "-")
 
 
 def name_of(spelling: str) -> str:
-    """Spell a flag or YAML key as the option's name."""
+    """Return the option name of a flag or YAML key."""
     return spelling.removeprefix("--").replace("-", "_")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean X?)`` for the known word closest to ``word``, or nothing if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return `` (did you mean X?)`` for the candidate closest to ``word``, or "" if none is close."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:
-    """Turn text from a flag, or a scalar or list from YAML, into the option's type; ``label`` names the option in an error."""
+    """Convert a flag's text, or a scalar or list from YAML, to the option's type; ``label`` names the option in errors."""
     if not entry.many:
         return _convert_one(entry, raw, label)
     items: list[Any] = list(raw) if isinstance(raw, list | tuple) else [raw]
@@ -244,5 +244,5 @@ def _convert_one(entry: Option, raw: Any, label: str) -> Any:
         try:
             return kind(raw.strip())
         except ValueError:
-            pass  # the message below is the one place that reports a wrong type
+            pass  # reported below
     raise UsageError(f"{label} {raw!r}: expected {_EXPECTED[kind]}, such as {_EXAMPLE[kind]}")

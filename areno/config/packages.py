@@ -1,4 +1,4 @@
-"""Optional packages: which are missing, found out without importing them, and how to install them."""
+"""Optional packages: detects missing ones without importing them, and tells how to install them."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 from areno.errors import UsageError
 
 _PACKAGE = Path(__file__).parents[1]
-_IMPORTED = {
+_MODULES_OF_EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "gguf": ("gguf",),
     "kernels": ("kernels",),
@@ -21,18 +21,18 @@ _IMPORTED = {
 
 
 def install_command(extra: str) -> str:
-    """A command that installs an extra of this areno for the running interpreter: of its folder, or else its packages.
+    """Return a command that installs an extra for the running interpreter, from the source folder or as its packages.
 
     Not ``pip install areno[...]``: PyPI has another project of that name.
     """
     folder, editable = _source_folder()
-    named = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]
-    wanted = _packages_of(extra) if folder is None else named
-    return shlex.join([sys.executable, "-m", "pip", "install", *wanted])
+    source = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]
+    requirements = _packages_of(extra) if folder is None else source
+    return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
 
 
 def _source_folder() -> tuple[Path | None, bool]:
-    """The project's folder, and whether the package is used from within it."""
+    """Return the project's folder, and whether the package is imported from it."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return _PACKAGE.parent, True
     try:
@@ -44,19 +44,19 @@ def _source_folder() -> tuple[Path | None, bool]:
 
 
 def _packages_of(extra: str) -> list[str]:
-    """Requirements of an extra, as the installed package states them."""
-    mark = f'extra == "{extra}"'
-    needs = [need.replace("'", '"') for need in distribution("areno").requires or []]
-    return [need.split(";")[0].strip() for need in needs if mark in need]
+    """Return the requirements of an extra from the installed package's metadata."""
+    marker = f'extra == "{extra}"'
+    requirements = [requirement.replace("'", '"') for requirement in distribution("areno").requires or []]
+    return [requirement.split(";")[0].strip() for requirement in requirements if marker in requirement]
 
 
 def missing_packages(extra: str) -> str:
-    """What an extra lacks here, as the end of a sentence: ``the packages ...; install them: ...``; empty if nothing."""
-    missing = [name for name in _IMPORTED[extra] if importlib.util.find_spec(name) is None]
+    """Return the missing packages of an extra as ``the packages ...; install them: ...``; empty if none is missing."""
+    missing = [name for name in _MODULES_OF_EXTRAS[extra] if importlib.util.find_spec(name) is None]
     return f"the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
 
 
-def require_packages(extra: str, who: str) -> None:
-    """Raise a `UsageError` if an extra lacks packages here; ``who`` is the start of its sentence, such as ``agents need``."""
+def require_packages(extra: str, subject: str) -> None:
+    """Raise UsageError if packages of an extra are missing; ``subject`` starts the message, such as ``agents need``."""
     if missing := missing_packages(extra):
-        raise UsageError(f"{who} {missing}")
+        raise UsageError(f"{subject} {missing}")

@@ -1,6 +1,6 @@
-"""Turns the arguments of a command into its options, and writes its help; ``areno train`` is the largest.
+"""Parses the arguments of a command into its options, and formats its help.
 
-argparse only collects texts. One function converts them and the values of YAML, and all wrong ones are reported together.
+argparse only collects strings; `convert_values` converts those and YAML values, and all errors are reported together.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""How one command calls the option that another one knows by another name."""
+"""Options with different names in different commands, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """What the help of a command says around its options; ``prog`` is the command itself, such as ``areno train``."""
+    """Texts of a command's help; ``prog`` is the command, such as ``areno train``."""
 
     prog: str
     usage: str
@@ -35,72 +35,72 @@ TRAIN = CommandText(
     "areno train",
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
     "Train a language model with the local areno engine: load data, roll out, score, update, save.",
-    "Every on/off option has a --no- form, and every option may stand in the --config file. "
-    "(name) after an option: only that algorithm reads it.",
+    "Every on/off option has a --no- form, and every option can be set in the --config file. "
+    "(name) after an option: only read by that algorithm.",
 )
 
 PLAN = CommandText(
     "areno plan",
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
-    "Show the memory that a training run will take, phase by phase, whether it fits into what is free here, and what to "
-    "change if not. Takes the options of areno train; data and rewards need not be given, and no weights are read. "
-    "With a file and settings of areno run, the same for each engine of that experiment, and with "
+    "Estimate the memory of a training run by phase, whether it fits into the free memory of this machine, and what to "
+    "change if not. Takes the options of areno train, without data and rewards; reads no weights. "
+    "With a file and settings of areno run, estimates each engine of that experiment, and with "
     "--tune-params the largest sizes that fit. "
-    "--json prints the same as data, in bytes. The exit code is 1 if the run does not fit.",
+    "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
 
 
 @dataclass
 class Problems:
-    """Collects what is wrong with the input, so that the user sees all of it at once."""
+    """Collects input errors, to report them all at once."""
 
-    found: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:
-        """Note one problem; an empty text and a repetition are ignored."""
-        if problem and problem not in self.found:
-            self.found.append(problem)
+        """Add a problem; empty strings and duplicates are ignored."""
+        if problem and problem not in self.messages:
+            self.messages.append(problem)
 
     @classmethod
-    def raise_all(cls, texts: Iterable[str]) -> None:
-        """Raise what the texts say, if any does; see :meth:`raise_if_any`."""
+    def raise_all(cls, messages: Iterable[str]) -> None:
+        """Raise UsageError with the non-empty messages, if any."""
         problems = cls()
-        for text in texts:
-            problems.add(text)
+        for message in messages:
+            problems.add(message)
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise a `UsageError` with the one problem, or with the numbered list of them."""
-        if len(self.found) == 1:
-            raise UsageError(self.found[0])
-        if self.found:
-            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.found, start=1))
-            raise UsageError(f"{len(self.found)} problems:{lines}")
+        """Raise UsageError with the problem, or a numbered list of the problems, if there is any."""
+        if len(self.messages) == 1:
+            raise UsageError(self.messages[0])
+        if self.messages:
+            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.messages, start=1))
+            raise UsageError(f"{len(self.messages)} problems:{lines}")
 
 
 class TypedParser(argparse.ArgumentParser):
-    """An argument parser that raises `UsageError` where argparse would print and exit."""
+    """An argument parser that raises `UsageError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message as a usage error."""
+        """Raise UsageError."""
         match = re.fullmatch(r"argument (?:--[\w-]+, )*(--[\w-]+): (.*)", message)
         flag, reason = match.groups() if match else ("", message)
         if reason.startswith("expected"):
             raise UsageError(f"{flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it starts with dashes")
         if "explicit argument" in reason:
             raise UsageError(
-                f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} alone, or its --no- form"
+                f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} without a value, or its --no- form"
             )
         raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
-    """Parse the arguments of ``areno train``; values from ``--config`` fill in what no flag gives.
+    """Parse the arguments of ``areno train``; flags override values of ``--config``.
 
-    Types are right in the result; whether values make sense is for `areno.config.validate`. Unknown flags or keys (with the
-    nearest match) and missing or wrong-typed values are reported all at once.
+    Reports all unknown flags or keys (with the nearest match) and missing or wrongly typed values at once;
+    `areno.config.validate` checks the values.
     """
     core = options_of(TrainOptions)
     flags, _ = _read(argv, core, TRAIN)
@@ -121,7 +121,7 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of a command other than ``areno train``; ``explicit`` has the names of those that were given."""
+    """Options of a command other than ``areno train``; ``explicit`` has the names of those on the command line."""
 
     explicit: frozenset[str] = frozenset()
 
@@ -136,9 +136,9 @@ def parse_command(
     complete: Callable[[CommandT], CommandT],
     problems_of: Callable[[CommandT], Iterable[str]],
 ) -> CommandT:
-    """Parse the arguments of a command, ``complete`` them, and check them; all that is wrong is reported at once.
+    """Parse the arguments of a command, ``complete`` the options, and check them, reporting all problems at once.
 
-    For ``--help`` it prints the help, and ends with a `SystemExit`.
+    ``--help`` prints the help and raises SystemExit.
     """
     kind: type = declaration
     entries = {entry.name: entry for entry in options_of(kind)}
@@ -156,24 +156,24 @@ def parse_command(
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """The options that the algorithm itself declares; a `UsageError` if one has the name of a built-in option."""
+    """Return the options that the algorithm declares. Raises UsageError if one has the name of a built-in option."""
     if spec is None:
         return ()
-    taken = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
+    reserved = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
     extra = spec.own_options()
     for entry in extra:
-        if entry.name in taken:
-            raise UsageError(f"algorithm {spec.name} declares {entry.flag}, which areno train has already; rename it")
+        if entry.name in reserved:
+            raise UsageError(f"algorithm {spec.name} declares {entry.flag}, an option of areno train; rename it")
     return extra
 
 
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw values of flags or YAML by option name; what is unknown or of a wrong type goes to ``problems``.
+    """Convert raw values of flags or YAML by option name; adds unknown names and wrong types to ``problems``.
 
-    ``label`` names an option in a message. With ``known_only`` unknown names are passed over: they may belong to an algorithm
-    that was not found.
+    ``label`` maps an option name to its name in messages. ``known_only`` ignores unknown names, which may belong to an
+    algorithm that was not found.
     """
     values = {}
     for name, value in raw.items():
@@ -189,29 +189,29 @@ def convert_values(
 
 
 def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
-    """Make options of converted values; what the algorithm declares lands in ``extra``, defaults included."""
-    own = {entry.name for entry in options_of(TrainOptions)}
+    """Create options from converted values; ``extra`` gets the algorithm's options, with defaults."""
+    core_names = {entry.name for entry in options_of(TrainOptions)}
     extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
-    core = {name: value for name, value in values.items() if name in own}
+    core = {name: value for name, value in values.items() if name in core_names}
     if ".py" not in core.get("algo", ".py"):
-        core["algo"] = core["algo"].lower()  # registry names have no case, paths do
+        core["algo"] = core["algo"].lower()  # registry names are case-insensitive, paths are not
     return TrainOptions(**core, extra=extra, explicit=explicit)
 
 
 def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
-    """Write ``areno train --help``; with ``--algo`` of a user's own algorithm, its options are in it."""
+    """Format ``areno train --help``, including the options of the algorithm in ``--algo``."""
     core = options_of(TrainOptions)
     flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core, command)
     spec = _spec_of(flags, _read_config(flags), Problems())
-    own = {f"Options of {spec.name}": extra_options(spec)} if spec is not None and spec.options is not None else {}
-    return _help_of(core, command, own)
+    extra = {f"Options of {spec.name}": extra_options(spec)} if spec is not None and spec.options is not None else {}
+    return _help_of(core, command, extra)
 
 
-def _help_of(entries: Sequence[Option], command: CommandText, further: Mapping[str, Sequence[Option]]) -> str:
-    """Options by group, in the order of `GROUPS`, then further sections by title."""
+def _help_of(entries: Sequence[Option], command: CommandText, extra: Mapping[str, Sequence[Option]]) -> str:
+    """Format options by group, in the order of `GROUPS`, then extra sections by title."""
     parser = _make_parser([], command)
     sections = {group: [entry for entry in entries if entry.info.group == group] for group in GROUPS}
-    for title, members in {**sections, **further}.items():
+    for title, members in {**sections, **extra}.items():
         if members:
             _add_arguments(parser.add_argument_group(title), members)
     return parser.format_help()
@@ -253,7 +253,7 @@ def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]
 
 
 class _OnOff(argparse.Action):
-    """Stores whether the plain or the ``--no-`` form was given; the last one counts."""
+    """Stores True for the plain and False for the ``--no-`` form; the last one wins."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Store the value."""
@@ -270,19 +270,19 @@ def _help_text(entry: Option) -> str:
 
 
 def _read(argv: Sequence[str], entries: Sequence[Option], command: CommandText) -> tuple[dict[str, Any], list[str]]:
-    """Collect flag values as text by option name, and the words that no option took."""
+    """Collect flag values as strings by option name, and the unrecognized words."""
     takes_value = {entry.flag for entry in entries if entry.kind is not bool}
     words: list[str] = []
     for word in argv:
-        # argparse would take a value such as -1e-6 for a flag of its own.
+        # argparse would take a value such as -1e-6 for a flag.
         if words and words[-1] in takes_value and word.startswith("-") and not word.startswith("--"):
             words[-1] += "=" + word
         else:
             words.append(word)
     namespace, unread = _make_parser(entries, command).parse_known_args(words)
     many = {entry.name for entry in entries if entry.many}
-    given = {name: value for name, value in vars(namespace).items() if value is not None}
-    return {name: value if name in many else value[-1] for name, value in given.items()}, unread
+    values = {name: value for name, value in vars(namespace).items() if value is not None}
+    return {name: value if name in many else value[-1] for name, value in values.items()}, unread
 
 
 def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: CommandText, problems: Problems) -> None:
@@ -291,16 +291,20 @@ def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: Comma
     dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
     for word in dashed:
         other = _MODEL_OPTIONS.get(word)
-        near = f"; here it is {other}" if other in spellings else nearest(flag_of(word.lstrip("-")), spellings)
+        near = (
+            f"; this command calls it {other}" if other in spellings else nearest(flag_of(word.lstrip("-")), spellings)
+        )
         problems.add(f"{word} is not an option{near}; see {command.prog} --help")
     for word in unread if not dashed else ():
-        problems.add(f"unexpected argument {word!r}; name its option, and quote values with spaces")
+        problems.add(f"unexpected argument {word!r}; write its option first, and quote values with spaces")
 
 
 def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
-        raise UsageError(f"--config {flags['config']}: config cannot name a further file; copy its lines into this one")
+        raise UsageError(
+            f"--config {flags['config']}: config cannot be set in a config file; copy the lines of that file into this one"
+        )
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""The knobs of the one policy loss, for both front ends: settings of ``actor`` in an experiment, flags of ``areno train``."""
+"""Options of the policy loss: settings of ``actor`` in an experiment, flags of ``areno train``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,47 +10,51 @@ _FORWARD_PASS = ("recompute", "metrics")
 
 @dataclass
 class PolicyLossOptions:
-    """Knobs of the policy loss; [algorithms.md](algorithms.md#the-family-on-one-loss) says which make which algorithm."""
+    """Options of the policy loss; [algorithms.md](algorithms.md#the-family-on-one-loss) lists those of each algorithm."""
 
     eps_clip: float = option(0.2, minimum=0, help="The ratio is clipped to 1 - eps_clip ... 1 + eps_clip.")
-    eps_clip_higher: float | None = option(None, minimum=0, help="Another upper clip: 1 + eps_clip_higher.")
+    eps_clip_higher: float | None = option(
+        None, minimum=0, help="Upper clip range if different: 1 + eps_clip_higher (clip-higher)."
+    )
     c_clip: float | None = option(None, above=1, help="Dual clip: the loss is at most c_clip * |advantage|.")
     importance_sampling_level: str = option(
         "token",
         choices=("token", "sequence"),
-        help="sequence takes the geometric mean of a sequence's ratios (GSPO, whose paper has eps_clip 0.0003).",
+        help="sequence uses the geometric mean of a sequence's ratios (GSPO; its paper uses eps_clip 0.0003).",
     )
-    use_sapo_loss: bool = option(False, help="SAPO: a soft gate instead of the clip.")
+    use_sapo_loss: bool = option(False, help="SAPO: a soft gate instead of clipping.")
     sapo_tau_pos: float = option(1.0, above=0, help="SAPO's temperature for positive advantages.")
     sapo_tau_neg: float = option(1.05, above=0, help="SAPO's temperature for negative advantages.")
     use_cispo_loss: bool = option(
-        False, help="CISPO: the clipped ratio weights the log-prob and carries no gradient, so no token is lost."
+        False,
+        help="CISPO: the clipped ratio, without gradient, weights the log-prob, so every token keeps its gradient.",
     )
     use_decoupled_loss: bool = option(
-        False, help="Clip against the policy before the update, and weight for the one that sampled."
+        False,
+        help="Decoupled PPO: clip against the proximal policy (before the update), and correct for the behavior policy.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Proximal log-probs of the decoupled loss: by a forward pass (metrics also reports how good the others would "
-        "be), interpolated between log-probs or probabilities, or those of the rollout.",
+        help="Proximal log-probs of the decoupled loss: from a forward pass (metrics also reports the error of the other "
+        "methods), interpolated in log-probs or probabilities, or those of the rollout.",
     )
     m2_threshold: float | None = option(
-        None, above=0, help="M2PO: leave out the tokens that take the mean squared log-ratio above this."
+        None, above=0, help="M2PO: mask the tokens that raise the mean squared log-ratio above this."
     )
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether rows must bring ``prox_logprobs``, which cost a forward pass before the update."""
+        """Whether rows need ``prox_logprobs``, which cost a forward pass before the update."""
         return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Knobs that exclude each other or do nothing: the name, and what is wrong with the remedy."""
+        """Yield options that conflict or have no effect: the name, and the problem with its remedy."""
         if self.use_sapo_loss and self.use_cispo_loss:
-            yield "use_sapo_loss", "and use_cispo_loss are two losses; leave one of the two out"
+            yield "use_sapo_loss", "and use_cispo_loss are mutually exclusive; use only one of them"
         if self.use_sapo_loss and self.use_decoupled_loss:
             yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
-        for names, because in self._idle():
+        for names, because in self._unused():
             for name in names:
                 value = getattr(self, name, None)
                 if value != getattr(PolicyLossOptions, name, None):
@@ -61,71 +65,69 @@ class PolicyLossOptions:
         if self.m2_threshold is not None and not self.needs_proximal:
             yield (
                 "m2_threshold",
-                "compares log-probs before the update with those of rollout; set use_decoupled_loss too, with "
+                "compares proximal log-probs with those of the rollout; set use_decoupled_loss too, with "
                 f"prox_logp_method {' or '.join(_FORWARD_PASS)}",
             )
 
-    def _idle(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Knobs that others make idle, with the reason and the remedy."""
+    def _unused(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield options that have no effect with the others, with the reason and the remedy."""
         if self.use_sapo_loss:
             yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it"
         else:
             yield ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too"
         if self.use_cispo_loss:
-            yield ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out"
+            yield ("c_clip",), "with use_cispo_loss, which keeps every token; remove it"
         if not self.use_decoupled_loss:
             yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too"
 
 
 @dataclass
 class RejectionSamplingConfig:
-    """Leaves out, or bounds, tokens whose proximal policy has moved away from the policy that sampled them.
+    """Masks or clamps tokens whose proximal policy differs too much from the behavior policy.
 
-    With r = proximal / behaviour probability, the importance weight of ``use_decoupled_loss``, which it needs.
+    r = proximal / behavior probability, the importance weight of ``use_decoupled_loss``, which is required.
     """
 
-    level: str = option("token", choices=("token", "sequence"), help="Judge each token, or each sequence as a whole.")
+    level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")
     action: str = option(
         "mask",
         choices=("mask", "clamp"),
-        help="mask removes what is outside the bounds from the loss; clamp keeps it with a bounded weight (ratio only).",
+        help="mask removes tokens out of bounds from the loss; clamp keeps them with a bounded weight (ratio only).",
     )
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="What is compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
+        help="Quantity compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
         "divergences between the token's Bernoulli distributions.",
     )
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="How a sequence's tokens become one number; for ratio in log space, so that mean is the geometric mean.",
+        help="Aggregation over a sequence's tokens; for ratio in log space, so that mean is the geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound.")
-    lower: float | None = option(None, help="Lower bound; null sets none, and is 0 with clamp.")
+    lower: float | None = option(None, help="Lower bound; null means none (0 with clamp).")
 
     def __post_init__(self) -> None:
         if self.action == "clamp" and self.lower is None:
             self.lower = 0.0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Bounds that the metric can have, and actions that it allows: the name, and what is wrong with the remedy."""
+        """Yield invalid bounds and actions for the metric: the name, and the problem with its remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
-            yield "lower", f"{lower} is above upper {upper}, which would leave out everything; exchange them"
+            yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap them"
         if self.metric == "ratio":
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would leave out an unchanged policy, whose ratio is 1; give more than 1, such as 5",
+                    f"{upper} would reject an unchanged policy, whose ratio is 1; use more than 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
-                yield "lower", f"{lower} is no bound of a ratio, which is always positive; give e.g. 0.5, or null"
+                yield "lower", f"{lower} cannot bound a ratio, which is always positive; use e.g. 0.5, or null"
         elif self.action == "clamp":
             yield "action", f"clamp bounds a ratio, and metric is {self.metric}; use action mask, or metric ratio"
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
-            because = f"because {self.metric} is never negative; give more than 0"
-            yield "upper", f"{upper} would leave out everything, {because}"
+            yield "upper", f"{upper} would reject everything, because {self.metric} is never negative; use more than 0"
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
-            because = "with level token, where nothing is aggregated; use level sequence"
-            yield "agg", f"{self.agg} has no effect {because}"
+            yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"

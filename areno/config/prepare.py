@@ -1,4 +1,4 @@
-"""From arguments to a run that may start: everything that can be refused is refused here, before anything expensive."""
+"""Prepares a run from its arguments, with all checks that are possible before anything expensive happens."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from areno.gpus import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Resolved options with the user's data set loader; all hooks are checked."""
+    """Resolved options and the user's dataset loader; all hooks have been checked."""
 
     options: TrainOptions
     loader_fn: Callable[..., Any] | None
@@ -31,9 +31,9 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 
 
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
-    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing.
+    """Parse and check the arguments of ``areno plan``: those of ``areno train``, of which data and reward are optional.
 
-    ``auto`` is checked as what it stands for on this machine, and kept.
+    ``--device auto`` is checked for this machine but not replaced.
     """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
@@ -44,9 +44,9 @@ def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptio
 
 
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
-    """Import the user's loaders, advantage and agent functions, check all signatures, and return the loader of the data set.
+    """Import the user's loaders, advantage and agent functions, check all signatures, and return the dataset loader.
 
-    The file of the reward function runs in workers alone, and is checked in a process of its own.
+    The reward function only runs in worker processes, so it is checked in a subprocess.
     """
     loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:
@@ -62,22 +62,23 @@ def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
     return loader
 
 
-def check_workflow(named: str) -> None:
-    """Import the class or object of ``--workflow``, and check that it can be made and served."""
-    found = hooks.named_object(named, option="--workflow")
-    if inspect.isclass(found):
-        signature = inspect.signature(found)
+def check_workflow(reference: str) -> None:
+    """Import the class or object of ``--workflow``, and check its constructor and methods."""
+    workflow = hooks.named_object(reference, option="--workflow")
+    if inspect.isclass(workflow):
+        signature = inspect.signature(workflow)
         try:
             signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
         except TypeError as error:
             raise UsageError(
-                f"--workflow {named}: its class is made with gconfig and tokenizer at most: {error}; give the others defaults"
+                f"--workflow {reference}: the class can only take gconfig and tokenizer: {error}; give other parameters "
+                "defaults"
             ) from error
-    if hasattr(found, "arun_episode"):
+    if hasattr(workflow, "arun_episode"):
         return
-    if not inspect.iscoroutinefunction(getattr(found, "run", None)):
+    if not inspect.iscoroutinefunction(getattr(workflow, "run", None)):
         raise UsageError(
-            f"--workflow {named}: it has neither `async def arun_episode(self, engine, data)` nor `async def run(self, data, "
-            "**extra)`; define one of them"
+            f"--workflow {reference}: it has neither `async def arun_episode(self, engine, data)` nor `async def run(self, "
+            "data, **extra)`; define one of them"
         )
-    require_packages("serve", f"--workflow {named}: agents are served over HTTP, which needs")
+    require_packages("serve", f"--workflow {reference}: agents use the model over HTTP, which needs")

@@ -1,6 +1,6 @@
-"""Where a run lives, and how ``--resume`` finds it again.
+"""Run directories, and resuming with ``--resume``.
 
-What is given on top may change a run's length, saving, deadlines and logging, but nothing that would change results.
+Options on the command line may change a resumed run's length, saving, timeouts and logging, but not its results.
 """
 
 from __future__ import annotations
@@ -21,22 +21,20 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run
 
 RUNS_ROOT = Path("runs")
-"""Where runs without ``--run-dir`` live, and where ``--resume`` alone looks for them."""
+"""Parent of runs without ``--run-dir``, where ``--resume`` without a path looks for them."""
 
-_AUTO = "auto"  # what the bare flag stands for
+_AUTO = "auto"  # value of the bare flag
 
 
 def apply_resume(options: TrainOptions) -> TrainOptions:
-    """Fix the run directory: a new one, or with ``--resume`` the old one together with its configuration.
+    """Resolve the run directory: a new one, or with ``--resume`` the old one with its configuration.
 
-    With ``--resume``, everything not in ``explicit`` comes from the old run, and ``resume`` is its directory. An explicit
-    option that would change its results is an error.
+    With ``--resume``, options not in ``explicit`` come from the old run, and ``resume`` becomes its directory. Raises
+    UsageError for an explicit option that would change results.
     """
     if options.resume is None:
         if options.resume_step is not None:
-            raise UsageError(
-                f"--resume-step {options.resume_step} goes with --resume; give that too, with the run's directory"
-            )
+            raise UsageError(f"--resume-step {options.resume_step} needs --resume with the run's directory; add it")
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
         return _continue(options, _named_run(options, Path(options.resume).expanduser()))
@@ -46,7 +44,7 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
 
 
 def new_run_dir(algo: str, now: datetime | None = None) -> Path:
-    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a number behind it if that exists."""
+    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a numeric suffix if that exists."""
     name = f"{get_algorithm(algo).name}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
     path, number = RUNS_ROOT / name, 2
     while path.exists():
@@ -55,7 +53,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 
 
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
-    """Make the directory of a new run whose name was chosen here; another name where a second run was quicker."""
+    """Create the directory of a new run without ``--run-dir``, under another name if a concurrent run took it."""
     if options.resume is not None or "run_dir" in options.explicit:
         return options
     while True:
@@ -66,7 +64,7 @@ def claim_run_dir(options: TrainOptions) -> TrainOptions:
             options = replace(options, run_dir=str(new_run_dir(options.algo)))
         except OSError as error:
             raise UsageError(
-                f"run directory {options.run_path} cannot be made: {error.strerror or error}; choose one with --run-dir"
+                f"run directory {options.run_path} cannot be created: {error.strerror or error}; choose one with --run-dir"
             ) from error
 
 
@@ -90,26 +88,26 @@ class _StoredRun:
         return cls(path, replace(build_options(values, spec, frozenset()), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return result-changing options whose values differ, as (stored, given); only among ``names`` if given."""
+        """Return result-changing options whose values differ, as (old, new); only among ``names`` unless None."""
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
         return {e.name: (a, b) for e, a, b in zip(checked, old, new, strict=True) if a != b}
 
 
 def value_of(options: TrainOptions, name: str) -> Any:
-    """Return the value of a built-in option or of one that the algorithm declares."""
+    """Return the value of a built-in option or of one declared by the algorithm."""
     return options.extra[name] if name in options.extra else getattr(options, name, None)
 
 
 def _named_run(options: TrainOptions, path: Path) -> _StoredRun:
     if not path.is_dir():
-        raise UsageError(f"--resume directory does not exist: {path}; give the run directory (runs/<name>)")
+        raise UsageError(f"--resume directory does not exist: {path}; pass the run directory (runs/<name>)")
     if not is_run(path):
         inner = next((parent for parent in path.absolute().parents if is_run(parent)), None)
-        hint = f"did you mean {inner}?" if inner else "give the directory that holds config.yaml (runs/<name>)"
+        hint = f"did you mean {inner}?" if inner else "pass the directory that contains config.yaml (runs/<name>)"
         raise UsageError(f"--resume {path} is not a run directory; {hint}")
     if options.run_dir and Path(options.run_dir).absolute() != path.absolute():
-        raise UsageError(f"--resume {path} and --run-dir {options.run_dir} name two directories; leave --run-dir out")
+        raise UsageError(f"--resume {path} and --run-dir {options.run_dir} are different directories; remove --run-dir")
     return _StoredRun.read(path)
 
 
@@ -117,28 +115,26 @@ def _newest_run(options: TrainOptions) -> _StoredRun:
     root = Path(options.run_dir) if options.run_dir else RUNS_ROOT
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
-        with suppress(UsageError):  # of another version, or its algorithm is gone
+        with suppress(UsageError):  # written by another version, or its algorithm no longer exists
             if is_run(path):
                 runs.append(_StoredRun.read(path))
     runs.sort(key=_last_activity, reverse=True)
     if not runs:
-        raise UsageError(
-            f"--resume found no run in {root}/; name one with --resume PATH, or leave --resume out to start anew"
-        )
-    # A command without --ckpt is not a whole configuration; then only what it does give is compared.
+        raise UsageError(f"--resume found no run in {root}/; pass --resume PATH, or omit --resume to start a new run")
+    # Without --ckpt the command line is not a complete configuration; then only explicit options are compared.
     compared = None if "ckpt" in options.explicit else options.explicit
     for run in runs:
         if not run.differences(options, compared):
             return run
     name, (old, new) = next(iter(runs[0].differences(options, compared).items()))
     raise UsageError(
-        f"--resume found no run with the same configuration in {root}/ ({len(runs)} looked at; {runs[0].path} has "
-        f"{flag_of(name)} {old}, given is {new}); name one with --resume PATH, or leave --resume out to start anew"
+        f"--resume found no run with the same configuration in {root}/ ({len(runs)} checked; {runs[0].path} has "
+        f"{flag_of(name)} {old} instead of {new}); pass --resume PATH, or omit --resume to start a new run"
     )
 
 
 def _last_activity(run: _StoredRun) -> tuple[bool, float]:
-    """Sort key: runs with a checkpoint are preferred, then those written to last (Unix seconds)."""
+    """Return a sort key: whether the run has checkpoints, and the time of its last write (Unix seconds)."""
     times = [entry.stat().st_mtime for entry in (run.path, *run.path.iterdir())]
     return bool(CheckpointFolder(run.options.checkpoint_path).steps()), max(times)
 
@@ -146,27 +142,27 @@ def _last_activity(run: _StoredRun) -> tuple[bool, float]:
 def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
     Problems.raise_all(
         f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
-        "leave it out, or start a new run without --resume"
+        "remove it, or start a new run without --resume"
         for name, (old, new) in run.differences(options, options.explicit).items()
     )
-    own = {entry.name for entry in options_of(TrainOptions)}
-    changes: dict[str, Any] = {name: getattr(options, name) for name in options.explicit & own}
+    core = {entry.name for entry in options_of(TrainOptions)}
+    changes: dict[str, Any] = {name: getattr(options, name) for name in options.explicit & core}
     changes |= {"explicit": options.explicit, "run_dir": str(run.path), "resume": str(run.path)}
-    changes["extra"] = run.options.extra | {name: options.extra[name] for name in options.explicit - own}
+    changes["extra"] = run.options.extra | {name: options.extra[name] for name in options.explicit - core}
     merged = replace(run.options, **changes)
     _check_step(merged)
     return merged
 
 
 def _check_step(options: TrainOptions) -> None:
-    """Refuse a ``--resume-step`` that there is no checkpoint of."""
+    """Raise UsageError if there is no checkpoint of ``--resume-step``."""
     step, root = options.resume_step, options.checkpoint_path
     if step is None:
         return
     folder = CheckpointFolder(root)
     steps = set(folder.steps())
-    with suppress(CheckpointError):  # a damaged one is no choice
+    with suppress(CheckpointError):  # a damaged one cannot be chosen
         steps |= {best} if (best := folder.best_step()) is not None else set()
     if step not in steps:
-        there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
-        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of that step; {there}")
+        available = f"it has {', '.join(map(str, sorted(steps)))}" if steps else "it has none"
+        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of that step; {available}")

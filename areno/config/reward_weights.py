@@ -8,23 +8,23 @@ from typing import Any
 from areno.errors import UsageError
 
 PART_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""What a part may be called: a name that metrics, options and YAML can carry as it is."""
+"""Allowed names of reward parts, usable in metrics, options and YAML without quoting."""
 
 
 def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
-    """The weights of ``name=number,name=number`` or of a mapping; UsageError for what is neither."""
+    """Parse weights from ``name=number,name=number`` or a mapping. Raises UsageError."""
     entries = weights.split(",") if isinstance(weights, str) else [f"{name}={w}" for name, w in (weights or {}).items()]
     checked: dict[str, float] = {}
     for entry in entries:
-        name, _, given = (text.strip() for text in entry.partition("="))
+        name, _, number = (text.strip() for text in entry.partition("="))
         try:
-            weight = float(given)
+            weight = float(number)
         except ValueError:
             weight = math.nan
         if not PART_NAME.fullmatch(name) or name in checked or not 0 <= weight < math.inf:
             raise UsageError(
-                f"{entry!r} is no part's weight: give each part's name (letters, digits, `_`, `.`, `-`, no digit first) "
-                "once, with a finite number of 0 or more, as in format=0.2,answer=1, and return what is bad as a negative part"
+                f"{entry!r} is not a valid weight: pass each part's name (letters, digits, `_`, `.`, `-`, no digit first) "
+                "once, with a finite number of 0 or more, as in format=0.2,answer=1; for a penalty return a negative part"
             )
         checked[name] = weight
     return checked

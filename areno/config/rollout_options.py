@@ -6,7 +6,7 @@ from functools import partial
 from areno.config.options import option
 
 SERVERS = ("vllm", "sglang")
-"""Products whose servers may generate; each has a section of its name in experiments."""
+"""Supported inference servers; each has a section of its name in experiments."""
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)
@@ -16,46 +16,52 @@ _tuning = partial(option, group="Parameter tuning", rollout_only=True, changes_r
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """Batch volume, lengths, sampling, the decode runtime and the reward signal."""
+    """Batch sizes, lengths, sampling, the decode runtime and rewards."""
 
-    batch_size: int = _shared(32, minimum=1, help="Prompts (RL), rows (SFT) or pairs (DPO) of one step.")
-    n_samples: int = _rollout(8, minimum=1, help="Completions per prompt; their rewards are compared with each other.")
+    batch_size: int = _shared(32, minimum=1, help="Prompts (RL), rows (SFT) or pairs (DPO) per step.")
+    n_samples: int = _rollout(8, minimum=1, help="Completions per prompt (the group size).")
     max_running_prompts: int | None = _rollout_free(
-        None, minimum=1, unset="batch-size x n-samples", help="Most sequences that are generated at the same time."
+        None, minimum=1, unset="batch-size x n-samples", help="Maximum number of sequences generated concurrently."
     )
-    max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never cut.")
-    max_new_tokens: int = _shared(3071, minimum=1, help="Most tokens of a generated or supervised response.")
+    max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never truncated.")
+    max_new_tokens: int = _shared(3071, minimum=1, help="Maximum tokens of a generated or supervised response.")
     max_context_len: int | None = _shared(
         None,
         minimum=2,
         unset="the model's limit",
-        help="Most tokens of a row: prompt and response, or an agent's whole conversation. The model's own limit also holds.",
+        help="Maximum tokens of a row: prompt and response, or an agent's whole conversation. The model's limit also applies.",
     )
     temperature: float = _rollout(
         1.0,
         above=0,
-        remedy="for the most likely token use --greedy",
-        help="Sampling temperature; log-probs are those of the scaled policy.",
+        remedy="for greedy decoding use --greedy",
+        help="Sampling temperature; log-probs are those of the scaled distribution.",
     )
-    top_k: int = _rollout(-1, minimum=-1, help="Sample among the k most likely tokens; -1 for all.")
-    top_p: float = _rollout(1.0, above=0, maximum=1, help="Sample among the most likely tokens that hold this mass.")
+    top_k: int = _rollout(-1, minimum=-1, help="Sample from the k most likely tokens; -1 for all.")
+    top_p: float = _rollout(
+        1.0,
+        above=0,
+        maximum=1,
+        help="Nucleus sampling: sample from the most likely tokens with this total probability.",
+    )
     greedy: bool = _rollout(False, help="Always take the most likely token.")
     stop: tuple[str, ...] = _rollout(
-        (), help="End a completion when this text appears, also across token borders. Repeatable."
+        (), help="End a completion when this text appears, even across token boundaries. Repeatable."
     )
     stop_token_ids: tuple[int, ...] = _rollout(
-        (), minimum=0, help="End a completion at these token ids, besides EOS. Repeatable, or separated by commas."
+        (), minimum=0, help="End a completion at these token ids, in addition to EOS. Repeatable or comma-separated."
     )
-    ignore_eos: bool = _rollout(False, help="Generate on past EOS, up to --max-new-tokens.")
+    ignore_eos: bool = _rollout(False, help="Continue past EOS, up to --max-new-tokens.")
     kv_cache_tokens: int | None = _rollout_free(
-        None, minimum=1, unset="from free memory", help="Budget of the KV cache in tokens, over all running sequences."
+        None, minimum=1, unset="from free memory", help="Size of the KV cache in tokens, over all running sequences."
     )
-    eager_decode: bool = _rollout_free(False, help="Never compile the decode step, nor capture it as CUDA graphs.")
+    eager_decode: bool = _rollout_free(False, help="Run decode steps eagerly, without torch.compile or CUDA graphs.")
     speculate: int = _rollout_free(
         0,
         minimum=0,
         maximum=63,
-        help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
+        help="Draft tokens of speculative decoding by prompt lookup; answers do not change. Faster for large models and few "
+        "sequences.",
     )
     return_routed_experts: bool = _rollout(
         False,
@@ -63,72 +69,72 @@ class RolloutOptions:
         "no gap from routing. Decoding is eager.",
     )
     drop_rollout_state: bool = _rollout_free(
-        False, help="Free the KV cache after each rollout, for less memory and a slower start."
+        False, help="Free the KV cache after each rollout: less memory, slower start of the next one."
     )
     attn_backend: str = _shared(
         "flash",
         choices=("flash", "native"),
-        help="Attention kernels: flash where the device has them, else and with native those of PyTorch.",
+        help="Attention kernels: FlashAttention if the device supports it, else (and with native) those of PyTorch.",
     )
-    disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that know the switch.")
+    disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that support it.")
     rollout: str = _rollout(
         "sync",
         choices=("sync", "async"),
-        help="Generate in turn with training (sync), or beside it in processes of its own (async).",
+        help="Alternate generation and training (sync), or generate concurrently in separate processes (async).",
     )
     rollout_replicas: int = _rollout_free(
-        1, minimum=1, help="Asynchronous rollout: processes that generate, each of --tp-size ranks."
+        1, minimum=1, help="Asynchronous rollout: number of rollout replicas, each with --tp-size ranks."
     )
     rollout_backend: str = _rollout(
         "areno",
         choices=("areno", *SERVERS),
-        help="What generates: areno's own engine, or inference servers of vLLM or SGLang, one for each --rollout-replicas; "
-        "without --rollout async in turn with training.",
+        help="Inference engine: areno's own, or vLLM or SGLang servers, one per --rollout-replicas; they alternate with "
+        "training unless --rollout async is set.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
         metavar="URL",
-        help="Servers: join one that runs at this address, in place of starting it. Repeatable, one per replica.",
+        help="Servers: use the one running at this address instead of starting one. Repeatable, one per replica.",
     )
     rollout_server_command: str | None = _rollout_free(
         None,
         metavar="COMMAND",
         unset="that of this environment",
-        help="Servers: what starts one, such as /PATH/bin/vllm serve.",
+        help="Servers: command that starts one, such as /PATH/bin/vllm serve.",
     )
     rollout_server_args: str | None = _rollout_free(
-        None, metavar="ARGUMENTS", help="Servers: further arguments of the command, in one pair of quotes."
+        None, metavar="ARGUMENTS", help="Servers: additional arguments of the command, as one quoted string."
     )
     max_staleness: int = _rollout(
         1,
         minimum=0,
-        help="Asynchronous rollout: most updates that the weights behind a token may lack when it is trained on.",
+        help="Asynchronous rollout: maximum staleness, in updates, of the weights that sampled a token when it is trained on.",
     )
     workflow: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY:NAME",
-        help="Workflow that does the prompts' tasks and rewards them: a class or object with arun_episode(engine, data), or an "
+        help="Workflow that runs and rewards an episode per prompt: a class or object with arun_episode(engine, data), or an "
         "agent with run(data).",
     )
     agent_fn: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Agentic rollout: Python function that does the tasks; run_agent(ctx, batch) unless named.",
+        help="Agentic rollout: Python function that runs the agent; default run_agent(ctx, batch).",
     )
     agent_timeout_s: float = _rollout_free(
-        300.0, above=0, help="Agentic rollout: deadline of each call of the agent and of each of its requests."
+        300.0, above=0, help="Agentic rollout: timeout of each agent call and of each of its requests, in seconds."
     )
     agent_retries: int = _rollout_free(
-        1, minimum=0, help="Agentic rollout: how often a sample that the agent did not finish is run again, alone."
+        1, minimum=0, help="Agentic rollout: retries of a sample that the agent did not finish, each run on its own."
     )
     agent_max_failures: float = _rollout_free(
         0.5,
         minimum=0,
         maximum=1,
-        help="Agentic rollout: stop when more than this share of a step's samples fails for good (of its prompts, with "
-        "--workflow); fewer are dropped.",
+        help="Agentic rollout: stop the run when more than this fraction of a step's samples (with --workflow, prompts) fails "
+        "after all retries; fewer are dropped.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
@@ -138,31 +144,31 @@ class RolloutOptions:
         minimum=0,
         maximum=1,
         algorithms=("gspo", "grpo"),
-        unset="the reward counts for all turns alike",
-        help="Agentic rollout: each turn learns from its own reward and, discounted by this per turn, those that follow.",
+        unset="all turns get the same reward",
+        help="Agentic rollout: credit each turn with its own reward and the following ones, discounted by this per turn.",
     )
     reward_fn_path: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that scores one completion; reward_fn(record) unless named.",
+        help="Python function that scores one completion; default reward_fn(record).",
     )
     reward_weights: str | None = _rollout(
         None,
         metavar="NAME=WEIGHT,...",
-        unset="every part counts as it is",
-        help="Weights of the named parts that the reward function returns, such as format=0.2,answer=1; 1 where not named.",
+        unset="every weight is 1",
+        help="Weights of the reward parts that the reward function returns, such as format=0.2,answer=1; others get 1.",
     )
     reward_normalize_parts: bool = _rollout(
-        False, help="Standardise each part of the reward among a prompt's samples, then weight it (GDPO)."
+        False, help="Standardize each part of the reward within a prompt's samples, then weight it (GDPO)."
     )
     reward_ckpt: str | None = _rollout(
         None,
         path="place",
-        help="Reward model in place of a function: a sequence classifier in Hugging Face format, or a repo id.",
+        help="Reward model instead of a function: a sequence classifier in Hugging Face format, or a repo id.",
     )
     reward_timeout_s: float = _rollout_free(
-        60.0, above=0, help="Seconds that one call of the reward function may take."
+        60.0, above=0, help="Timeout of one call of the reward function, in seconds."
     )
     reward_workers: int | None = _rollout_free(
         None, minimum=1, unset="by CPU count", help="Processes that run the reward function."
@@ -171,7 +177,7 @@ class RolloutOptions:
         None,
         above=0,
         unset="no limit",
-        help="GiB of data that each process of a reward file may have; beyond it, its record fails.",
+        help="Memory limit of each process of the reward function, in GiB; the record that exceeds it fails.",
     )
     on_reward_error: str = _rollout_free(
         "stop", choices=("stop", "drop"), help="When a reward fails: stop the run, or drop that sample and count it."
@@ -180,16 +186,16 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """The search for batch sizes that fit the memory."""
+    """Tuning of batch sizes to the available memory."""
 
     tune_params: bool = _tuning(
         False,
-        help="Probe memory before the first step, and fill in --max-running-prompts, --batch-size and --mini-bs, as far as "
-        "they are not given. Also sets --drop-rollout-state.",
+        help="Probe memory before the first step and choose --max-running-prompts, --batch-size and --mini-bs, unless they "
+        "are set. Also sets --drop-rollout-state.",
     )
     mem_frac: float = _tuning(
-        0.9, above=0, maximum=1, help="Share of the memory, what is in use counted, that tuning may fill."
+        0.9, above=0, maximum=1, help="Fraction of memory that tuning may fill, including memory already in use."
     )
     tune_max_samples: int = _tuning(
-        256, minimum=1, help="Most sequences that tuning lets run at once, and most rows of a step that it chooses."
+        256, minimum=1, help="Maximum concurrent sequences and rows per step that tuning chooses."
     )

@@ -1,4 +1,4 @@
-"""Options of the groups Basic, Checkpoint, Evaluation and Observability: what to run, where its files go, how it is judged."""
+"""Options of the groups Basic, Checkpoint, Evaluation and Observability."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ _observability = partial(option, group="Observability", changes_results=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BasicOptions:
-    """What to train, on which data, for how long and on which devices."""
+    """Model, data, algorithm, duration and devices."""
 
     ckpt: str | None = _basic(
         None,
@@ -31,155 +31,155 @@ class BasicOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that turns the data into rows of the algorithm's schema; the function is "
-        "load_training_dataset unless named. SFT needs one.",
+        help="Python function that converts the data to rows of the algorithm's schema; default name "
+        "load_training_dataset. Required for SFT.",
     )
     algo: str = _basic(
         "gspo",
         path="python",
         help="Training algorithm: gspo, grpo, dapo, cispo, sapo, m2po, icepop, gmpo, ppo, sft, dpo, simpo, rm (a reward "
-        "model), one that an installed package registers, or your own as file.py:NAME.",
+        "model), one registered by an installed package, or your own as file.py:NAME.",
     )
-    epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the data set.")
+    epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the dataset.")
     max_steps: int | None = _basic_free(
-        None, minimum=1, unset="no limit", help="Stop after this many steps, whatever the epoch."
+        None, minimum=1, unset="no limit", help="Stop after this many steps, even within an epoch."
     )
     max_sequences: int | None = _basic_free(
         None,
         minimum=1,
         unset="no limit",
-        help="Stop after the step in which this many sequences have been trained on, whatever the epoch.",
+        help="Stop after the step that reaches this many trained sequences, even within an epoch.",
     )
     world_size: int = _basic_free(
         1,
         minimum=1,
         documented_default="all visible GPUs (8 on a node with 8); 1 on a CPU",
-        help="Number of devices, or of processes on a CPU. Must be divisible by --tp-size.",
+        help="Number of devices (processes on a CPU). Must be divisible by --tp-size.",
     )
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 on 8 GPUs, if the model can be divided so; else 1",
-        help="Devices that share one copy of the model (tensor parallel).",
+        documented_default="4 on 8 GPUs if the model allows it, else 1",
+        help="Tensor parallel size: devices that a copy of the model is sharded across.",
     )
     fsdp: bool = _basic_free(
         False,
-        help="Spread weights and gradients over the replicas (FSDP2), which otherwise share the optimizer's state alone: "
-        "for models that do not fit. Needs --world-size 2 or more.",
+        help="Shard weights and gradients across the data-parallel replicas (FSDP2), for models that do not fit; by default "
+        "only optimizer states are sharded. Needs --world-size 2 or more.",
     )
     stall_timeout: float = _basic_free(
         600.0,
         above=0,
         metavar="SECONDS",
-        help="End the run when a rank of several has work and makes no progress for so long.",
+        help="With several ranks: abort the run when one makes no progress on its work for this long.",
     )
     seed: int = _basic(
         0,
         minimum=0,
         maximum=2**32 - 1,
-        help="Fixes the data order and every random draw; the same seed repeats the run, bit for bit with the same number "
-        "of CPU threads (OMP_NUM_THREADS fixes it).",
+        help="Seed of the data order and all sampling; the same seed reproduces the run, bit for bit with the same number "
+        "of CPU threads (set OMP_NUM_THREADS).",
     )
-    shuffle: bool = _basic(True, help="Visit the rows in a new random order each epoch, drawn from --seed.")
+    shuffle: bool = _basic(True, help="Shuffle the rows each epoch, seeded by --seed.")
     device: str = _basic_free(
-        "auto", metavar="[auto|cpu|cuda|cuda:N]", help="Where to run; auto takes a CUDA device if there is one."
+        "auto", metavar="[auto|cpu|cuda|cuda:N]", help="Device to run on; auto uses CUDA if available."
     )
     dtype: str = _basic(
         "auto",
         choices=("auto", "float32", "bfloat16"),
-        help="Compute type; auto is float32 on a CPU, bfloat16 on CUDA.",
+        help="Compute dtype; auto is float32 on a CPU, bfloat16 on CUDA.",
     )
     trust_remote_code: bool = _basic_free(
-        False, help="Run Python code that ships inside the checkpoint. Only for sources you trust."
+        False, help="Run Python code shipped in the checkpoint. Only for sources you trust."
     )
     config: str | None = _basic_free(
-        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags win."
+        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags override it."
     )
     dry_run: bool = _basic_free(
         False,
         stored=False,
-        help="Check everything, print the resolved configuration and the memory plan, and run nothing.",
+        help="Check everything, print the resolved configuration and the memory plan, then exit.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """What is saved, where, and how a run is continued."""
+    """Checkpoints and resuming."""
 
     run_dir: str | None = _checkpoint(
         None,
         metavar="PATH",
         stored=False,
         unset="runs/<algo>-<time>",
-        help="Directory that holds everything of the run.",
+        help="Directory for all outputs of the run.",
     )
     save_path: str | None = _checkpoint(
         None,
         path="place",
         metavar="PATH",
         unset="<run>/checkpoints",
-        help="Directory for checkpoints, written as step_000100 and so on. The last step is always saved.",
+        help="Directory for checkpoints, named step_000100 and so on. The last step is always saved.",
     )
     save_interval: int = _checkpoint(100, minimum=1, help="Save every N steps.")
     save_interval_minutes: float | None = _checkpoint(
-        None, above=0, unset="by steps alone", help="Save also whenever N minutes have passed."
+        None, above=0, unset="by steps only", help="Also save whenever N minutes have passed."
     )
     keep_checkpoints: int | None = _checkpoint(
         None,
         minimum=1,
         unset="keep all",
-        help="Keep only the newest N checkpoints. Once an update was unusable, the last one from before it stays as well.",
+        help="Keep only the newest N checkpoints, and the last one before an update with non-finite results.",
     )
     keep_best: bool = _checkpoint(
-        False, help="Also keep the checkpoint with the best evaluation, as the folder best beside the others."
+        False, help="Also keep the checkpoint with the best evaluation, as the folder best next to the others."
     )
     model_save_interval: int | None = _checkpoint(
         None,
         minimum=1,
-        unset="checkpoints alone",
-        help="Also save the model alone every N steps, in Hugging Face format, as models/step_000100 beside the checkpoints; "
-        "these are never deleted.",
+        unset="checkpoints only",
+        help="Also save only the model every N steps, in Hugging Face format, as models/step_000100 next to the checkpoints; "
+        "never deleted.",
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval from a copy while training goes on, where one process has the whole "
-        "model; the copy takes the memory of the weights.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model; takes the "
+        "memory of one copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,
         metavar="PATH",
         stored=False,
         bare="auto",
-        unset="start anew",
-        help="Continue the run in this directory; without a PATH, the newest run with the same configuration.",
+        unset="start a new run",
+        help="Resume the run in this directory; without a PATH, the newest run with the same configuration.",
     )
     resume_step: int | None = _checkpoint(
         None,
         minimum=1,
         stored=False,
-        unset="the newest whole checkpoint",
-        help="Continue from the checkpoint after N steps; later checkpoints are kept under hidden names.",
+        unset="the newest complete checkpoint",
+        help="Resume from the checkpoint after N steps; later checkpoints are kept under hidden names.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Measuring the model on rows that it is not trained on."""
+    """Evaluation on held-out data."""
 
     eval_dataset_path: str | None = _evaluation(
-        None, path="place", unset="no evaluation", help="Held-out data, in any form that --dataset-path takes."
+        None, path="place", unset="no evaluation", help="Held-out data, in any format of --dataset-path."
     )
     eval_dataset_loader_fn: str | None = _evaluation(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Loader of the held-out data where it needs another one.",
+        help="Loader of the held-out data, if it differs.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
-    eval_before_train: bool = _evaluation(True, help="Evaluate once before the first step, to know where it starts.")
+    eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
     early_stop_patience: int | None = _evaluation(
-        None, minimum=1, unset="never", help="End the run after N evaluations in a row that were not the best one."
+        None, minimum=1, unset="never", help="Stop the run after N evaluations in a row without a new best."
     )
     eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
     eval_n_samples: int = _evaluation(
@@ -196,7 +196,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityOptions:
-    """Where metrics go."""
+    """Metrics and traces."""
 
     metrics_log_dir: str | None = _observability(
         None, path="place", metavar="PATH", unset="<run>/events", help="Directory for TensorBoard event files."
@@ -204,13 +204,13 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also send all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE choose its mode. "
+        help="Also log all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE set its mode. "
         "Repeatable.",
     )
     track_project: str = _observability(
-        "areno", metavar="NAME", help="Project that services show the run in, under the name of the run directory."
+        "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
     )
     trace: bool = _observability(
         False,
-        help="Write where the time of each step goes, as events for Perfetto, to perf_tracer/ in the run directory.",
+        help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",
     )

@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``; those that training has too keep their meaning."""
+"""Options of ``areno serve`` and ``areno chat``; those shared with training have the same meaning."""
 
 import ipaddress
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.eval_options import as_in
+from areno.config.eval_options import option_from
 from areno.config.options import flag_of, option
 from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem
@@ -20,25 +20,25 @@ from areno.storage.run_layout import newest_model
 SERVE = CommandText(
     "areno serve",
     "areno serve --model-path MODEL [--host ADDRESS] [--port N] [options]",
-    "Serve a model over HTTP with the OpenAI protocol: chat, completions, streaming, tools, structured output.",
+    "Serve a model over an OpenAI-compatible HTTP API: chat, completions, streaming, tools, structured output.",
 )
 
 CHAT = CommandText(
     "areno chat",
     "areno chat (--model-path MODEL | --base-url URL) [options]",
-    "Talk to a model in the terminal; with a pipe, each line in is a question and gets an answer out.",
-    "In the conversation: /reset forgets it, /system TEXT sets the system message, /quit ends. "
+    "Chat with a model in the terminal; in a pipe, each input line is a question, and its answer is written out.",
+    "In the conversation: /reset clears it, /system TEXT sets the system message, /quit exits. "
     "Every on/off option has a --no- form.",
 )
 
 API_KEY_VARIABLE = "ARENO_API_KEY"
-"""Environment variable that stands in for ``--api-key``, so that the key need not show in the list of processes."""
+"""Environment variable to use instead of ``--api-key``, which shows in the process list."""
 
 _basic = partial(option, group="Basic")
 _rollout = partial(option, group="Rollout")
 
 _MODEL_HELP = (
-    "Model: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory for its newest checkpoint."
+    "Model: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory (its newest checkpoint)."
 )
 
 
@@ -48,75 +48,77 @@ class ServeOptions(CommandOptions):
 
     model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Required.")
     served_model_name: str | None = _basic(
-        None, unset="the value of --model-path", help="Name of the model in requests and answers."
+        None, unset="the value of --model-path", help="Name of the model in requests and responses."
     )
-    host: str = _basic("127.0.0.1", help="Address to listen on; any but loopback needs --api-key.")
-    port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one.")
+    host: str = _basic("127.0.0.1", help="Address to listen on; all but loopback need --api-key.")
+    port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 picks a free one.")
     api_key: str | None = _basic(
         None,
         unset=f"the environment variable {API_KEY_VARIABLE}, or none",
-        help="Key that clients must send as bearer token.",
+        help="Bearer token that clients must send.",
     )
     cors_origin: tuple[str, ...] = _basic(
-        (), metavar="URL", help="Let web pages of this origin call the server. Repeatable; * for all."
+        (), metavar="URL", help="Allow web pages of this origin to call the server. Repeatable; * for all."
     )
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
-        help="Name besides localhost by which a server without a key may be called, such as that of a proxy before it. "
+        help="Host name, besides localhost, that requests to a server without a key may use, such as that of a reverse proxy. "
         "Repeatable; * for all.",
     )
-    max_connections: int = _basic(
-        512, minimum=1, help="Most connections that are open; more are refused with status 503."
-    )
-    world_size: int = as_in(BasicOptions, "world_size", documented_default="")
-    tp_size: int = as_in(BasicOptions, "tp_size", documented_default="")
-    device: str = as_in(BasicOptions, "device")
-    dtype: str = as_in(BasicOptions, "dtype")
-    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+    max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further ones get status 503.")
+    world_size: int = option_from(BasicOptions, "world_size", documented_default="")
+    tp_size: int = option_from(BasicOptions, "tp_size", documented_default="")
+    device: str = option_from(BasicOptions, "device")
+    dtype: str = option_from(BasicOptions, "dtype")
+    trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
     drain_timeout_s: float = _basic(
         30.0, minimum=0, help="On SIGTERM or SIGINT, let running requests finish for this long, then cancel them."
     )
 
-    max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=16, unset="")
-    max_queue: int = _rollout(
-        256, minimum=0, help="Most samples that wait for a slot; more are refused with status 429."
-    )
+    max_running_prompts: int = option_from(RolloutOptions, "max_running_prompts", default=16, unset="")
+    max_queue: int = _rollout(256, minimum=0, help="Maximum queued samples; further requests get status 429.")
     max_prompt_chars: int | None = _rollout(
         None,
         minimum=1,
-        unset="16 for each token of the context, at least 65536",
-        help="Most characters of a request's texts; a longer one is refused before it is encoded.",
+        unset="16 per token of the context, at least 65536",
+        help="Maximum characters of a request; longer ones are rejected before tokenization.",
     )
     request_timeout_s: float | None = _rollout(
-        None, above=0, unset="none", help="Longest that an answer may take; the request ends with status 504."
+        None, above=0, unset="none", help="Timeout of a request, in seconds; it ends with status 504."
     )
-    default_max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer whose request names no limit.")
-    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
+    default_max_tokens: int = _rollout(
+        1024, minimum=1, help="Maximum tokens of a response if the request sets no limit."
+    )
+    kv_cache_tokens: int | None = option_from(RolloutOptions, "kv_cache_tokens")
     prefix_cache_tokens: int | None = _rollout(
         None,
         minimum=0,
         unset="a quarter of the KV budget",
-        help="Tokens of finished conversations to keep, so that one which goes on is not computed again; 0 keeps none.",
+        help="Size of the prefix cache in tokens: continued conversations are not recomputed; 0 disables it.",
     )
-    eager_decode: bool = as_in(RolloutOptions, "eager_decode")
-    speculate: int = as_in(RolloutOptions, "speculate")
-    attn_backend: str = as_in(RolloutOptions, "attn_backend")
-    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
+    eager_decode: bool = option_from(RolloutOptions, "eager_decode")
+    speculate: int = option_from(RolloutOptions, "speculate")
+    attn_backend: str = option_from(RolloutOptions, "attn_backend")
+    disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
     tool_call_parser: str = _rollout(
-        "auto", help="Format of the model's tool calls; auto tells it by the chat template."
+        "auto", help="Format of the model's tool calls; auto detects it from the chat template."
     )
     reasoning_parser: str = _rollout(
-        "auto", help="Format of the model's reasoning; auto tells it by the chat template, none leaves it in the text."
+        "auto",
+        help="Format of the model's reasoning; auto detects it from the chat template, none leaves it in the text.",
     )
 
     decode_progress_interval_s: float = option(
-        0.0, group="Observability", minimum=0, help="Seconds between two log lines on decode speed; 0 writes none."
+        0.0,
+        group="Observability",
+        minimum=0,
+        help="Interval of log lines on decode speed, in seconds; 0 disables them.",
     )
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and answers."""
+        """Name of the model in requests and responses."""
         return self.served_model_name or str(self.model_path)
 
 
@@ -124,32 +126,34 @@ class ServeOptions(CommandOptions):
 class ChatOptions(CommandOptions):
     """All options of ``areno chat``."""
 
-    model_path: str | None = _basic(None, help=f"{_MODEL_HELP} It is loaded into this process.")
+    model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Loaded in this process.")
     base_url: str | None = _basic(None, metavar="URL", help="A running server, such as http://127.0.0.1:8000/v1.")
-    model: str | None = _basic(None, unset="the server's first", help="Model to talk to, with --base-url.")
+    model: str | None = _basic(None, unset="the server's first", help="Model on the server, with --base-url.")
     api_key: str | None = _basic(
-        None, unset=f"the environment variable {API_KEY_VARIABLE}, or none", help="Key of the server, with --base-url."
+        None,
+        unset=f"the environment variable {API_KEY_VARIABLE}, or none",
+        help="API key of the server, with --base-url.",
     )
-    device: str = as_in(BasicOptions, "device")
-    dtype: str = as_in(BasicOptions, "dtype")
-    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+    device: str = option_from(BasicOptions, "device")
+    dtype: str = option_from(BasicOptions, "dtype")
+    trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
 
     system: str | None = _rollout(None, unset="none", help="System message.")
     messages: str | None = _rollout(
         None,
         metavar="FILE.json",
         unset="none",
-        help="Messages that a conversation begins with, such as worked examples: a JSON list of role and content. --system "
-        "replaces its system message.",
+        help="Initial messages of a conversation, such as few-shot examples: a JSON list of objects with role and content. "
+        "--system replaces its system message.",
     )
-    max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer.")
-    temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 takes the most likely token.")
-    top_p: float = as_in(RolloutOptions, "top_p")
-    top_k: int = as_in(RolloutOptions, "top_k")
-    seed: int | None = _rollout(None, minimum=0, unset="a new one each time", help="Repeats the same answers.")
-    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
-    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
-    attn_backend: str = as_in(RolloutOptions, "attn_backend")
+    max_tokens: int = _rollout(1024, minimum=1, help="Maximum tokens of an answer.")
+    temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 decodes greedily.")
+    top_p: float = option_from(RolloutOptions, "top_p")
+    top_k: int = option_from(RolloutOptions, "top_k")
+    seed: int | None = _rollout(None, minimum=0, unset="random", help="Seed of sampling; reproduces the answers.")
+    disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
+    kv_cache_tokens: int | None = option_from(RolloutOptions, "kv_cache_tokens")
+    attn_backend: str = option_from(RolloutOptions, "attn_backend")
 
 
 def parse_serve(argv: Sequence[str]) -> ServeOptions:
@@ -163,7 +167,7 @@ def parse_chat(argv: Sequence[str]) -> ChatOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
+    """Whether an address is only reachable from this machine."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -181,7 +185,7 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """With the newest checkpoint of a run directory, and the key of the environment where none is given."""
+    """Replace a run directory by its newest checkpoint, and a missing API key by the environment's."""
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)
@@ -197,48 +201,48 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
         TrainOptions(device=options.device, world_size=options.world_size, tp_size=options.tp_size)
     )
     if options.served_model_name == "":
-        yield "--served-model-name must not be empty; give a name, or leave it out"
+        yield "--served-model-name must not be empty; pass a name, or omit it"
     yield from _key_problems(options)
 
 
 def _key_problems(options: ServeOptions) -> Iterator[str]:
     key = options.api_key
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        yield "--api-key must be printable ASCII without spaces; give one such as `openssl rand -hex 24` makes"
+        yield "--api-key must be printable ASCII without spaces; create one with `openssl rand -hex 24`"
     if key is None and not is_loopback(options.host):
         yield (
-            f"--host {options.host} lets other machines in, but there is no key; give --api-key or set {API_KEY_VARIABLE}, "
-            "or stay on --host 127.0.0.1"
+            f"--host {options.host} is reachable from other machines and needs an API key; pass --api-key, set "
+            f"{API_KEY_VARIABLE}, or use --host 127.0.0.1"
         )
     if options.allowed_host and key is not None:
-        yield "--allowed-host has no effect with an API key, which lets clients in by any name; leave one of the two out"
+        yield "--allowed-host has no effect with an API key, which allows any host name; use only one of them"
     for host in options.allowed_host:
         if not host or {"/", " "} & set(host) or (":" in host and not _is_address(host)):
-            yield f"--allowed-host {host!r} is no name of a host; write it without scheme and port, as in proxy.example.org"
+            yield f"--allowed-host {host!r} is not a host name; write it without scheme and port, as in proxy.example.org"
     for origin in options.cors_origin:
         if origin != "*" and not origin.startswith(("http://", "https://")):
-            yield f"--cors-origin {origin!r} is no origin; write it as https://example.org"
+            yield f"--cors-origin {origin!r} is not an origin; write it as https://example.org"
 
 
 def _chat_problems(options: ChatOptions) -> Iterator[str]:
     if bool(options.model_path) == bool(options.base_url):
         yield (
-            "--model-path loads a model here, --base-url talks to a server that runs; give one of the two, "
-            "such as --base-url http://127.0.0.1:8000/v1"
+            "pass either --model-path to load a model or --base-url to use a running server, such as "
+            "--base-url http://127.0.0.1:8000/v1"
         )
     elif options.model_path:
         yield ckpt_problem(options.model_path, "--model-path")
-        yield from _idle(options, ("model", "api_key"), "--model-path")
+        yield from _unused(options, ("model", "api_key"), "--model-path")
     else:
         if not str(options.base_url).startswith(("http://", "https://")):
-            yield f"--base-url {options.base_url!r} is no URL; write it as http://127.0.0.1:8000/v1"
+            yield f"--base-url {options.base_url!r} is not a URL; write it as http://127.0.0.1:8000/v1"
         names = ("device", "dtype", "trust_remote_code", "kv_cache_tokens", "attn_backend")
-        yield from _idle(options, names, "--base-url")
+        yield from _unused(options, names, "--base-url")
     yield from value_problems(options)
     yield from shared_problems(TrainOptions(device=options.device))
 
 
-def _idle(options: ChatOptions, names: Sequence[str], other: str) -> Iterator[str]:
+def _unused(options: ChatOptions, names: Sequence[str], other: str) -> Iterator[str]:
     for name in names:
         if name in options.explicit:
-            yield f"{flag_of(name)} has no effect with {other}; leave one of the two out"
+            yield f"{flag_of(name)} has no effect with {other}; use only one of them"

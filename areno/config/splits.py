@@ -1,4 +1,4 @@
-"""Splits of a data set: which files of a folder belong to one, and which rows a data reference names. Reads no rows."""
+"""Splits of a dataset: which files of a folder and which rows of a reference belong to one. Reads no rows."""
 
 import json
 import re
@@ -8,45 +8,46 @@ from areno.config.paths import DATA_SUFFIXES
 from areno.errors import UsageError
 
 TRAIN, TEST = "train", "test"
-"""The split that is trained on, and the one that an evaluation takes unless another is named."""
+"""The split for training, and the default split for evaluation."""
 
 _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r"test(ing)?|eval(uation)?"}
 
 
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """The data files of a split in a folder, of one kind; ``valid``, ``val``, ``dev`` are ``validation``, ``eval`` is ``test``.
+    """Return the data files of a split in a folder, all of one format.
 
-    A file belongs to the split that its name begins with (``test.jsonl``, ``test-00000-of-00002.parquet``). Files that
-    name no split are training data; a folder whose files all name none has no splits, and is taken whole.
+    A file belongs to the split that its name starts with (``test.jsonl``, ``test-00000-of-00002.parquet``; ``valid``, ``val``
+    and ``dev`` mean ``validation``, ``eval`` means ``test``). Files without a split in their name are training data; if that
+    is true of all files, the folder has no splits and is used entirely.
     """
     files = _data_files(folder)
-    found = [file for file in files if _belongs(file, split)]
+    members = [file for file in files if _belongs(file, split)]
     unnamed = [file for file in files if not _split_named_by(file)]
-    if not found and (_known(split) == TRAIN or len(unnamed) == len(files)):
-        found = unnamed
-    if not found:
-        there = sorted({_split_named_by(file) or TRAIN for file in files})
-        has = f"it has {', '.join(there)}" if there else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
-        raise UsageError(f"{option} {folder}: no files of the split {split}; {has}; name one file instead")
-    kinds = sorted({file.suffix.lower() for file in found})
-    if len(kinds) > 1:
-        raise UsageError(f"{option} {folder}: files of several kinds ({', '.join(kinds)}); name one file instead")
-    return found
+    if not members and (_canonical(split) == TRAIN or len(unnamed) == len(files)):
+        members = unnamed
+    if not members:
+        splits = sorted({_split_named_by(file) or TRAIN for file in files})
+        has = f"it has {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
+        raise UsageError(f"{option} {folder}: no files of the split {split}; {has}; pass one file instead")
+    formats = sorted({file.suffix.lower() for file in members})
+    if len(formats) > 1:
+        raise UsageError(f"{option} {folder}: files of several formats ({', '.join(formats)}); pass one file instead")
+    return members
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """The splits that ``save_to_disk`` wrote into a folder; [] for a data set without splits, None for another folder."""
+    """Return the splits of a ``save_to_disk`` folder; [] for a dataset without splits, None for other folders."""
     listing = folder / "dataset_dict.json"
     if listing.is_file():
         try:
             return [str(name) for name in json.loads(listing.read_text(encoding="utf-8"))["splits"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{listing} is not readable: {error}; save the data set again") from error
+            raise UsageError(f"{listing} is not readable: {error}; save the dataset again") from error
     return [] if (folder / "state.json").is_file() else None
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Say why a data reference cannot give the rows of a split, as far as names tell; empty if it may."""
+    """Return why a data reference has no rows of a split, judging by file names; empty if it may have."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):
@@ -54,40 +55,39 @@ def split_problem(reference: str, split: str, option: str) -> str:
             if saved is None:
                 split_files(path, split, option)
             elif saved and split not in saved:
-                return f"{option} {reference}: there is no split {split}; it has {', '.join(saved)}"
+                return f"{option} {reference}: no split {split}; it has {', '.join(saved)}"
     except (UsageError, OSError) as error:
         return str(error)
     return ""
 
 
 def has_splits(reference: str) -> bool:
-    """Whether the rows depend on the split: not for one file, nor for a folder whose files name no split."""
+    """Whether the rows depend on the split; False for a file, and for a folder without splits in its file names."""
     path = Path(reference).expanduser()
     if path.is_file():
         return False
     if path.is_dir():
         saved = saved_splits(path)
         return bool(saved) if saved is not None else any(map(_split_named_by, _data_files(path)))
-    return own_split(reference) is None
+    return explicit_split(reference) is None
 
 
-def own_split(reference: str) -> str | None:
-    """The split that a hub reference ``name:config:split`` names itself; None for everything else."""
+def explicit_split(reference: str) -> str | None:
+    """Return the split in a hub reference ``name:config:split``; None for other references."""
     parts = reference.split(":")
     return parts[2] if len(parts) == 3 and not Path(reference).expanduser().exists() else None
 
 
-def rows_named(reference: str, split: str) -> frozenset[str]:
-    """Names of what a reference and a split give: two references with a name in common share rows."""
+def row_sources(reference: str, split: str) -> frozenset[str]:
+    """Return identifiers of the files or splits that a reference reads: two references with a common one share rows."""
     path = Path(reference).expanduser()
     if not path.exists():
-        name, config, own = (*reference.split(":"), "", "")[:3]
-        return frozenset({f"{name}:{config}:{own or split}"})
-    place = path.resolve()
+        name, config, explicit = (*reference.split(":"), "", "")[:3]
+        return frozenset({f"{name}:{config}:{explicit or split}"})
     saved = saved_splits(path) if path.is_dir() else []
     if saved is None:
         return frozenset(str(file.resolve()) for file in split_files(path, split, ""))
-    return frozenset({f"{place}:{split}" if saved else str(place)})
+    return frozenset({f"{path.resolve()}:{split}" if saved else str(path.resolve())})
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -103,10 +103,10 @@ def _split_named_by(file: Path) -> str:
 
 
 def _belongs(file: Path, split: str) -> bool:
-    known = _known(split)
-    pattern = _NAMES[known] if known else re.escape(split)
+    name = _canonical(split)
+    pattern = _NAMES[name] if name else re.escape(split)
     return re.match(rf"({pattern})([-_.]|$)", file.name, re.IGNORECASE) is not None
 
 
-def _known(split: str) -> str:
+def _canonical(split: str) -> str:
     return next((name for name, pattern in _NAMES.items() if re.fullmatch(pattern, split, re.IGNORECASE)), "")

@@ -1,4 +1,4 @@
-"""The configuration summary that a run prints before it starts, in sections; n/a marks what the run does not use."""
+"""The configuration summary printed before a run starts; n/a marks options that the run does not use."""
 
 import shutil
 import textwrap
@@ -14,9 +14,9 @@ _NA = "n/a"
 
 
 def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
-    """Lay out the configuration as text under the title ``AReno training config``.
+    """Format the configuration under the title ``AReno training config``.
 
-    What is left to the machine depends on its ``gpus``; lines are wrapped at ``width`` columns, or those of the terminal.
+    ``gpus`` (number of GPUs) determines automatic choices; lines are wrapped at ``width`` columns, by default the terminal's.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {
@@ -54,13 +54,13 @@ def _algorithm(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "default_loss": spec.default_loss_name,
         "requires_rollout": "yes" if spec.requires_rollout else "no",
     }
-    idle = without_effect(options, spec)
-    own = {
+    unused = without_effect(options, spec)
+    values = {
         e.name: getattr(options, e.name)
         for e in options_of(TrainOptions)
-        if spec.name in e.info.algorithms and e.name not in idle
+        if spec.name in e.info.algorithms and e.name not in unused
     }
-    return rows | {name: str(value) for name, value in (own | options.extra).items()}
+    return rows | {name: str(value) for name, value in (values | options.extra).items()}
 
 
 def _inputs(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
@@ -94,14 +94,14 @@ def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "max_context_len": str(options.max_context_len or "model limit"),
     }
     what = "replicas" if options.rollout_backend == "areno" else f"{options.rollout_backend} servers"
-    beside = f"{options.rollout_replicas} {what} beside training, at most {options.most_behind} versions behind"
+    concurrent = f"{options.rollout_replicas} {what}, staleness at most {options.most_behind}"
     generated = {
-        "generation": beside if options.uses_replicas else "in turn with training",
+        "generation": concurrent if options.uses_replicas else "alternating with training",
         "n_samples": str(options.n_samples),
         "max_running_prompts": str(options.running_sequences),
         "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),
         "sampling": _sampling(options),
-        "decode": "eager" if options.eager_decode else "compiled where it pays",
+        "decode": "eager" if options.eager_decode else "compiled if faster",
         "rollout_state": "dropped after each rollout" if options.drop_rollout_state else "kept",
     }
     return rows | (generated if spec.requires_rollout else dict.fromkeys(generated, _NA))
@@ -129,7 +129,7 @@ def _training(options: TrainOptions) -> dict[str, str]:
         "gradient_accumulation_steps": str(options.gradient_accumulation_steps or "auto"),
         "activation_checkpointing": {True: "yes", False: "no", None: "auto"}[options.recomputes],
         "optimizer": f"{'8-bit AdamW' if options.adam_8bit else 'AdamW'} lr={options.lr:g} "
-        f"({decay}, warm-up {options.lr_warmup_steps}) "
+        f"({decay}, warmup {options.lr_warmup_steps}) "
         f"betas=({options.adam_beta1:g}, {options.adam_beta2:g}) eps={options.adam_eps:g} "
         f"weight_decay={options.weight_decay:g}",
         "grad_clip_norm": f"{options.grad_clip_norm:g}",
@@ -139,20 +139,19 @@ def _training(options: TrainOptions) -> dict[str, str]:
 def _trained(options: TrainOptions) -> str:
     if not options.uses_lora:
         return "all weights"
-    base = "a base in 4 bits" if options.load_in_4bit else "frozen weights"
+    base = "4-bit weights" if options.load_in_4bit else "frozen weights"
     if options.lora_adapter_path is not None:
-        return f"the adapter {options.lora_adapter_path} on {base}"
+        return f"adapter {options.lora_adapter_path} on {base}"
     alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    return f"an adapter of rank {options.lora_rank} (alpha {alpha:g}, {options.lora_target_modules}) on {base}"
+    return f"adapter of rank {options.lora_rank} (alpha {alpha:g}, {options.lora_target_modules}) on {base}"
 
 
 def _outputs(options: TrainOptions) -> dict[str, str]:
     minutes = f" and {options.save_interval_minutes:g} minutes" if options.save_interval_minutes else ""
-    kept = f"newest {options.keep_checkpoints}" if options.keep_checkpoints else "all"
     return {
         "run_dir": str(options.run_path) + (" (resumed)" if options.resume else ""),
         "save_path": str(options.checkpoint_path),
         "save_interval": f"{options.save_interval} steps{minutes}, and the last",
-        "keep_checkpoints": kept,
+        "keep_checkpoints": f"newest {options.keep_checkpoints}" if options.keep_checkpoints else "all",
         "metrics_log_dir": str(options.events_path),
     }

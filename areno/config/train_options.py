@@ -1,7 +1,4 @@
-"""`TrainOptions`: one run of ``areno train``, as data.
-
-The options are declared in the modules of their groups; this class joins them and adds what is derived from them.
-"""
+"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +23,8 @@ class TrainOptions(
 ):
     """All options of ``areno train``; change a copy with ``dataclasses.replace``.
 
-    ``explicit`` has the names of those that a flag or the ``--config`` file gave, ``extra`` the values of the options that a
-    user's own algorithm declares.
+    ``explicit`` has the names of those set by a flag or the ``--config`` file, ``extra`` the values of the options that the
+    algorithm declares.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -35,14 +32,14 @@ class TrainOptions(
 
     @property
     def run_path(self) -> Path:
-        """The run directory; an `ArenoError` while it is not resolved."""
+        """The run directory. Raises ArenoError if it is not resolved yet."""
         if self.run_dir is None:
             raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
         return Path(self.run_dir)
 
     @property
     def checkpoint_path(self) -> Path:
-        """Root of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
+        """Parent of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
         return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
 
     @property
@@ -52,21 +49,21 @@ class TrainOptions(
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether layers are recomputed in backward; None leaves it to the engine, which knows what memory is free."""
-        open_ = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
-        return None if open_ else self.activation_checkpointing
+        """Whether activations are recomputed in backward; None lets the engine decide by free memory."""
+        undecided = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
+        return None if undecided else self.activation_checkpointing
 
     @property
     def uses_replicas(self) -> bool:
-        """Whether rollout has processes of its own."""
+        """Whether rollouts run in separate processes."""
         return self.rollout == "async" or self.rollout_backend != "areno"
 
     @property
     def most_behind(self) -> int:
-        """Most updates that the weights behind a token may lack."""
+        """Maximum staleness of a token: updates between the weights that sampled it and those trained with it."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property
     def running_sequences(self) -> int:
-        """Most sequences that may be generated at the same time."""
+        """Maximum number of sequences generated concurrently."""
         return self.max_running_prompts or self.batch_size * self.n_samples

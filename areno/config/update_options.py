@@ -1,4 +1,4 @@
-"""Options of the groups Train and LoRA: weight updates, the constants of each loss, and the adapter that is trained."""
+"""Options of the groups Train and LoRA: weight updates, losses and adapters."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,7 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of a KL term of the loss."""
 
 ALL_LINEAR = "all-linear"
-"""What ``--lora-target-modules`` calls every linear layer of the body."""
+"""Value of ``--lora-target-modules`` for every linear layer except the output head."""
 
 _train = partial(option, group="Train")
 _train_free = partial(_train, changes_results=False)
@@ -24,47 +24,49 @@ _lora = partial(option, group="LoRA")
 class UpdateOptions:
     """Microbatches, the optimizer, and per-algorithm loss constants."""
 
-    mini_bs: int = _train(16, minimum=1, help="Rows of one forward and backward pass, over all devices.")
+    mini_bs: int = _train(
+        16, minimum=1, help="Microbatch size: rows of one forward and backward pass, over all devices."
+    )
     gradient_accumulation_steps: int | None = _train(
         None, minimum=1, unset="all of a step", help="Microbatches per optimizer step."
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass: less memory, more time. If not given, only where memory is short.",
+        help="Recompute activations in the backward pass: less memory, more time. If not set, only when memory is short.",
     )
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute the prompt of several answers once in the update; the result is the same up to rounding.",
+        help="Compute a prompt shared by several answers once per update; results are the same up to rounding.",
     )
     offload_activations: bool = _train_free(
-        False, help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass."
+        False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
     )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
-    lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps over which the learning rate rises from 0.")
+    lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps of linear warmup from 0.")
     lr_decay_steps: int = _train(1000, minimum=1, help="Optimizer step at which the learning rate reaches --min-lr.")
     lr_decay_style: str = _train("cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay.")
-    adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay of the gradient mean.")
-    adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay of the squared gradient.")
-    adam_eps: float = _train(1e-8, above=0, help="AdamW term that keeps the denominator above zero.")
+    adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay rate of the first moment.")
+    adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
+    adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, added to the denominator.")
     adam_8bit: bool = _train(
-        False, help="Keep AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
+        False, help="Store AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
     )
     offload_optimizer: bool = _train_free(
-        False, help="GPU only: keep optimizer states and summed gradients in the computer's memory, and update there."
+        False, help="GPU only: keep optimizer states and accumulated gradients in host memory, and update there."
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
-    grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")
+    grad_clip_norm: float = _train(1.0, above=0, help="Clip gradients to this global norm.")
     score_micro_bs: int = _train_free(
         8,
         minimum=1,
         algorithms=("dpo", "gspo", "grpo", "ppo", "rm"),
-        help="Rows that a reference, critic or reward model scores at once.",
+        help="Rows per forward pass of a reference, critic or reward model.",
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
-        1, minimum=1, help="Optimizer steps that one such pass is cut into, each on its own share of the prompts."
+        1, minimum=1, help="Optimizer steps per such pass, each on its own part of the prompts."
     )
     ref_ckpt: str | None = _train(
         None,
@@ -78,15 +80,17 @@ class UpdateOptions:
     )
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
     critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
-    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps over which its learning rate rises from 0.")
+    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps of linear warmup from 0.")
     critic_lr_decay_steps: int = _ppo(1000, minimum=1, help="Critic step at which it reaches --critic-min-lr.")
     critic_lr_decay_style: str = _ppo(
         "constant", choices=("constant", "linear", "cosine"), help="Shape of the critic's decay."
     )
-    critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Scale the critic's gradients down to this global norm.")
-    critic_warmup_steps: int = _ppo(20, minimum=0, help="Steps that train the critic alone, before the policy moves.")
+    critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Clip the critic's gradients to this global norm.")
+    critic_warmup_steps: int = _ppo(
+        20, minimum=0, help="Steps that train only the critic, before policy updates start."
+    )
     gspo_clip_eps: float = _train(
-        3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a whole sequence."
+        3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a sequence."
     )
     grpo_clip_eps: float = _train(
         0.2, above=0, algorithms=("grpo",), help="Clip range of the importance ratio of a token."
@@ -95,7 +99,7 @@ class UpdateOptions:
         None,
         above=0,
         unset="same as the lower one",
-        help="Upper clip range where it is to differ, so that unlikely tokens can gain more (asymmetric clip).",
+        help="Upper clip range if different, which lets unlikely tokens gain more (clip-higher).",
     )
     grpo_dual_clip: float | None = _train(
         None,
@@ -108,27 +112,27 @@ class UpdateOptions:
         "token",
         algorithms=("grpo",),
         choices=("token", "sequence", "dr_grpo"),
-        help="What the loss averages over: all tokens alike, each answer alike, or tokens by the constant "
+        help="Loss aggregation: mean over all tokens, mean of the answers' means, or token sums divided by the constant "
         "--max-new-tokens (Dr. GRPO).",
     )
     advantage: str = _groups(
         "group",
         path="python",
         metavar="NAME|FILE.PY:FUNCTION",
-        help="How rewards become advantages: group, group_mean, rloo, batch, or a function of your own.",
+        help="How rewards become advantages: group, group_mean, rloo, batch, or your own function.",
     )
-    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term to the reference; 0 loads no reference.")
-    dpo_beta: float = _dpo(0.1, above=0, help="Sharpness of the preference margin.")
+    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 loads no reference.")
+    dpo_beta: float = _dpo(0.1, above=0, help="Inverse temperature of the preference margin.")
     dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
-    dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed share of swapped preferences.")
+    dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")
     dpo_length_normalised: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
-    use_kl_loss: bool = _ppo(True, help="Add a KL term that holds the policy near the reference.")
+    use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference.")
     kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
     kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term.")
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,
-        help="Weight of a KL penalty to the reference in the reward of each token; 0 leaves rewards alone.",
+        help="Weight of a KL penalty against the reference in the reward of each token; 0 adds none.",
     )
     kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of that penalty.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
@@ -137,26 +141,26 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="Count the critic's value of what would have followed an answer that was cut at --max-new-tokens. Switch it "
-        "off where most answers are cut: the reward judges the cut text already, and values would grow without bound.",
+        help="Bootstrap answers truncated at --max-new-tokens with the critic's value of the rest. Disable it if most "
+        "answers are truncated: the reward already scores the truncated text, and values would grow without bound.",
     )
-    whiten_advantages: bool = _ppo(True, help="Standardise the advantages of all tokens of a step.")
-    gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount of later rewards.")
-    lam: float = _ppo(0.95, minimum=0, maximum=1, help="Bias against variance in advantage estimation (GAE lambda).")
+    whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
+    gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
+    lam: float = _ppo(0.95, minimum=0, maximum=1, help="GAE lambda: trades bias for variance in advantage estimation.")
 
     def takes_reference(self, ppo: bool) -> bool:
-        """Whether rows need the log-probs of a reference; ``ppo`` says whose switch of the KL term counts."""
+        """Whether rows need reference log-probs; ``ppo`` selects PPO's option for the KL term."""
         return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """The adapter that is trained in place of the weights."""
+    """LoRA adapters."""
 
     lora_rank: int = _lora(
         0,
         minimum=0,
-        help="Train a LoRA adapter of this rank, and leave the weights as they are; 0 trains the weights themselves.",
+        help="Train a LoRA adapter of this rank and freeze the weights; 0 trains the full weights.",
     )
     lora_alpha: float | None = _lora(
         None, above=0, unset="twice --lora-rank", help="The adapter's output is scaled by alpha / rank."
@@ -165,23 +169,23 @@ class LoraOptions:
         0.0,
         minimum=0,
         below=1,
-        help="Share of the adapter's inputs that a training pass drops. Only for algorithms that generate nothing: a "
-        "rollout drops nothing, so the importance ratio would be noise.",
+        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts, which have no dropout: the "
+        "importance ratio would be noise.",
     )
     lora_target_modules: str = _lora(
         ALL_LINEAR,
         metavar="NAME[,NAME...]",
-        help="Linear layers that get an adapter, by the end of their name; all-linear takes all but the output head.",
+        help="Linear layers that get an adapter, by the last part of their name; all-linear means all but the output head.",
     )
     lora_adapter_path: str | None = _lora(
         None,
         path="place",
         metavar="PATH",
         unset="a new adapter",
-        help="Start from this PEFT adapter of --ckpt, with the rank, alpha and layers that it has.",
+        help="Start from this PEFT adapter of --ckpt, with its rank, alpha and layers.",
     )
     load_in_4bit: bool = _lora(
-        False, help="Hold the frozen weights in 4 bits (QLoRA: nf4, double quantisation, by bitsandbytes)."
+        False, help="Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
 
     @property

@@ -1,6 +1,6 @@
 """Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
 
-The stored form leaves out what the run does not read and where it is: it works as a ``--config`` file for the next one.
+Stored options exclude those that the run does not read and its location, so that the file works as a ``--config`` file.
 """
 
 from pathlib import Path
@@ -11,81 +11,81 @@ import yaml
 from areno.config.algorithms import get_algorithm
 from areno.config.effects import without_effect
 from areno.config.options import Option, name_of, options_of
-from areno.config.paths import anchored
+from areno.config.paths import absolute_if_exists
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML would silently take the last."""
+    """Rejects duplicate keys, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping and check that its keys differ."""
+        """Construct a mapping and check for duplicate keys."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 mark = node.value[index][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
         return super().construct_mapping(node, deep)
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options, which ``option`` named: raw values by option name, with underscores.
+    """Read a YAML file of options; returns raw values by option name, with underscores. ``option`` is for messages.
 
-    Keys without a value are left out, so that ``null`` means "not given".
+    Keys without a value are omitted, so that ``null`` means unset.
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise UsageError(f"{option} file does not exist: {path}; give a YAML file of option names and values")
+        raise UsageError(f"{option} file does not exist: {path}; pass a YAML file of option names and values")
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{option} {path}{line}: not valid YAML: {error.problem}; fix the file") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{option} {path} cannot be read: {error}; give a YAML text file") from error
+        raise UsageError(f"{option} {path} cannot be read: {error}; pass a YAML text file") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise UsageError(
-            f"{option} {path}: expected a mapping, found a {type(loaded).__name__}; write lines like lr: 1.0e-5"
+            f"{option} {path}: expected a mapping, got a {type(loaded).__name__}; write lines like lr: 1.0e-5"
         )
-    return _normalised(loaded, f"{option} {path}")
+    return _normalized(loaded, f"{option} {path}")
 
 
-def _normalised(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
+def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         if not isinstance(key, str):
             raise UsageError(f"{where}: key {key!r} is not an option name; quote it or remove it")
         if isinstance(value, dict):
-            raise UsageError(f"{where}: {key} holds a mapping; options are flat, write one value or a list")
+            raise UsageError(f"{where}: {key} is a mapping; options are flat, write one value or a list")
         name = name_of(key)
         if name in values:
-            raise UsageError(f"{where}: {key} is given twice, with dashes and with underscores; keep one")
+            raise UsageError(f"{where}: {key} appears twice, with dashes and with underscores; keep one")
         if value is not None:
             values[name] = value
     return values
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """The values that ``config.yaml`` holds: all that the run reads. Paths are absolute, so that it resumes from any folder."""
+    """Return the values to store in ``config.yaml``: all that the run reads, with absolute paths to resume from any folder."""
     spec = get_algorithm(options.algo)
-    silent = without_effect(options, spec)
+    unused = without_effect(options, spec)
     values = {
         entry.name: stored_value(entry, getattr(options, entry.name))
         for entry in options_of(TrainOptions)
-        if entry.info.stored and entry.name not in silent
+        if entry.info.stored and entry.name not in unused
     }
     values |= options.extra
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def stored_value(entry: Option, value: Any) -> Any:
-    """The value of one option as ``config.yaml`` holds it."""
-    return anchored(value, python=entry.info.path == "python") if entry.info.path else value
+    """Return the value of one option as stored in ``config.yaml``."""
+    return absolute_if_exists(value, python=entry.info.path == "python") if entry.info.path else value
 
 
 def dump_config(options: TrainOptions) -> str:
-    """Write the options as YAML text that `load_config` reads, one line per option in the order of ``--help``."""
+    """Format the options as YAML for `load_config`, one line per option in the order of ``--help``."""
     return yaml.safe_dump(stored_values(options), sort_keys=False, allow_unicode=True, default_flow_style=None)

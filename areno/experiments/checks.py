@@ -5,7 +5,7 @@ from typing import Any
 
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.generation_sections import AgentConfig
-from areno.config.experiment.places import DATASETS, place_problems
+from areno.config.experiment.path_checks import DATASETS, path_problems
 from areno.config.experiment.run_sections import LOADER
 from areno.config.hooks import named_object
 from areno.config.options import nearest
@@ -25,7 +25,7 @@ def check_inputs(config: BaseExperimentConfig) -> None:
     Raises:
         UsageError: lists all problems.
     """
-    Problems.raise_all((*place_problems(config), *function_problems(config), *package_problems(config)))
+    Problems.raise_all((*path_problems(config), *function_problems(config), *package_problems(config)))
 
 
 NO_REWARD = (

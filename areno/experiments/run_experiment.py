@@ -17,7 +17,7 @@ from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
-from areno.config.experiment.places import DATASETS
+from areno.config.experiment.path_checks import DATASETS
 from areno.config.experiment.saving import config_text
 from areno.errors import ArenoError, EngineError, UsageError, exit_code
 from areno.experiments.checks import check_inputs

@@ -13,7 +13,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.experiments.cluster import needs_of
 from areno.experiments.folders import ExperimentFolders
 from areno.launch import slurm
-from areno.launch.spread import most_on_a_node, spread
+from areno.launch.placement import most_on_a_node, place_workers
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
 # SIGTERM before the time limit: time for a step and a checkpoint.
@@ -28,7 +28,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
     gpus = cluster.n_gpus_per_node or 0
     needs = needs_of(config, gpus=gpus > 0)
     anywhere = {role: replace(need, nodelist=None, exclude=None) for role, need in needs.items()}
-    cores, taken = most_on_a_node(needs, spread(anywhere, nodes, gpus))
+    cores, taken = most_on_a_node(needs, place_workers(anywhere, nodes, gpus))
     listed = {need.nodelist for need in needs.values()}
     memory = [need.mem * max(need.gpu, 1) * need.workers for need in needs.values() if need.mem is not None]
     options = {

@@ -1,4 +1,4 @@
-"""What starts worker processes, and how such a process is seen by whoever has asked for it."""
+"""Interfaces of launchers and of the worker processes that they start."""
 
 import shlex
 import sys
@@ -18,19 +18,19 @@ from areno.launch.links import Connection, Listener
 from areno.name_resolve import NameOptions
 
 NODE = "ARENO_NODE"
-"""Variable of a worker: name of its machine."""
+"""Environment variable of a worker with the name of its machine."""
 
 _POLL_S, _AT_ONCE = 0.05, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A process to start: a module that is run by Python, and that dials (:func:`areno.launch.links.dial`).
+    """A process to start: a Python module that connects back (:func:`areno.launch.links.dial`).
 
     Attributes:
-        role, number: whose and which of its workers it is; the launcher knows what that role needs.
-        environment: variables beside those of the machine that it runs on.
-        log_file: gets its output; None leaves it where the launcher's goes.
+        role, number: role and index of the worker; the launcher knows the needs of the role.
+        environment: variables in addition to those of its machine.
+        log_file: file for its output; None inherits the launcher's.
     """
 
     role: str
@@ -48,15 +48,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """What each of the ``workers`` of a role needs. Names that are not explained are those of ``SchedulingSpec``."""
+    """Resources of each worker of a role; undocumented fields are those of ``SchedulingSpec``."""
 
     workers: int = 1
-    together: int = 1  # so many neighbours must be on one machine
+    together: int = 1  # number of consecutive workers that must be on one machine
     cpu: int = 1
     gpu: int = 0
-    mem: int | None = None  # in GB; None is a share of the machine's
+    mem: int | None = None  # in GB; None is a proportional part of the machine's
     env_vars: Mapping[str, str] = field(default_factory=dict)
-    cmd: str | None = None  # starts Python in place of the one that the launcher finds
+    cmd: str | None = None  # command that starts Python, instead of the default interpreter
     additional_bash_cmds: Sequence[str] = ()
     image: str = ""
     container_type: str = "none"
@@ -65,10 +65,10 @@ class RoleNeed:
     exclude: str | None = None
     srun_additional_args: str = ""
     ray_placement_strategy: str = "shared"
-    beside: str = ""  # role whose places, and devices, its workers share one by one
+    beside: str = ""  # role that it is colocated with, worker by worker
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
-        """What starts a task on its machine: in a container, behind shell commands, where that is asked for."""
+        """Return the command that starts a task, wrapped in a container and shell commands if requested."""
         words = [*self._python(python), "-m", task.module, *task.arguments]
         if self.image and self.container_type != "none":
             binds = ["--bind", self.mount] if self.mount else []
@@ -78,21 +78,21 @@ class RoleNeed:
             words = ["bash", "-c", "\n".join(["set -e", *self.additional_bash_cmds, 'exec "$@"']), "bash", *words]
         return words
 
-    def _python(self, own: str) -> list[str]:
-        """What starts Python; a module that ``cmd`` names is another program's worker, whose place ours takes."""
+    def _python(self, default: str) -> list[str]:
+        """Return the command that starts Python; a module in ``cmd`` is replaced by areno's worker."""
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]
-        return [own] if words in ([], ["python"], ["python3"]) else words
+        return [default] if words in ([], ["python"], ["python3"]) else words
 
 
 class RunningTask(Protocol):
-    """A process on some machine, with the methods of :class:`subprocess.Popen` that are needed here.
+    """A process on some machine, with some methods of :class:`subprocess.Popen`.
 
     Attributes:
-        pid: there; 0 while it is not known.
+        pid: process id on its machine; 0 if unknown.
         node: name of the machine; empty for this one.
-        returncode: None while it runs, as far as is known.
+        returncode: None while it is running, as of the last poll.
     """
 
     pid: int
@@ -100,21 +100,21 @@ class RunningTask(Protocol):
     returncode: int | None
 
     def poll(self) -> int | None:
-        """``returncode``, as it is now."""
+        """Update and return ``returncode``."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; subprocess.TimeoutExpired if it takes longer, in seconds."""
+        """Wait for its end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal."""
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkedTask:
-    """A task that has dialled."""
+    """A task that has connected."""
 
     process: RunningTask
     connection: Connection
@@ -122,38 +122,38 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where the tasks of a run find each other: below ``root``, which no other run has ever used."""
+    """Name service of a run's tasks, with a ``root`` that is unique to the run."""
 
     options: NameOptions
     root: str
 
 
 class Launcher(Protocol):
-    """Starts tasks with what their roles need; to be closed.
+    """Starts tasks with the resources of their roles; must be closed.
 
     Attributes:
-        names: None where all tasks are on this machine.
-        host: address of this machine that the tasks reach.
+        names: None if all tasks are on this machine.
+        host: address of this machine for the tasks.
     """
 
     names: Names | None
     host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks, and wait until all have dialled. Raises EngineError: one cannot, or has not; all are ended then."""
+        """Start tasks and wait until all have connected. Raises EngineError, after killing all, if one does not."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Have room for so many workers of a role. Raises EngineError, UsageError: there is none; all is as before then."""
+        """Reserve resources for ``workers`` workers of a role. Raises EngineError or UsageError without changes."""
 
     def close(self) -> None:
-        """End what still runs, and give back what was reserved; a second call does nothing."""
+        """Kill running tasks and release reserved resources; idempotent."""
 
 
 class RemoteLauncher(ABC):
-    """What launchers of tasks on other machines share: the tasks dial this process.
+    """Base of launchers for other machines, whose tasks connect to this process.
 
     Args:
-        needs: of each role.
+        needs: resources of each role.
         names: see :class:`Launcher`.
         host: see :class:`Launcher`.
     """
@@ -168,14 +168,14 @@ class RemoteLauncher(ABC):
 
     @abstractmethod
     def launch(self, task: Task) -> RunningTask:
-        """Start one task. Raises EngineError: the cluster has no place for it, or cannot start it."""
+        """Start one task. Raises EngineError if the cluster has no resources for it, or cannot start it."""
 
     @abstractmethod
     def resize(self, role: str, workers: int) -> None:
         """See :class:`Launcher`."""
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`Launcher`; they are launched at the same time."""
+        """See :class:`Launcher`; tasks are launched concurrently."""
         deadline = time.monotonic() + timeout_s
         names = [f"{task.name}/{uuid.uuid4().hex}" for task in tasks]
         connections = [self.listener.expect(name) for name in names]
@@ -185,7 +185,7 @@ class RemoteLauncher(ABC):
         try:
             processes = [future.result() for future in launched]
             return [
-                LinkedTask(process, _dialled(task, process, connection, deadline, timeout_s))
+                LinkedTask(process, _wait_for_connection(task, process, connection, deadline, timeout_s))
                 for task, process, connection in zip(tasks, processes, connections, strict=True)
             ]
         except BaseException:
@@ -214,18 +214,18 @@ class RemoteLauncher(ABC):
                     process.kill()
 
 
-def _dialled(
+def _wait_for_connection(
     task: Task, process: RunningTask, connection: Future[Connection], deadline: float, timeout_s: float
 ) -> Connection:
     while not connection.done():
         code = process.poll()
         where = f"{task.name} on {process.node}" if process.node else task.name
         if code is not None and not connection.done():
-            raise EngineError(f"{where} ended with exit code {code} before it had connected")
+            raise EngineError(f"{where} ended with exit code {code} before it connected")
         if time.monotonic() > deadline:
             raise EngineError(
-                f"{where} has not connected within {timeout_s:g} s; the machines must reach each other: a worker dials the "
-                "machine that has started it, on a port that the system chooses"
+                f"{where} has not connected within {timeout_s:g} s; workers must be able to reach the machine that started "
+                "them, on a port chosen by the system"
             )
         time.sleep(_POLL_S)
     return connection.result()

@@ -1,8 +1,8 @@
-"""Connections from worker processes on other machines to the process that has started them.
+"""Connections from worker processes on other machines to the process that started them.
 
-A worker dials. Before either side says anything, each proves that it knows the run's key, which a worker gets in its
-environment; from then on every message is signed (:class:`areno.frames.SignedFormat`). Nothing is encrypted. Whoever has
-started a worker learns within 45 s that its machine no longer answers, and a worker the same within three minutes.
+A worker dials. In a handshake both sides prove that they know the run's key, which a worker gets in its environment; after that
+every message is signed (:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker
+within 45 s, a worker an unreachable starter within three minutes.
 """
 
 import hashlib
@@ -21,23 +21,23 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Variables of a worker: ``HOST:PORT/NAME`` that it dials, and the key of the run in hex digits; on the same machine the
-number of an inherited socket, and no key."""
+"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial, and the run's key in hex; on the same machine the number of an
+inherited socket, and no key."""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
-"""Variable that a worker sets for itself: its machine's address, as other machines reach it."""
+"""Environment variable that a worker sets: the address of its machine for other machines."""
 
 _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
-_UNPROVEN = 64  # connections that have proven nothing yet; further ones are closed
+_UNPROVEN = 64  # maximum unauthenticated connections; further ones are closed
 _IDLE_S, _PROBE_S, _PROBES = 10, 5, 4
-# How long what was sent may stay unconfirmed. A starter may be stopped for a while, by Ctrl-Z or a debugger.
+# Timeouts of unacknowledged data. A starter may be stopped for a while, by Ctrl-Z or a debugger.
 _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A socket between a worker, which has dialled, and whoever has started it; ``key`` signs messages between machines."""
+    """A socket between a worker, which dialed, and its starter; ``key`` signs messages between machines."""
 
     socket: socket.socket
     key: bytes | None
@@ -49,14 +49,14 @@ class Connection:
         return self.key is not None
 
     def frames(self, limit: int = sys.maxsize) -> Frames:
-        """Messages over it; both ends must ask for them."""
+        """Wrap the socket in frames; both ends must call it."""
         if self.key is not None:
             return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
         return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)
 
 
 class Listener:
-    """Where workers dial; to be closed.
+    """Accepts connections of workers; must be closed.
 
     Attributes:
         address: ``HOST:PORT``.
@@ -68,25 +68,25 @@ class Listener:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._expected: dict[str, Future[Connection]] = {}
         self._closed = False
-        self._places = threading.BoundedSemaphore(_UNPROVEN)
+        self._handshakes = threading.BoundedSemaphore(_UNPROVEN)
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """The connection of a worker that is about to be started; a name is used once."""
+        """Return a future of the connection of a worker to be started; names must be unique."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
 
     def forget(self, name: str) -> None:
-        """Expect a worker no longer."""
+        """Stop expecting a worker."""
         self._expected.pop(name, None)
 
     def environment(self, name: str) -> dict[str, str]:
-        """Variables with which a worker dials under a name."""
+        """Return the environment variables with which a worker dials under a name."""
         return {LINK: f"{self.address}/{name}", KEY: self._key.hex()}
 
     def close(self) -> None:
-        """Take no more connections; those that are there go on."""
+        """Accept no more connections; existing ones stay open."""
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -101,7 +101,7 @@ class Listener:
                     return
                 time.sleep(_PAUSE_S)  # such as too many open files
                 continue
-            if self._places.acquire(blocking=False):
+            if self._handshakes.acquire(blocking=False):
                 threading.Thread(target=self._prove, args=[sock], name="areno-link", daemon=True).start()
             else:
                 sock.close()
@@ -110,29 +110,29 @@ class Listener:
         deadline = time.monotonic() + _HANDSHAKE_S
         try:
             sock.settimeout(_HANDSHAKE_S)
-            own = secrets.token_bytes(_NONCE_BYTES)
-            sock.sendall(own)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            sock.sendall(nonce)
             name = _receive(sock, _receive(sock, 1, deadline)[0], deadline)
             theirs, mac = _receive(sock, _NONCE_BYTES, deadline), _receive(sock, _MAC_BYTES, deadline)
-            said = own + theirs + name
+            transcript = nonce + theirs + name
             future = self._expected.get(name.decode("utf-8", errors="replace"))
-            if future is None or not hmac.compare_digest(mac, _mac(self._key, b"worker", said)):
+            if future is None or not hmac.compare_digest(mac, _mac(self._key, b"worker", transcript)):
                 sock.close()
                 return
-            sock.sendall(_mac(self._key, b"starter", said))
+            sock.sendall(_mac(self._key, b"starter", transcript))
             _watch(sock, _STARTER_PATIENCE_S)
             del self._expected[name.decode()]
-            future.set_result(Connection(sock, _mac(self._key, b"session", said), dials=False))
-        except (OSError, KeyError):  # KeyError: somebody with the same name was quicker
+            future.set_result(Connection(sock, _mac(self._key, b"session", transcript), dials=False))
+        except (OSError, KeyError):  # KeyError: another connection took the name
             sock.close()
         finally:
-            self._places.release()
+            self._handshakes.release()
 
 
 def dial() -> Connection:
-    """Connect this worker with whoever has started it; the variables are taken out of its environment.
+    """Connect this worker to its starter, and remove the variables from its environment.
 
-    Raises EngineError: nobody is there, or it does not know the key.
+    Raises EngineError if the starter is unreachable, or does not know the key.
     """
     link, digits = os.environ.pop(LINK), os.environ.pop(KEY, "")
     if not digits:
@@ -148,18 +148,18 @@ def _dial(link: str, key: bytes, attempts: int) -> Connection:
     deadline = time.monotonic() + 2 * _HANDSHAKE_S
     try:
         sock = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-        theirs, own = _receive(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
-        said = theirs + own + name.encode()
-        sock.sendall(bytes([len(name.encode())]) + name.encode() + own + _mac(key, b"worker", said))
-        if not hmac.compare_digest(_receive(sock, _MAC_BYTES, deadline), _mac(key, b"starter", said)):
+        theirs, nonce = _receive(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+        transcript = theirs + nonce + name.encode()
+        sock.sendall(bytes([len(name.encode())]) + name.encode() + nonce + _mac(key, b"worker", transcript))
+        if not hmac.compare_digest(_receive(sock, _MAC_BYTES, deadline), _mac(key, b"starter", transcript)):
             raise EngineError(f"{address} does not know the key of this run")
     except OSError as error:
         if attempts > 1:
             time.sleep(_PAUSE_S)
             return _dial(link, key, attempts - 1)
-        raise EngineError(f"{address}, where this worker was started from, cannot be reached: {error}") from error
+        raise EngineError(f"cannot connect to {address}, which started this worker: {error}") from error
     _watch(sock, _WORKER_PATIENCE_S)
-    return Connection(sock, _mac(key, b"session", said), dials=True)
+    return Connection(sock, _mac(key, b"session", transcript), dials=True)
 
 
 def _mac(key: bytes, purpose: bytes, content: bytes) -> bytes:
@@ -167,19 +167,19 @@ def _mac(key: bytes, purpose: bytes, content: bytes) -> bytes:
 
 
 def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
-    found = b""
-    while len(found) < size:
+    data = b""
+    while len(data) < size:
         if time.monotonic() > deadline:
-            raise TimeoutError("the other side is too slow")
-        chunk = sock.recv(size - len(found))
+            raise TimeoutError("the peer is too slow")
+        chunk = sock.recv(size - len(data))
         if not chunk:
-            raise ConnectionError("the other side has closed the connection")
-        found += chunk
-    return found
+            raise ConnectionError("the peer has closed the connection")
+        data += chunk
+    return data
 
 
 def _watch(sock: socket.socket, patience_s: int) -> None:
-    """Have the system probe a silent peer, and end the connection when it does not answer, or takes nothing for so long."""
+    """Enable TCP keepalive and a timeout for unacknowledged data."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

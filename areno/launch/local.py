@@ -1,4 +1,4 @@
-"""Processes of this machine, each with one end of a socket pair that nobody else can reach."""
+"""Processes on this machine, each connected by a private socket pair."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Of what a role needs, it heeds variables and commands."""
+    """See :class:`areno.launch.launcher.Launcher`. Of a role's needs, it only uses variables and commands."""
 
     names: Names | None = None
     host = "127.0.0.1"
@@ -32,7 +32,7 @@ class LocalLauncher:
         self.needs = dict(needs or {})
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks; they are connected at once. For the rest see :class:`areno.launch.launcher.Launcher`."""
+        """See :class:`areno.launch.launcher.Launcher`; tasks are connected at once."""
         started: list[LinkedTask] = []
         try:
             for task in tasks:
@@ -46,10 +46,10 @@ class LocalLauncher:
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """Nothing is reserved."""
+        """Do nothing: there are no reservations."""
 
     def close(self) -> None:
-        """Nothing was reserved; the tasks end with whoever has asked for them."""
+        """Do nothing: tasks end with their connections."""
 
     def _start(self, task: Task) -> LinkedTask:
         need = self.needs.get(task.role, RoleNeed())
@@ -66,5 +66,5 @@ class LocalLauncher:
 def start_process(
     command: Sequence[str], file: int, environment: Mapping[str, str], log: IO[bytes] | None
 ) -> LocalProcess:
-    """Start a command that inherits its end of the socket pair, and writes to a log."""
+    """Start a command that inherits one end of the socket pair, and writes to a log."""
     return LocalProcess(command, pass_fds=[file], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: each is a process that an actor starts on the node where Ray has placed it.
+"""Tasks on a Ray cluster: each is a process started by an actor on the node where Ray has placed it.
 
-Actors of a role lie in placement groups of that role. The task is a process of its own rather than the actor itself, so that
-Ray's threads and its pickles stay out of it, and so that a task that hangs can be ended. It ends when its connection ends,
-whatever becomes of Ray; its output goes to Ray's logs, and to its log file where the folder of that is on its node.
+Each role has its placement groups. The task is a separate process, not the actor itself, so that it has neither Ray's
+threads nor its pickling, and a hanging task can be killed. It ends when its connection ends, regardless of Ray; its output
+goes to Ray's logs, and to its log file if that folder exists on its node.
 """
 
 import logging
@@ -25,6 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
+_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, by all restarts of its tasks together
 _CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
@@ -36,7 +37,7 @@ class TaskHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, need: RoleNeed, task: Task, environment: Mapping[str, str]) -> int:
-        """Start the task with these variables beside those of the node; returns its process id."""
+        """Start the task with additional environment variables; returns its process id."""
         self._process = subprocess.Popen(
             need.command(task),
             env={**os.environ, "RAY_ADDRESS": _address(), **environment},
@@ -53,11 +54,11 @@ class TaskHost:
         """Wait for the end of the task; returns its exit code."""
         assert self._process is not None
         code = self._process.wait()
-        self._copier.join(_REST_S)  # what it has said last
+        self._copier.join(_REST_S)  # its last output
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send the task a signal; SIGKILL ends what it has started as well."""
+        """Send a signal to the task; SIGKILL also kills its child processes."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             if sig == signal.SIGKILL:
@@ -66,13 +67,13 @@ class TaskHost:
                 self._process.send_signal(sig)
 
     def node(self) -> str:
-        """Address of this node."""
+        """Return the address of this node."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def devices(self) -> str:
-        """The GPUs that Ray has given this actor, as ``CUDA_VISIBLE_DEVICES`` names them."""
+        """Return ``CUDA_VISIBLE_DEVICES`` of this actor."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     @staticmethod
@@ -109,14 +110,14 @@ class RayTask:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """See :class:`areno.launch.launcher.RunningTask`. A task whose actor or node is gone has ended with -9."""
+        """See :class:`areno.launch.launcher.RunningTask`. A task whose actor or node died has exit code -9."""
         if self.returncode is None:
             try:
                 self.returncode = int(self._ray.get(self._end, timeout=timeout))
             except self._ray.exceptions.GetTimeoutError as error:
                 raise subprocess.TimeoutExpired(self._name, timeout or 0.0) from error
             except self._ray.exceptions.RayError as error:
-                logger.warning("%s on %s: its Ray actor is gone: %s", self._name, self.node, _first_line(error))
+                logger.warning("%s on %s: its Ray actor died: %s", self._name, self.node, _first_line(error))
                 self.returncode = -signal.SIGKILL
             with suppress(Exception):
                 self._ray.kill(self.actor)
@@ -134,9 +135,9 @@ class RayTask:
 
 
 class RayLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`; this process must be connected with the cluster. Images are Slurm's matter.
+    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Images are ignored.
 
-    Raises UsageError: the cluster has not enough of something that the roles need.
+    Raises UsageError: the cluster has too few resources for the roles.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names) -> None:
@@ -146,8 +147,8 @@ class RayLauncher(RemoteLauncher):
         needs = {role: replace(need, image="") for role, need in needs.items()}
         super().__init__(needs, names, ray.util.get_node_ip_address())
         self._groups: dict[str, list[Any]] = {}  # placement groups of each role
-        self._further: dict[str, list[Any]] = {}  # one for each set of neighbours that has joined later
-        self._tasks: dict[str, RayTask] = {}  # the newest under each name
+        self._further: dict[str, list[Any]] = {}  # added by `resize`
+        self._tasks: dict[str, RayTask] = {}  # the newest of each name
         self._lock = threading.Lock()
         refuse_impossible(self.needs, nodes())
 
@@ -160,15 +161,15 @@ class RayLauncher(RemoteLauncher):
         own = not need.beside
         group, bundle = self._place(holder, task.number if own else task.number * max(need.gpu, 1))
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
-        made: Any = ray.remote(TaskHost)
-        # Neighbours in a bundle take shares of its cores; the GPUs are those of the role that has reserved it.
-        actor = made.options(
+        actor_cls: Any = ray.remote(TaskHost)
+        # Colocated actors share a bundle's cores; its GPUs are assigned to the role that reserved it.
+        actor = actor_cls.options(
             num_cpus=need.cpu, num_gpus=need.gpu if own else 0, scheduling_strategy=strategy, max_concurrency=4
         ).remote()
         environment = dict(task.environment)
         if not own and need.gpu:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices(holder, task.number * need.gpu, need.gpu)
-        node = self._node_of(actor)
+        node = self._node_of(actor, _PLACE_AGAIN_S if task.name in self._tasks else _PLACE_S)
         try:
             pid = ray.get(actor.start.remote(need, task, {**environment, NODE: node}), timeout=_CALL_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -178,7 +179,7 @@ class RayLauncher(RemoteLauncher):
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`areno.launch.launcher.Launcher`; further workers get placement groups of their own."""
+        """See :class:`areno.launch.launcher.Launcher`; additional workers get separate placement groups."""
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(f"{workers} workers of {role}: they share the {need.workers} places of {need.beside}")
@@ -195,9 +196,9 @@ class RayLauncher(RemoteLauncher):
         """See :class:`areno.launch.launcher.Launcher`."""
         super().close()
         with self._lock:
-            found = [*self._groups.values(), *self._further.values()]
+            all_groups = [*self._groups.values(), *self._further.values()]
             self._groups, self._further = {}, {}
-        self._remove([group for groups in found for group in groups])
+        self._remove([group for groups in all_groups for group in groups])
 
     def _remove(self, groups: Sequence[Any]) -> None:
         for group in groups:
@@ -205,24 +206,24 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, holder: str, first: int, count: int) -> str:
-        """The GPUs of some neighbouring workers."""
+        """Return the GPUs of ``count`` consecutive workers."""
         asked = [self._tasks[f"{holder}/{number}"].actor.devices.remote() for number in range(first, first + count)]
         try:
             return ",".join(self._ray.get(asked, timeout=_CALL_S))
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             raise EngineError(f"the GPUs of {holder} are not known: {_first_line(error)}") from error
 
-    def _node_of(self, actor: Any) -> str:
+    def _node_of(self, actor: Any, timeout_s: float) -> str:
         ray = self._ray
         try:
-            node: str = ray.get(actor.node.remote(), timeout=_PLACE_S)
+            node: str = ray.get(actor.node.remote(), timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             ray.kill(actor)
-            raise EngineError(f"Ray has not started an actor within {_PLACE_S:g} s: {_first_line(error)}") from error
+            raise EngineError(f"Ray did not start an actor within {timeout_s:g} s: {_first_line(error)}") from error
         return node
 
     def _place(self, role: str, number: int) -> tuple[Any, int]:
-        """The placement group of a worker, and its bundle in it."""
+        """Return the placement group and bundle index of a worker."""
         need = self.needs[role]
         with self._lock:
             if role not in self._groups:
@@ -235,9 +236,9 @@ class RayLauncher(RemoteLauncher):
         return groups[number // need.together], number % need.together
 
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
-        """Placement groups for workers from number ``first`` on.
+        """Create placement groups for workers from number ``first`` on.
 
-        One of the role, or with ``separate`` and ``deferred`` one of each set of neighbours.
+        One for the role, or with ``separate`` and ``deferred`` one per engine.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
@@ -254,22 +255,22 @@ class RayLauncher(RemoteLauncher):
         strategy = "STRICT_PACK" if need.together > 1 else "PACK"
         groups = [self._ray.util.placement_group(part, strategy=strategy) for part in parts]
         deadline = time.monotonic() + _PLACE_S
-        # Asked again and again, because Ray's own waiting stops all threads of this process meanwhile.
+        # Polled, because Ray's own wait blocks all threads of this process.
         while any(self._ray.util.placement_group_table(group)["state"] != "CREATED" for group in groups):
             time.sleep(_POLL_S)
             if time.monotonic() > deadline:
                 self._remove(groups)
                 raise EngineError(
-                    f"Ray has found no place for {need.workers} workers of {role} with {_text(bundle)} each within "
-                    f"{_PLACE_S:g} s; free in all are {_text(self._ray.available_resources())}"
+                    f"Ray has not placed {need.workers} workers of {role} with {_text(bundle)} each within "
+                    f"{_PLACE_S:g} s; available in total: {_text(self._ray.available_resources())}"
                 )
         return groups
 
 
 def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise a UsageError where all nodes together lack something, or no node is large enough for one worker.
+    """Raise UsageError if all nodes together are too small, or no node is large enough for a worker.
 
-    Ray itself would wait for ever.
+    Ray itself would wait forever.
     """
     for role, need in needs.items():
         if need.beside:
@@ -280,21 +281,21 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         if not any(all(node.get(name, 0.0) >= amount for name, amount in one.items()) for node in nodes.values()):
             raise UsageError(
                 f"scheduler.type=ray: no node of the cluster has {_text(one)} for a worker of {role} "
-                f"({role}.scheduling_spec); there are {_listing(nodes)}"
+                f"({role}.scheduling_spec); the nodes are {_listing(nodes)}"
             )
     for name in ("CPU", "GPU"):
         own = [need for need in needs.values() if name == "CPU" or not need.beside]
-        wanted = sum(need.workers * (need.cpu if name == "CPU" else need.gpu) for need in own)
-        found = sum(node.get(name, 0.0) for node in nodes.values())
-        if wanted > found:
+        needed = sum(need.workers * (need.cpu if name == "CPU" else need.gpu) for need in own)
+        available = sum(node.get(name, 0.0) for node in nodes.values())
+        if needed > available:
             raise UsageError(
-                f"scheduler.type=ray: the roles need {wanted} {name}s, the cluster has {found:g}: {_listing(nodes)}; give "
+                f"scheduler.type=ray: the roles need {needed} {name}s, the cluster has {available:g}: {_listing(nodes)}; use "
                 "smaller sizes in backend and scheduling_spec, or add nodes"
             )
 
 
 def nodes() -> dict[str, dict[str, float]]:
-    """What each living node of the cluster has, by its address."""
+    """Return the resources of each live node of the cluster, by address."""
     import ray
 
     return {node["NodeManagerAddress"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
@@ -311,9 +312,9 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """The node of each worker from number ``first`` on, where nodes are listed: in turn."""
-    found = [name for name in (nodelist or "").split(",") if name]
-    return [found[worker // together % len(found)] for worker in range(first, first + workers)] if found else []
+    """Return the node of each worker from number ``first`` on, round-robin over the list; empty without a list."""
+    listed = [name for name in (nodelist or "").split(",") if name]
+    return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Tasks on the nodes of a Slurm job: each is a job step of its own, which can be ended alone."""
+"""Tasks on the nodes of a Slurm job: each is a separate job step."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, RunningTask, Task
-from areno.launch.spread import spread
+from areno.launch.placement import place_workers
 
 _COMMAND_S, _AWAY_S = 60.0, 60.0
 _ENDED = (
@@ -28,9 +28,9 @@ _ENDED = (
     "DEADLINE",
     "PREEMPTED",
 )
-# How long srun may take to notice that its step has been ended.
+# Time for srun to notice that its step has ended.
 _NOTICE_S = 10.0
-# What the job was given as a whole, which a step's own options would contradict.
+# Settings of the job that would conflict with the options of a step.
 _OF_THE_JOB = (
     "SLURM_MEM_",
     "SLURM_CPUS_PER_TASK",
@@ -62,7 +62,7 @@ class SlurmTask:
 
     def send_signal(self, sig: int) -> None:
         """See :class:`areno.launch.launcher.RunningTask`."""
-        with suppress(EngineError):  # the step has just ended, or Slurm does not answer
+        with suppress(EngineError):  # the step has ended, or Slurm does not answer
             self._signal(sig)
 
     def _signal(self, sig: int) -> None:
@@ -87,21 +87,21 @@ class SlurmTask:
 class SlurmLauncher(RemoteLauncher):
     """See :class:`areno.launch.launcher.Launcher`; this process must be in the job, on one of its nodes.
 
-    Raises UsageError: the nodes of the job are not enough for the roles.
+    Raises UsageError: the job has too few nodes for the roles.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names, gpus_per_node: int) -> None:
         self._job = os.environ["SLURM_JOB_ID"]
         nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
         own = os.environ.get("SLURMD_NODENAME", "")
-        # The trainer's first worker beside this process, if it is on a node: both see one file system at least.
+        # Put the trainer's first worker on this node, so that both share a file system.
         nodes.sort(key=lambda node: node != own)
         listed = {
             role: replace(need, nodelist=_expanded(need.nodelist), exclude=_expanded(need.exclude))
             for role, need in needs.items()
         }
         self._nodes, self._gpus_per_node = nodes, gpus_per_node
-        self._listed, self._placed = listed, spread(listed, nodes, gpus_per_node)
+        self._listed, self._placed = listed, place_workers(listed, nodes, gpus_per_node)
         super().__init__(needs, names, address_of(own) if own else _own_address(address_of(nodes[0])))
 
     def launch(self, task: Task) -> RunningTask:
@@ -116,23 +116,23 @@ class SlurmLauncher(RemoteLauncher):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is this process's matter
+                start_new_session=True,  # Ctrl-C is handled by this process
             )
         return SlurmTask(srun, self._job, step, node)
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`RemoteLauncher`; the job keeps its nodes, so that there may be no room."""
+        """See :class:`RemoteLauncher`; fails if the job's nodes have no room."""
         if workers <= len(self._placed[role]):
             return
         listed = self._listed | {role: replace(self._listed[role], workers=workers)}
-        placed = spread(listed, self._nodes, self._gpus_per_node)
+        placed = place_workers(listed, self._nodes, self._gpus_per_node)
         if len(placed[role]) < workers:
             raise UsageError(f"{workers} workers of {role}: they share the {len(placed[role])} places of another role")
         self._placed = placed
 
 
 def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
-    """The srun command of one worker, up to what it runs."""
+    """Return the srun command of one worker, without the program."""
     words = ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={step}"]
     words.append(f"--cpus-per-task={need.cpu}")
     if need.mem is not None:
@@ -147,7 +147,7 @@ def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """The nodes of an expression such as ``n[1-4]``."""
+    """Expand an expression such as ``n[1-4]``."""
     return run(["scontrol", "show", "hostnames", nodelist]).split()
 
 
@@ -156,22 +156,22 @@ def _expanded(nodelist: str | None) -> str | None:
 
 
 def _own_address(other: str) -> str:
-    """Address of this machine on the way to another one; nothing is sent."""
+    """Return the local address of the route to another machine, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
 
 
 def address_of(node: str) -> str:
-    """Address of a node as Slurm knows it, which the other nodes reach."""
+    """Return the address of a node according to Slurm."""
     return socket.gethostbyname(_fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node))
 
 
 def size() -> tuple[int, int]:
-    """Nodes of this process's job, and their cores. Raises UsageError: it is in no job."""
+    """Return the numbers of nodes and cores of this process's job. Raises UsageError outside a job."""
     if not in_job():
         raise UsageError(
-            "scheduler.type=slurm: this process is in no Slurm job; submit the experiment with 'areno run FILE.yaml', or start "
+            "scheduler.type=slurm: not in a Slurm job; submit the experiment with 'areno run FILE.yaml', or start "
             "your program in a job (sbatch, salloc)"
         )
     cores = 0
@@ -182,10 +182,10 @@ def size() -> tuple[int, int]:
 
 
 def exit_code_of(job: str) -> int | None:
-    """Exit code of a job that has ended, and None of one that waits or runs; 128 + signal for one that a signal has ended.
+    """Return the exit code of a finished job (128 + signal if killed), or None while it is pending or running.
 
-    A controller that is being restarted may not know a job for a while, so it is asked again. Raises EngineError: it
-    does not answer, or does not know the job.
+    Retries for a while, as a restarting controller may not know the job. Raises EngineError if it does not answer, or does not
+    know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:
@@ -206,7 +206,7 @@ def exit_code_of(job: str) -> int | None:
 
 
 def _fields(shown: str) -> dict[str, str]:
-    """What ``scontrol show`` says as ``Name=value``."""
+    """Parse ``Name=value`` fields of ``scontrol show``."""
     return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
 
 
@@ -216,15 +216,15 @@ def in_job() -> bool:
 
 
 def run(command: Sequence[str]) -> str:
-    """What a command of Slurm prints. Raises UsageError: it is not installed; EngineError: it has failed."""
+    """Return the output of a Slurm command. Raises UsageError if it is not installed, EngineError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError as error:
         raise UsageError(
-            f"scheduler.type=slurm: {command[0]} is not there; run this on a machine of the Slurm cluster"
+            f"scheduler.type=slurm: {command[0]} is not installed; run this on a machine of the Slurm cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{' '.join(command)} has not ended within {_COMMAND_S:g} s; is slurmctld up?") from error
+        raise EngineError(f"{' '.join(command)} timed out after {_COMMAND_S:g} s; is slurmctld running?") from error
     if done.returncode:
-        raise EngineError(f"{' '.join(command)} has failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise EngineError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

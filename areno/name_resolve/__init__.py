@@ -1,8 +1,8 @@
-"""Names with values that the processes of an experiment share, so that they find each other.
+"""Name service of an experiment's processes.
 
-A name is a path of words such as ``user/experiment/trial/workers/rollout/0``; its value is text. ``memory`` is for one
-process, ``nfs`` for all that see the same folder, ``etcd3`` for all that reach an etcd server, ``ray`` for those of a Ray
-cluster. The functions of this module use one repository, which :func:`reconfigure` replaces.
+A name is a path such as ``user/experiment/trial/workers/rollout/0``; its value is a string. ``memory`` works within one
+process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, ``ray`` in a Ray cluster. The functions of this module use
+one repository, which :func:`reconfigure` replaces.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["NameEntryExists", "NameEntryNotFound", "NameOptions", "Repository", 
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """Which store; the other fields are those of ``cluster.name_resolve``."""
+    """Settings of ``cluster.name_resolve``."""
 
     type: str = "memory"
     nfs_record_root: str = ""
@@ -24,7 +24,7 @@ class NameOptions:
     ray_actor_name: str = "ray_kv_store"
 
     def open(self) -> NameStore:
-        """The store. Raises UsageError: there is no such one, or it cannot be used here."""
+        """Open the store. Raises UsageError if the type is unknown or unusable here."""
         if self.type == "memory":
             return MemoryStore()
         if self.type == "nfs":
@@ -49,7 +49,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Use another store from now on; what this process has added to the one before is deleted there."""
+    """Switch to another store, and delete this process's names from the previous one."""
     store = options.open()
     _names.reset()
     _names.store = store

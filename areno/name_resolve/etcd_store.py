@@ -1,7 +1,7 @@
-"""Names in etcd, by its HTTP gateway: a value with a time to live hangs on a lease of its own.
+"""Names in etcd, through its HTTP gateway; each value with a time to live has its own lease.
 
-etcd counts leases in whole seconds, at least 2, and a value outlives its lease by up to half a second. An etcd server that
-is started anew has its values still, and lets every lease begin anew.
+Leases of etcd are whole seconds, at least 2, and a value outlives its lease by up to half a second. A restarted etcd server
+still has its values, and restarts all leases.
 """
 
 import json
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 _PREFIX = "/areno/names/"
 _CALL_S = 5.0
-# How long a server may be away before a call fails.
+# Retry a call for this long while the server is unreachable.
 _RETRY_S, _PAUSE_S = 30.0, 0.2
 
 
 class EtcdStore:
     """See :class:`NameStore`.
 
-    Raises UsageError: ``address`` is no ``HOST:PORT``, nobody answers there, or the package ``etcd3gw`` is missing.
+    Raises UsageError: ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
     """
 
     def __init__(self, address: str) -> None:
@@ -44,7 +44,7 @@ class EtcdStore:
         )
         self._refused: type[Exception] = exceptions.Etcd3Exception
         self._client: Any = etcd3gw.client(host=host, port=int(port), timeout=_CALL_S, api_path="/v3/")
-        self._leases: dict[str, tuple[Any, str]] = {}  # lease and text of what was written here
+        self._leases: dict[str, tuple[Any, str]] = {}  # lease and text of this process's values
         try:
             self._client.status()
         except (*self._away, self._refused) as error:
@@ -54,7 +54,7 @@ class EtcdStore:
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
-        # The mark tells an own value, whose confirmation was lost, from another's.
+        # The mark identifies a value of this process whose acknowledgment was lost.
         text = json.dumps({"value": value, "mark": uuid.uuid4().hex})
         return self._write(name, text, ttl, replace)
 
@@ -75,7 +75,7 @@ class EtcdStore:
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`; a value whose lease has run out, as while nobody could reach the server, is written again."""
+        """See :class:`NameStore`; a value whose lease has expired, e.g. while the server was unreachable, is written again."""
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False
@@ -104,7 +104,7 @@ class EtcdStore:
         return _plain(found[0]) if found else None
 
     def _call(self, call: Callable[[], T]) -> T:
-        """What a call returns, as soon as the server is there. ArenoError: it was away too long, or refused."""
+        """Retry a call until the server is reachable. Raises ArenoError on a timeout or an error of the server."""
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:
@@ -116,7 +116,7 @@ class EtcdStore:
                     ) from error
                 time.sleep(_PAUSE_S)
             except self._refused as error:
-                raise ArenoError(f"the etcd server at {self.address} refuses: {error}") from error
+                raise ArenoError(f"the etcd server at {self.address} returned an error: {error}") from error
 
 
 def _plain(text: Any) -> str:

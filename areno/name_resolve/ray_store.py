@@ -1,4 +1,4 @@
-"""Names in an actor of a Ray cluster."""
+"""Names stored in an actor of a Ray cluster."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
 
 
 def connect(setting: str) -> Any:
-    """Connect this process with the cluster of ``RAY_ADDRESS``, or with that of this machine.
+    """Connect this process to the cluster at ``RAY_ADDRESS``, or that of this machine.
 
-    Returns the module ``ray``. Raises UsageError: there is none, which ``setting`` asks for.
+    Returns the module ``ray``. Raises UsageError, naming ``setting``, if there is no cluster.
     """
     try:
         import ray
@@ -35,15 +35,15 @@ def connect(setting: str) -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
             f"{setting}: no Ray cluster at {address} ({reason}); start one with 'ray start --head' and "
-            "'ray start --address=HOST:PORT' on further machines, or set RAY_ADDRESS=HOST:PORT"
+            "'ray start --address=HOST:PORT' on other machines, or set RAY_ADDRESS=HOST:PORT"
         ) from error
     return ray
 
 
 class RayStore:
-    """See :class:`NameStore`. The actor outlives those who use it, and Ray restarts it, then empty.
+    """See :class:`NameStore`. The actor outlives its users; if Ray restarts it, it is empty.
 
-    What this process has written is written again then, at its next :meth:`touch`. UsageError: there is no Ray cluster.
+    Then the next :meth:`touch` rewrites the values of this process. Raises UsageError if there is no Ray cluster.
     """
 
     def __init__(self, actor_name: str) -> None:
@@ -89,16 +89,16 @@ class RayStore:
         return bool(self._call("touch", name, ttl))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """All of them may be repeated: after a restart of the actor its names are gone anyway."""
+        """Call the actor with retries; all methods are safe to repeat, as a restarted actor is empty."""
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own
-                raise ArenoError("this process is no longer connected with the Ray cluster that holds the names")
+                raise ArenoError("this process is no longer connected to the Ray cluster of the names")
             try:
                 return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
             except self._ray.exceptions.ActorUnavailableError as error:  # it is being restarted
                 if time.monotonic() > deadline:
-                    raise ArenoError(f"the Ray actor of names is not there: {error}") from error
+                    raise ArenoError(f"the Ray actor of names is unavailable: {error}") from error
                 time.sleep(_PAUSE_S)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ArenoError(f"the Ray actor of names does not answer: {type(error).__name__}: {error}") from error

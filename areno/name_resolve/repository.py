@@ -1,4 +1,4 @@
-"""Names and their values in a store, as one process uses them."""
+"""Client of a name store in one process."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class NameEntryExists(ArenoError):  # noqa: N818 - the documented name
-    """The name has a value already."""
+    """The name already has a value."""
 
 
 class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
@@ -24,14 +24,14 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
 class Repository:
     """Names and their values in a store.
 
-    A value that was added with a time to live is kept alive by a thread of the process that has added it, and is gone soon
-    after that process, whatever ends it.
+    A thread of the process that added a value with a time to live keeps it alive; it expires soon after the process ends, even
+    if that is killed.
     """
 
     def __init__(self, store: NameStore) -> None:
         self.store = store
         self._own: set[str] = set()
-        self._alive: dict[str, threading.Event] = {}  # set where a value is no longer to be kept alive
+        self._alive: dict[str, threading.Event] = {}  # set to stop keeping a value alive
 
     def add(
         self,
@@ -41,18 +41,18 @@ class Repository:
         keepalive_ttl: float | None = None,
         replace: bool = False,
     ) -> None:
-        """Give a name, words with slashes between them, a value.
+        """Set the value of a name, which is a path of words separated by slashes.
 
         Args:
-            delete_on_exit: :meth:`reset` deletes it.
-            keepalive_ttl: seconds after which it is gone if this process has died; None never.
-            replace: a name that has a value gets this one; else it is a NameEntryExists.
+            delete_on_exit: whether :meth:`reset` deletes it.
+            keepalive_ttl: seconds until it expires after this process has died; None never.
+            replace: overwrite an existing value instead of raising NameEntryExists.
         """
         name = _normal(name)
         if keepalive_ttl is not None and keepalive_ttl <= 0:
-            raise UsageError(f"keepalive_ttl={keepalive_ttl}: give seconds above 0, or None")
+            raise UsageError(f"keepalive_ttl={keepalive_ttl}: use a number above 0, or None")
         if not self.store.write(name, str(value), keepalive_ttl, replace):
-            raise NameEntryExists(f"the name {name} has a value already; replace=True would replace it")
+            raise NameEntryExists(f"the name {name} already has a value; use replace=True to overwrite it")
         self._forget(name)
         if delete_on_exit:
             self._own.add(name)
@@ -64,40 +64,40 @@ class Repository:
     def add_subentry(
         self, name: str, value: str, delete_on_exit: bool = True, keepalive_ttl: float | None = None
     ) -> str:
-        """Give a new name below ``name`` a value; returns that name."""
+        """Add a value under a new name below ``name``; returns that name."""
         entry = f"{_normal(name)}/{uuid.uuid4().hex[:12]}"
         self.add(entry, value, delete_on_exit, keepalive_ttl)
         return entry
 
     def delete(self, name: str) -> None:
-        """Delete a value; raises :class:`NameEntryNotFound` if there is none."""
+        """Delete a value. Raises NameEntryNotFound if there is none."""
         name = _normal(name)
         self._forget(name)
         if not self.store.remove(name):
             raise NameEntryNotFound(f"the name {name} has no value")
 
     def get(self, name: str) -> str:
-        """Value of a name; raises :class:`NameEntryNotFound` if it has none."""
+        """Return the value of a name. Raises NameEntryNotFound if it has none."""
         value = self.store.read(_normal(name))
         if value is None:
             raise NameEntryNotFound(f"the name {name} has no value")
         return value
 
     def get_subtree(self, name_root: str) -> list[str]:
-        """Values of a name and of all below it, in the order of :meth:`find_subtree`."""
+        """Return the values of a name and of all names below it, in the order of :meth:`find_subtree`."""
         values = (self.store.read(name) for name in self.find_subtree(name_root))
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Names with a value: the name itself and all below it, sorted."""
+        """Return the names with a value among the name itself and all below it, sorted."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
-        """Value of a name as soon as it has one; TimeoutError after so many seconds, which None does not bound."""
-        name, began = _normal(name), time.monotonic()
+        """Wait for the value of a name. Raises TimeoutError after ``timeout`` seconds."""
+        name, start = _normal(name), time.monotonic()
         while (value := self.store.read(name)) is None:
-            if timeout is not None and time.monotonic() - began >= timeout:
-                raise TimeoutError(f"the name {name} has got no value within {timeout:g} s")
+            if timeout is not None and time.monotonic() - start >= timeout:
+                raise TimeoutError(f"the name {name} has no value after {timeout:g} s")
             time.sleep(poll_frequency)
         return value
 
@@ -108,9 +108,9 @@ class Repository:
         poll_frequency: float = 1.0,
         wait_timeout: float = 60.0,
     ) -> None:
-        """Call back once, in a thread, as soon as one of some names has no value any more.
+        """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that has none yet is waited for as long as ``wait_timeout``, in seconds; then it counts as gone.
+        A name without a value is waited for ``wait_timeout`` seconds; then it counts as lost.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
@@ -125,17 +125,17 @@ class Repository:
         threading.Thread(target=watch, name="areno-names-watch", daemon=True).start()
 
     def clear_subtree(self, name_root: str) -> None:
-        """Delete the value of a name and all below it."""
+        """Delete the values of a name and of all names below it."""
         for name in self.find_subtree(name_root):
             self._forget(name)
             self.store.remove(name)
 
     def reset(self) -> None:
-        """Delete what this process has added with ``delete_on_exit``, and keep nothing alive any more."""
-        own = list(self._own)
-        for name in {*own, *self._alive}:
+        """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive."""
+        names = list(self._own)
+        for name in {*names, *self._alive}:
             self._forget(name)
-        for name in own:
+        for name in names:
             self.store.remove(name)
 
     def _forget(self, name: str) -> None:
@@ -149,13 +149,15 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
         try:
             if not store.touch(name, ttl):
                 return
-        except ArenoError as error:  # the server may be back before the value is gone
-            logger.warning("the name %s could not be kept alive, trying again: %s", name, error)
+        except ArenoError as error:  # the server may be back before the value expires
+            logger.warning("the name %s could not be kept alive, retrying: %s", name, error)
 
 
 def _normal(name: str) -> str:
-    """A name without slashes at its ends."""
+    """Normalize a name: strip slashes at its ends."""
     words = name.strip("/").split("/")
     if any(word in ("", ".", "..") or "\0" in word for word in words):
-        raise UsageError(f"{name!r} is no name: give words with one slash between them, such as experiment/trial/key")
+        raise UsageError(
+            f"{name!r} is not a name: write words separated by single slashes, such as experiment/trial/key"
+        )
     return "/".join(words)

@@ -1,7 +1,6 @@
-"""Where names are kept: in this process, or in files of a folder that all processes see.
+"""Name stores: in this process, or in files of a shared folder.
 
-A store does one step at a time and waits for nothing; what is built of the steps is the matter of
-:class:`areno.name_resolve.repository.Repository`.
+A store has atomic, non-blocking operations; :class:`areno.name_resolve.repository.Repository` builds on them.
 """
 
 import contextlib
@@ -18,31 +17,31 @@ _FILE = "ENTRY"
 
 
 class NameStore(Protocol):
-    """Values by name; one whose time to live, in seconds, has passed is not there. Errors are ArenoErrors."""
+    """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value; False if there is one and it is not to be replaced. Of several writers at once, one succeeds."""
+        """Set a value; returns False if there is one and not ``replace``. Of concurrent writers, one succeeds."""
 
     def read(self, name: str) -> str | None:
-        """Value of a name; None if there is none."""
+        """Return the value of a name; None if there is none."""
 
     def remove(self, name: str) -> bool:
-        """Delete a value; whether there was one."""
+        """Delete a value; returns whether there was one."""
 
     def under(self, root: str) -> list[str]:
-        """Names with a value that are ``root`` or begin with its words."""
+        """Return the names with a value that are ``root`` or below it."""
 
     def touch(self, name: str, ttl: float) -> bool:
-        """Let the time to live of a value that this process has written begin anew; whether the value is still there."""
+        """Renew the time to live of a value written by this process; returns whether the value still exists."""
 
 
 def is_under(name: str, root: str) -> bool:
-    """Whether a name is ``root`` or begins with its words."""
+    """Whether a name is ``root`` or below it."""
     return name == root or name.startswith(f"{root}/")
 
 
 class MemoryStore:
-    """Names of one process; Ray runs it as an actor for all."""
+    """Names in memory, of one process or in a Ray actor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +49,7 @@ class MemoryStore:
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
-        """Differs from that of every other store: after a restart an actor is another one, and empty."""
+        """Return a unique id, which changes when an actor is restarted (and empty)."""
         return self._identity
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
@@ -93,11 +92,11 @@ class MemoryStore:
 
 
 class FileStore:
-    """Names as files ``{root}/{name}/ENTRY``; the folder is made when first needed.
+    """Names as files ``{root}/{name}/ENTRY``; the folder is created when needed.
 
-    A file is written beside its place and then linked or renamed into it, so that nobody reads half of it and only one of
-    two that add the same name succeeds. It holds JSON, the value and its time to live in seconds; its age is its time of
-    change, which is begun anew by touching it.
+    A file is written under a temporary name and then linked or renamed, so that readers never see a partial one and only one of
+    two concurrent writers succeeds. It contains the value and its time to live in seconds as JSON; its age is measured from its
+    modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -118,7 +117,7 @@ class FileStore:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                continue  # somebody has removed the empty folder in the meantime
+                continue  # another process has removed the empty folder
             finally:
                 draft.unlink(missing_ok=True)
 
@@ -151,7 +150,7 @@ class FileStore:
 
     @functools.cached_property
     def _ahead(self) -> float:
-        """Seconds by which the clock of the file server, which dates files, is ahead of this machine's."""
+        """Seconds by which the clock of the file server is ahead of this machine's."""
         self.root.mkdir(parents=True, exist_ok=True)
         probe = self.root / f".{uuid.uuid4().hex}"
         probe.touch()

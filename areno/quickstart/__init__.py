@@ -1,4 +1,4 @@
-"""The embedded runs: a tiny model that learns to add, with no network and no account, and a pretrained one."""
+"""The runs of ``areno quickstart``: a tiny model that learns to add, without network access, and a pretrained model."""
 
 REAL_STEPS = 40
-"""Steps of ``areno quickstart --real``, unless given."""
+"""Default training steps of ``areno quickstart --real``."""

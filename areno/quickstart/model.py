@@ -1,4 +1,4 @@
-"""Random models with a tokenizer of their own, made in a second; the quickstart's has 0.27 M parameters."""
+"""Randomly initialized models with their own tokenizer; the quickstart's has 0.27 M parameters."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """The tokenizer of the quickstart: its merges are the task's words, and every digit is a token."""
+    """Train the quickstart's tokenizer: its merges are the task's words, and every digit is a token."""
     corpus = [wording.format(a=347, b=182) for wording in WORDINGS] + [worked_answer(347, 182)]
     words = r"\d| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s"
     return train_tokenizer(corpus * 2, words=words, vocab_size=400, special_tokens=_SPECIAL, template=_CHAT_TEMPLATE)
@@ -23,10 +23,12 @@ def make_tokenizer() -> Any:
 def train_tokenizer(
     corpus: Iterable[str], *, words: str, vocab_size: int, special_tokens: Sequence[str], template: str
 ) -> Any:
-    """Byte-level BPE, so that any text encodes.
+    """Train a byte-level BPE tokenizer, which encodes any text.
 
-    No token crosses a piece that the regular expression ``words`` matches. ``special_tokens`` begin with padding and end of
-    turn; ``template`` is the chat template.
+    Args:
+        words: regular expression for pre-tokenization; no token crosses its matches.
+        special_tokens: starts with the padding and the end-of-turn token.
+        template: chat template.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +54,7 @@ def train_tokenizer(
 
 
 def make_checkpoint(folder: Path, seed: int) -> int:
-    """Write the quickstart's random model and its tokenizer; returns the number of parameters."""
+    """Save the quickstart's random model and its tokenizer; returns the number of parameters."""
     return save_random_model(folder, make_tokenizer(), seed)
 
 
@@ -66,9 +68,9 @@ def save_random_model(
     context: int = 256,
     rope_theta: float = 100.0,
 ) -> int:
-    """Write a random model with a tokenizer; returns the number of parameters. ``width`` is a multiple of 24.
+    """Save a random Llama model with its tokenizer; returns the number of parameters. ``width`` is a multiple of 24.
 
-    With wide initial weights, many small heads and a small rotary base, it learns to copy and add three times sooner.
+    Large initial weights, many small heads and a small RoPE base make it learn to copy and add three times faster.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

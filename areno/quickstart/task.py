@@ -1,8 +1,8 @@
-"""The toy task: three-digit sums, in words, with a reward that anybody can check.
+"""The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
-Asked "Step by step, what is 347 + 182?", the demonstrations always show the work; asked plainly, they mostly just state the
-answer. SFT copies that habit: the model *can* add with a scratchpad, and mostly tries in its head. Rewarded for the right
-answer alone, GSPO finds out that showing the work pays, whatever the wording. A hash of a sum says whether it is held out.
+For "Step by step, what is 347 + 182?" the demonstrations always show the work; for the plain wordings they mostly state only
+the answer. SFT copies that: the model can add with a scratchpad, but rarely uses it. With a reward for the correct answer
+only, GSPO learns to show the work for every wording. A hash of the sum decides whether it is held out.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOW, HIGH = 100, 499  # so that every sum has three digits, too
+LOW, HIGH = 100, 499  # every sum has three digits too
 HELD_OUT_ONE_IN = 20
-# Wording -> share of its demonstrations that show the work.
+# Wording -> fraction of its demonstrations that show the work.
 WORDINGS = {"What is {a} + {b}?": 0.2, "Calculate {a} + {b}.": 0.2, "Step by step, what is {a} + {b}?": 1.0}
 
-# These become files of their own beside the data, so that the printed `areno train` commands run as they stand.
-REWARD_FILE = '''"""1.0 if the completion ends in the right `Answer: N`, else 0.0; the steps before it are not looked at."""
+# Written next to the data, so that the printed `areno train` commands can be run as they are.
+REWARD_FILE = '''"""1.0 if the completion ends in the correct `Answer: N`, else 0.0; the steps before it are ignored."""
 
 import re
 
@@ -28,7 +28,7 @@ def reward_fn(record):
     match = re.search(r"Answer: (\\d+)$", record.completion.strip())
     return float(match is not None and match.group(1) == record.answer[0])
 '''
-LOADER_FILE = '''"""The rows have `prompt`, `response` and `solutions` already."""
+LOADER_FILE = '''"""The rows already have `prompt`, `response` and `solutions`."""
 
 
 def load_training_dataset(dataset_path, *, default_loader, **_):
@@ -46,29 +46,29 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """What the user asks."""
+        """The user message."""
         return self.wording.format(a=self.a, b=self.b)
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum belongs to the side of the split that is never trained on; a function of the numbers alone."""
+        """Whether the sum is held out; depends on the two numbers only."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """A data row with a demonstration in one of the two styles."""
+        """Return a data row with a demonstration in one of the two styles."""
         shows_work = rng.random() < WORDINGS[self.wording]
         response = worked_answer(self.a, self.b) if shows_work else f"Answer: {self.a + self.b}"
         return {"prompt": self.question, "response": response, "solutions": [str(self.a + self.b)]}
 
 
 def problem_count() -> int:
-    """Distinct sums, over all wordings counted once."""
+    """Return the number of distinct sums."""
     return (HIGH - LOW + 1) ** 2
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """``count`` distinct sums from one side of the split, each in a wording drawn with ``weights``."""
+    """Draw ``count`` distinct sums from one side of the split, each in a wording drawn with ``weights``."""
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
     seen: set[tuple[int, int]] = set()
@@ -82,7 +82,7 @@ def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, 
 
 
 def worked_answer(a: int, b: int) -> str:
-    """Addition digit by digit: 347, 182 -> ``7+2=9 carry 0, 4+8+0=2 carry 1, 3+1+1=5. Answer: 529``."""
+    """Add digit by digit: 347, 182 -> ``7+2=9 carry 0, 4+8+0=2 carry 1, 3+1+1=5. Answer: 529``."""
     (a1, b1), (a2, b2), (a3, b3) = ((int(x), int(y)) for x, y in zip(str(a)[::-1], str(b)[::-1], strict=True))
     carry1, ones = divmod(a1 + b1, 10)
     carry2, tens = divmod(a2 + b2 + carry1, 10)
@@ -93,7 +93,7 @@ def worked_answer(a: int, b: int) -> str:
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """Whether a completion ends in the right answer; the rule of the reward file."""
+    """Whether a completion ends in the correct answer, as in the reward file."""
     return completion.strip().endswith(f"Answer: {problem.a + problem.b}")
 
 

@@ -1,4 +1,4 @@
-"""What the quickstarts share: their folder, and a training whose command is printed before it runs."""
+"""Shared by the quickstarts: the run folder, and training with the equivalent command printed first."""
 
 import logging
 import shlex
@@ -15,14 +15,14 @@ _LINE_EVERY_S = 5.0
 
 
 class BriefLines(PlainProgress):
-    """Piped output: a line every few seconds instead of one per step."""
+    """Progress in piped output: a line every few seconds instead of one per step."""
 
     def __init__(self) -> None:
         super().__init__()
         self._printed = 0.0
 
     def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Print now and then, and always at the last step."""
+        """Print at most every few seconds, and always at the last step."""
         super().step_done(step, stats, sample)
         now = time.monotonic()
         if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
@@ -35,16 +35,16 @@ class BriefLines(PlainProgress):
 
 
 def run_folder(run_dir: str | None) -> Path:
-    """The folder for everything, announced; without ``run_dir`` ``runs/quickstart-<time>``."""
+    """Return the folder of the run (default ``runs/quickstart-<time>``) and print it."""
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"--run-dir {root}: the folder is not empty; choose another or delete it")
-    print(f"Everything of this run goes to {root}\n")
+    print(f"Output folder: {root}\n")
     return root
 
 
 def train(settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command and run it in this process; returns the checkpoint. A stopped run exits with its code."""
+    """Print the equivalent command and run it in this process; returns the checkpoint. Exits if the training fails."""
     from areno.api.run import run_training
 
     argv = [str(part) for pair in settings.items() for part in pair]
@@ -61,7 +61,7 @@ def train(settings: Mapping[str, object]) -> Path:
 
 
 def _print_command(argv: Sequence[str]) -> None:
-    """The command, wrapped so that it can be pasted."""
+    """Print the command, wrapped for pasting into a shell."""
     line = "     $ areno train"
     for flag, value in zip(argv[::2], argv[1::2], strict=True):
         part = f" {flag} {shlex.quote(value)}"

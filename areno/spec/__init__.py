@@ -1,5 +1,5 @@
-"""What a run is, whichever front end it was written in; each front end makes one of these, and the one loop reads it."""
+"""The run specification that every front end produces and the training loop reads."""
 
-from areno.spec.run import CheckpointSpec, Frequency, RunSpec, Span
+from areno.spec.run_spec import CheckpointSpec, Frequency, RunSpec, Span
 
 __all__ = ["CheckpointSpec", "Frequency", "RunSpec", "Span"]

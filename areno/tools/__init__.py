@@ -1,1 +1,1 @@
-"""Programs that turn a run's traces into what people look at; each is run with ``python -m areno.tools.NAME``."""
+"""Converters of a run's traces; run one with ``python -m areno.tools.NAME``."""

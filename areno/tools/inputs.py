@@ -1,4 +1,4 @@
-"""What the tools share: finding the files of a run's tracers, reading lines that may be torn, and ending with an exit code."""
+"""Shared by the tools: trace files, JSON lines, and the command line."""
 
 import json
 import sys
@@ -10,19 +10,18 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """The given files, and those below given folders whose names fit; a `UsageError` where there are none."""
+    """Return the files in ``inputs``, and those below its folders that match. Raises UsageError if an input has none."""
     files: list[Path] = []
-    for given in inputs:
-        path = Path(given)
-        found = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []
-        if not found:
-            raise UsageError(f"{given}: there is no {pattern}; give such a file, or a folder that holds some")
-        files += found
+    for path in map(Path, inputs):
+        matches = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []
+        if not matches:
+            raise UsageError(f"{path}: no {pattern} there; pass such a file, or a folder that contains some")
+        files += matches
     return files
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a ``.jsonl`` file; None for a line that is none, as a kill leaves behind."""
+    """Yield the objects of a ``.jsonl`` file; None for a malformed line, such as the last one of a killed process."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -33,7 +32,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str], str]) -> int:
-    """Give inputs and the output, which is the last argument, to ``work``, print what it says, and return the exit code."""
+    """Call ``work(inputs, output)`` with the command line, print its summary, and return the exit code."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return 0
@@ -49,7 +48,7 @@ def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str
 
 
 def write_output(output: str | Path, text: str) -> None:
-    """Write the result; a `UsageError` if the file cannot be written."""
+    """Write ``text`` to a file. Raises UsageError if it cannot be written."""
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Puts the traces of all roles and ranks into one Chrome trace, for https://ui.perfetto.dev and ``chrome://tracing``.
+"""Merges the traces of all roles and ranks into one Chrome trace, for https://ui.perfetto.dev and ``chrome://tracing``.
 
     python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
 
-Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes of several machines may have
-the same number, so each file's processes are numbered anew. A line that a kill left half-written is passed over, and told.
+Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes are renumbered, as process ids
+of different machines may collide. Malformed lines are skipped and counted.
 """
 
 import json
@@ -18,7 +18,7 @@ _USAGE = "usage: python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.
 
 
 def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]:
-    """Write one Chrome trace from files or folders; returns the numbers of events written and of lines passed over."""
+    """Write one Chrome trace from files or folders; returns the numbers of written events and of skipped lines."""
     events: list[dict[str, Any]] = []
     skipped = 0
     numbers: dict[tuple[Path, Any], int] = {}
@@ -36,7 +36,7 @@ def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]
 
 def _work(inputs: Sequence[str], output: str) -> str:
     written, skipped = convert(inputs, output)
-    return f"{written} events in {output}" + (f", {skipped} damaged lines passed over" if skipped else "")
+    return f"{written} events in {output}" + (f", {skipped} malformed lines skipped" if skipped else "")
 
 
 if __name__ == "__main__":

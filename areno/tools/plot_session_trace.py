@@ -1,8 +1,8 @@
-"""Draws the sessions of a run as one HTML page: a line per session with its phases, and what share of time they take.
+"""Plots the sessions of a run as an HTML page: a line per session with its phases, and a table of their durations.
 
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 
-Each input is a ``.jsonl`` file or a folder that is searched for ``sessions-r*.jsonl``. The page needs nothing but a browser.
+Each input is a ``.jsonl`` file or a folder that is searched for ``sessions-r*.jsonl``. The page is self-contained.
 """
 
 import html
@@ -18,7 +18,7 @@ from areno.tools.inputs import json_lines, run_tool, trace_files, write_output
 
 _USAGE = "usage: python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html"
 _WIDTH, _ROW = 1200, 9
-_MOST_ROWS = 2000
+_MAX_ROWS = 2000
 _COLOURS = {"generate": "#4477aa", "reward": "#ccbb44", "toolcall": "#228833"}
 _OTHER = "#aa3377"
 _LIFE = {"accepted": "#dddddd", "pending": "#eeeeee", "rejected": "#f3d9b1", "failed": "#f2b8b5", "dropped": "#e3d4f0"}
@@ -28,20 +28,20 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Sessions by the time they were submitted; a `UsageError` where there are none."""
+    """Return the sessions sorted by submission time. Raises UsageError if there are none."""
     records = (record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path))
     sessions = [record for record in records if record is not None and "submit_ts" in record]
     if not sessions:
-        raise UsageError(f"{', '.join(map(str, inputs))}: no session has been written there yet")
+        raise UsageError(f"{', '.join(map(str, inputs))}: no sessions recorded there yet")
     return sorted(sessions, key=lambda record: record["submit_ts"])
 
 
 def render(sessions: Sequence[dict[str, Any]]) -> str:
-    """The page of at least one record of ``sessions-r*.jsonl``."""
-    shown = sessions[:_MOST_ROWS]
+    """Render the HTML page of one or more records of ``sessions-r*.jsonl``."""
+    shown = sessions[:_MAX_ROWS]
     counts = Counter(record["status"] for record in sessions)
     title = ", ".join(f"{number} {status}" for status, number in counts.most_common())
-    more = f"<p>The first {_MOST_ROWS} are drawn.</p>" if len(shown) < len(sessions) else ""
+    more = f"<p>Showing the first {_MAX_ROWS}.</p>" if len(shown) < len(sessions) else ""
     return f"{_HEAD}<h1>{len(sessions)} sessions: {title}</h1>{_table(sessions)}{_legend()}{more}{_drawing(shown)}\n"
 
 
@@ -50,8 +50,8 @@ def _table(sessions: Sequence[dict[str, Any]]) -> str:
     for name in ("total", *_COLOURS):
         seconds = sorted(record[f"{name}_s"] for record in sessions if record.get(f"{name}_s") is not None)
         if seconds:
-            late = seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
-            cells = "".join(f"<td>{value:.3f}</td>" for value in (mean(seconds), median(seconds), late, seconds[-1]))
+            p99 = seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
+            cells = "".join(f"<td>{value:.3f}</td>" for value in (mean(seconds), median(seconds), p99, seconds[-1]))
             rows.append(f"<tr><th>{name}</th>{cells}</tr>")
     head = "<tr><th>seconds</th><th>mean</th><th>median</th><th>99 %</th><th>longest</th></tr>"
     return f"<table>{head}{''.join(rows)}</table>"
@@ -86,21 +86,21 @@ def _ends(record: dict[str, Any]) -> list[float]:
 
 
 def _bars(record: dict[str, Any], y: int, x: Any) -> Iterator[str]:
-    told = f"task {record['task_id']}, session {record['session_id']}, {record['status']}"
-    told += f", {record['reason']}" if record.get("reason") else ""
+    label = f"task {record['task_id']}, session {record['session_id']}, {record['status']}"
+    label += f", {record['reason']}" if record.get("reason") else ""
     colour = _LIFE.get(record["status"], "#dddddd")
-    yield _bar(x(record["submit_ts"]), x(max(_ends(record))), y, colour, told)
+    yield _bar(x(record["submit_ts"]), x(max(_ends(record))), y, colour, label)
     for phase, spans in record["phases"].items():
         for span in spans:
             seconds = span["end_ts"] - span["start_ts"]
-            text = f"{told}: {phase} {seconds:.3f} s"
+            text = f"{label}: {phase} {seconds:.3f} s"
             yield _bar(x(span["start_ts"]), x(span["end_ts"]), y, _COLOURS.get(phase, _OTHER), text)
 
 
-def _bar(left: float, right: float, y: int, colour: str, told: str) -> str:
+def _bar(left: float, right: float, y: int, colour: str, label: str) -> str:
     width = max(right - left, 0.5)
-    place = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 2}" fill="{colour}"'
-    return f"<rect {place}><title>{html.escape(told)}</title></rect>"
+    attributes = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 2}" fill="{colour}"'
+    return f"<rect {attributes}><title>{html.escape(label)}</title></rect>"
 
 
 def _work(inputs: Sequence[str], output: str) -> str:

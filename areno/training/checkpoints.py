@@ -21,7 +21,7 @@ from typing import Any
 
 from areno.engine.backend import Backend
 from areno.errors import CheckpointError
-from areno.spec.run import CheckpointSpec
+from areno.spec.run_spec import CheckpointSpec
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import check_files, write_state
 from areno.training import plain_objects

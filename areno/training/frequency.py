@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.errors import UsageError
-from areno.spec.run import Frequency
+from areno.spec.run_spec import Frequency
 
 
 @dataclass(frozen=True, slots=True)

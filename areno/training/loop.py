@@ -23,7 +23,7 @@ from areno.engine.engine import ACTOR, Engine
 from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import ProgressDisplay
-from areno.spec.run import RunSpec
+from areno.spec.run_spec import RunSpec
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo

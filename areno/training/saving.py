@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import UsageError
-from areno.spec.run import Frequency
+from areno.spec.run_spec import Frequency
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import EXPERIMENT, RunLayout
 from areno.training.frequency import FrequencyControl, StepInfo

@@ -1,4 +1,4 @@
-"""The data classes that travel through areno. Nothing here imports torch."""
+"""Data classes shared by all packages. Does not import torch."""
 
 from areno.types.reward import RewardEvent, RewardEventType, RewardRecord
 from areno.types.reward_parts import PARTS, RewardParts, WeightedReward, part_columns, parts_of

@@ -1,4 +1,4 @@
-"""What a reward function receives: one record per finished completion or trajectory."""
+"""Input of reward functions: one record per finished completion or trajectory."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ RewardEventType = Literal["request", "assistant_text", "assistant_tool_call", "t
 
 @dataclass(slots=True)
 class RewardEvent:
-    """One thing that happened in a trajectory, in order."""
+    """One event of a trajectory."""
 
     type: RewardEventType
     text: str = ""
@@ -21,22 +21,22 @@ class RewardEvent:
 
 @dataclass(slots=True)
 class RewardRecord:
-    """Everything a reward function may want to know about one sample.
+    """Input of a reward function for one sample.
 
     Attributes:
         prompt: prompt text.
-        completion: the model's text; turns of an agent are joined by newlines.
-        rendered_completion: the same, rendered through the chat template where there is one.
+        completion: the model's text; an agent's turns are joined by newlines.
+        rendered_completion: the same, rendered by the chat template if there is one.
         final_answer: text of the last assistant turn.
         answer: reference answer of the data row (``solutions``, else ``answer``).
-        messages: full message list, tool results included.
+        messages: full message list, including tool results.
         trace: events in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
         tool_results: ``{"name", "tool_call_id", "content"}``.
         tokens: response token ids only.
         logprobs: their rollout log-probs.
         loss_mask: whether each of them is trained on.
-        source_record: the whole data row.
+        source_record: the data row.
         metadata: ``prompt_index``, ``sample_index``, ``finish_reason``.
     """
 

@@ -1,4 +1,4 @@
-"""Rewards in named parts: their weighted sum, and how both travel as one number."""
+"""Rewards with named parts, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -8,61 +8,61 @@ from collections.abc import Mapping, Sequence
 from areno.config.reward_weights import part_weights
 
 PARTS = "reward_parts/"
-"""What the names of parts begin with among metrics and in trajectories."""
+"""Prefix of part names in metrics and trajectories."""
 
 PartValues = float | dict[str, float]
-"""What a reward function returned, checked: a finite number, or such numbers by the names of parts."""
+"""Checked result of a reward function: a finite number, or one per part."""
 
 
 class WeightedReward(float):
-    """A reward in named ``parts``, as the function returned them; as a number their weighted sum.
+    """A reward with named ``parts`` (unweighted); its value is their weighted sum.
 
-    A multiple of it has multiples of the parts. All other arithmetic gives plain numbers.
+    Multiplication also scales the parts; all other arithmetic returns plain numbers.
     """
 
     parts: Mapping[str, float]
 
     def __new__(cls, total: float, parts: Mapping[str, float] | None = None) -> WeightedReward:  # noqa: D102
-        made = super().__new__(cls, total)
-        made.parts = parts or {}
-        return made
+        reward = super().__new__(cls, total)
+        reward.parts = parts or {}
+        return reward
 
     def __mul__(self, factor: float) -> WeightedReward:
         return WeightedReward(float(self) * factor, {name: part * factor for name, part in self.parts.items()})
 
 
 def parts_of(reward: float | None) -> Mapping[str, float]:
-    """The parts of a reward by name; empty for a plain number."""
+    """Return the parts of a reward by name; empty for a plain number."""
     return reward.parts if isinstance(reward, WeightedReward) else {}
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """The parts that all of some rewards have, each as a list in their order; ``prefix`` begins the names."""
+    """Return the parts that all rewards have, each as a list in order; ``prefix`` is prepended to the names."""
     rows = [parts_of(reward) for reward in rewards]
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     return {prefix + name: [row[name] for row in rows] for name in shared}
 
 
 class RewardParts:
-    """The weighted sums of one reward function's parts, with ``weights`` as for :func:`part_weights`, 1 where not named.
+    """Weights the parts of a reward function, with ``weights`` as for :func:`part_weights` (default 1).
 
-    Every record must have all the parts that any record had, and all that have a weight: a part that some records lack has no
-    mean to be compared with, and a weight without a part is a wrong name.
+    Every record must have all parts that any record has, and all parts with a weight: a part that some records lack cannot be
+    averaged, and a weight without a part is a misspelled name.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
         self._weights = part_weights(weights)
-        self._names = dict.fromkeys(self._weights)  # rebound and never changed: threads read it
+        self._names = dict.fromkeys(self._weights)  # never mutated, as threads read it
 
     def weigh(self, value: PartValues) -> float:
-        """The reward of a record, with its parts if it has any."""
+        """Return the reward of a record, with its parts if it has any."""
         if not isinstance(value, dict):
             return value
         self._names = self._names | dict.fromkeys(value)
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """What is wrong with a reward beside all those that were weighed."""
+        """Return the problem of a reward, given the parts of all records so far; None if there is none."""
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (

@@ -1,4 +1,4 @@
-"""How one request is sampled, and what a request and its answer carry through the engine."""
+"""Sampling parameters, requests and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20
 _OPTIONAL = ("max_context_len", "max_prompt_len", "seed")
 _KINDS: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (("greedy", "ignore_eos", "skip_special_tokens"), bool, "True or False"),
-    (("top_k", "max_new_tokens", "top_logprobs", "min_new_tokens", *_OPTIONAL), Integral, "a whole number"),
+    (("top_k", "max_new_tokens", "top_logprobs", "min_new_tokens", *_OPTIONAL), Integral, "an integer"),
     (
         ("top_p", "temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         Real,
@@ -30,12 +30,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 def tightest(*limits: int | None) -> int | None:
-    """The smallest of some limits, where None is no limit."""
+    """Return the smallest limit; None means no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax, which lists that they are added to and parts of them keep."""
+    """Natural log-probs with the temperature of their softmax, which concatenation and slicing preserve."""
 
     __slots__ = ("temperature",)
 
@@ -50,17 +50,17 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Of two temperatures, neither holds for the whole."""
+        """Concatenate; the result of two different temperatures has none."""
         joined = list.__add__(list(first), list(second))
-        told = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
-        return Logprobs(joined, self.temperature) if len(told) == 1 else joined
+        temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
+        return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return Logprobs(found, self.temperature) if isinstance(index, slice) else found
+        item = super().__getitem__(index)
+        return Logprobs(item, self.temperature) if isinstance(index, slice) else item
 
     def copy(self) -> Logprobs:
-        """The same log-probs, at the same temperature."""
+        """Return a copy with the same temperature."""
         return Logprobs(self, self.temperature)
 
 
@@ -72,17 +72,17 @@ class SamplingParams:
         greedy: take the most likely token; overrides ``temperature``.
         top_p: nucleus threshold in (0, 1]; 1.0 keeps the whole distribution.
         top_k: keep the k most likely tokens; -1 keeps all.
-        max_new_tokens: most tokens to generate, at least 1.
-        max_context_len: cap on prompt plus all generated turns, in tokens; None is the model's own limit.
+        max_new_tokens: maximum tokens to generate, at least 1.
+        max_context_len: maximum tokens of the prompt and all generated turns; None is the model's limit.
         temperature: softmax temperature, above 0.
-        stop: strings that end generation as soon as they appear in the decoded text, also across token borders.
+        stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, besides the model's EOS ids.
         ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still end).
-        skip_special_tokens: leave special tokens out of the decoded text.
-        max_prompt_len: refuse prompts longer than this, in tokens.
-        seed: makes this request reproducible on its own; None derives a seed from the engine's.
-        min_p: drop tokens less likely than this share of the most likely one.
-        presence_penalty: subtracted from the logits of tokens that the response has already.
+        skip_special_tokens: remove special tokens from the decoded text.
+        max_prompt_len: reject prompts longer than this, in tokens.
+        seed: makes this request reproducible; None derives a seed from the engine's.
+        min_p: drop tokens less likely than this fraction of the most likely one's probability.
+        presence_penalty: subtracted from the logits of tokens that are already in the response.
         frequency_penalty: the same, once per occurrence.
         repetition_penalty: logits of tokens in prompt or response are divided (positive) or multiplied (negative) by it.
         logit_bias: added to the logits of single tokens, by token id.
@@ -120,7 +120,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether penalties, biases or a least length change the distribution that is sampled from."""
+        """Whether penalties, biases or a minimum length change the sampling distribution."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(penalties or self.logit_bias or self.min_new_tokens)
 
@@ -130,7 +130,7 @@ class SamplingParams:
         self._check_types()
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; for the most likely token use greedy=True"
+                f"temperature must be above 0, got {self.temperature}; for greedy decoding use greedy=True"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
@@ -165,7 +165,7 @@ class SamplingParams:
                     raise TypeError(f"{name} must be {wanted}, got {value!r}")
                 if not math.isfinite(getattr(self, name)):
                     raise ValueError(f"{name} must be finite, got {value}")
-        for name, element, wanted in (("stop", str, "texts"), ("stop_token_ids", Integral, "token ids")):
+        for name, element, wanted in (("stop", str, "strings"), ("stop_token_ids", Integral, "token ids")):
             values = getattr(self, name)
             if values is not None and not (
                 isinstance(values, list | tuple) and all(isinstance(value, element) for value in values)
@@ -178,14 +178,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One sampled token, as a listener receives it."""
+    """One sampled token, as passed to a listener."""
 
-    token: int  # its id
+    token: int  # token id
     logprob: float  # natural log-prob under the temperature-scaled policy
-    top: list[tuple[int, float]]  # the most likely tokens with their log-probs, where the request asked for them
-    version: int  # weight version that made it
-    finish: FinishReason | None  # why the sample ends with it; None while it goes on
-    forced: bool = False  # a grammar left no other token to choose
+    top: list[tuple[int, float]]  # the most likely tokens with their log-probs, if requested
+    version: int  # version of the weights that sampled it
+    finish: FinishReason | None  # why the sample ends with it; None if it continues
+    forced: bool = False  # a grammar allowed no other token
     cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar removed
     routed_experts: RoutingRecord | None = field(
         default=None, compare=False
@@ -193,38 +193,38 @@ class GeneratedToken:
 
 
 class TokenConstraint(Protocol):
-    """What one sample may say next: the state of a grammar."""
+    """Grammar state of one sample."""
 
     def allowed(self) -> np.ndarray | None:
-        """Which tokens may come next, bool [V]; None allows all."""
+        """Return the allowed next tokens, bool [V]; None allows all."""
         ...
 
     def forces(self, token: int) -> bool:
-        """Whether an allowed token spells text that is the only one that may follow."""
+        """Whether the text of an allowed token is the only possible continuation."""
         ...
 
     def push(self, token: int) -> None:
-        """A token was sampled."""
+        """Advance the state by a sampled token."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end of text may follow."""
+        """Whether only end of text may follow."""
         ...
 
 
 @dataclass(slots=True)
 class Request:
-    """One prompt to be continued ``n`` times; the prompt is prefilled once for all of them.
+    """A request for ``n`` samples of a prompt, which is prefilled once.
 
     Args:
-        seeds: one per sample; sample i draws from ``seeds[i]`` alone, whatever else is in the batch.
-        listener: called in the engine's thread with the index of the sample and each of its tokens; must be quick.
-        constraint: makes the grammar state of one sample; None allows everything.
+        seeds: one per sample; sample i only depends on ``seeds[i]``, not on the batch.
+        listener: called in the engine's thread with the sample index and each of its tokens; must be fast.
+        constraint: creates the grammar state of one sample; None allows everything.
     """
 
-    prompt_tokens: list[int]  # token ids of the prompt
-    sampling: SamplingParams  # how to sample
+    prompt_tokens: list[int]
+    sampling: SamplingParams
     seeds: list[int] = field(default_factory=lambda: [0])
     listener: Callable[[int, GeneratedToken], None] | None = None
     constraint: Callable[[], TokenConstraint] | None = None
@@ -236,7 +236,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and of the longest possible answers: what it may cost."""
+        """Maximum tokens of the prompt and all answers."""
         return len(self.prompt_tokens) + self.n * self.sampling.max_new_tokens
 
 
@@ -245,17 +245,17 @@ class RolloutSequence:
     """One generated response.
 
     Attributes:
-        resp_tokens: sampled token ids; a stop token, where one ended the response, is the last of them.
+        resp_tokens: sampled token ids, including a stop token that ended the response.
         resp_logprobs: natural log-probability of each token under the temperature-scaled policy (not filtered by top-k/top-p);
             a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes its temperature.
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
-        versions: weight version that made each token.
+        versions: version of the weights that sampled each token.
         cut_mass: mean probability that top-k, top-p, min-p and a grammar removed, per token.
-        top_logprobs: the most likely tokens at each place with their log-probs; empty unless asked for.
-        temperature: that the log-probs refer to; 1 for greedy answers.
-        routed_experts: experts that the routers chose for each token of prompt and response but the last, which was never fed
-            to the model; see :mod:`areno.types.routing`. None where they are not recorded.
+        top_logprobs: the most likely tokens at each position with their log-probs; empty unless requested.
+        temperature: temperature of the log-probs; 1 for greedy answers.
+        routed_experts: experts chosen by the routers for each token of prompt and response except the last, which was not fed
+            to the model; see :mod:`areno.types.routing`. None if they are not recorded.
     """
 
     resp_tokens: list[int]

@@ -1,4 +1,4 @@
-"""Rows that training consumes. Every per-token list aligns with ``tokens``: entry i belongs to token i, entry 0 is unused."""
+"""Training rows. Every per-token list is aligned with ``tokens``: entry i belongs to token i, entry 0 is unused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LISTS = (
 
 @dataclass(slots=True)
 class TrainSequence:
-    """One sequence with what the loss needs for each of its tokens.
+    """One sequence with the inputs of the loss for each of its tokens.
 
     Args:
         prompt_mask: True for tokens that are context, False for response tokens.
@@ -32,22 +32,22 @@ class TrainSequence:
         reward: scalar reward of the sequence; metrics only.
         eos_token_id: EOS id of the model.
         loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
-        temperature: that the response was sampled at, where training scores the same scaled policy; None is what ``logprobs``
-            made of a :class:`~areno.types.RolloutSequence`'s say, else 1.
-        group: prompt index of the row inside its batch; metrics and group losses read it.
-        truncated: the response ended at the token limit and not at EOS.
-        prox_logprobs: log-probs of the policy that the update starts from, for the decoupled loss.
+        temperature: sampling temperature of the response, which training uses too; None takes that of ``logprobs`` built from a
+            :class:`~areno.types.RolloutSequence`'s, else 1.
+        group: prompt index of the row in its batch, for metrics and group losses.
+        truncated: whether the response ended at the token limit instead of EOS.
+        prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
-        versions: version of the weights that made each token, -1 on the prompt.
-        keep: False where a token is left out of the policy loss and still counts in its mean (M2PO).
-        routed_experts: experts that the rollout's routers chose for each token, which training chooses too; see
+        versions: version of the weights that sampled each token, -1 on the prompt.
+        keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
+        routed_experts: experts chosen by the rollout's routers for each token, which training uses too; see
             :mod:`areno.types.routing`.
 
     Raises:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
     """
 
-    # None stands for "not given" in the constructor; every list is a list afterwards.
+    # None means unset in the constructor; every list is a list afterwards.
     prompt_mask: list[bool] = None  # type: ignore[assignment]
     tokens: list[int] = None  # type: ignore[assignment]
     logprobs: list[float] = None  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class TrainSequence:
             if isinstance(getattr(self, name), str | bytes | dict):
                 raise TypeError(f"TrainSequence.{name} must be a list, got {getattr(self, name)!r:.60}")
         if not self.tokens:
-            raise ValueError("TrainSequence.tokens must hold at least one token")
+            raise ValueError("TrainSequence.tokens must have at least one token")
         for name in (*_LISTS, "loss_mask"):
             values = getattr(self, name)
             if values and len(values) != len(self.tokens):
@@ -98,11 +98,11 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature was given, or came with the log-probs."""
+        """Whether the temperature was set, or came with the log-probs."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
-        """Per token: does it count in the loss? The first token never does, because nothing predicts it."""
+        """Return the loss mask per token; the first token never counts, because it has no prediction."""
         allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False
@@ -114,13 +114,13 @@ class ModelRole:
     """An auxiliary model that the backend owns.
 
     Args:
-        name: ``ref``, ``reward``, ``critic`` or a name of your own.
+        name: ``ref``, ``reward``, ``critic`` or your own name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None takes the one in ``optimizer``, or its default.
+        optimizer_lr: learning rate of a trainable role; None uses the one in ``optimizer``, or its default.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
-            sequence); ``auto`` goes by the name: critic or value..., reward..., and policy for all others.
-        optimizer: further fields of :class:`areno.engine.train.optimizer.OptimizerConfig` for a trainable role.
+            sequence); ``auto`` decides by the name: critic... or value..., reward..., otherwise policy.
+        optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerConfig` for a trainable role.
 
     Raises:
         ValueError: the kind is unknown, or a frozen role has optimizer settings.
@@ -135,7 +135,7 @@ class ModelRole:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"ModelRole.name must be a text, got {self.name!r}")
+            raise ValueError(f"ModelRole.name must be a non-empty string, got {self.name!r}")
         if self.optimizer_lr is not None and not 0 <= self.optimizer_lr < math.inf:
             raise ValueError(f"ModelRole.optimizer_lr must be finite and not negative, got {self.optimizer_lr}")
         if self.kind not in ("auto", "policy", "value", "reward"):
@@ -155,7 +155,7 @@ class ModelRole:
 
 @dataclass(slots=True)
 class PromptItem:
-    """One data row ready for rollout: its text, its tokens and the whole source row."""
+    """One data row prepared for rollout."""
 
     prompt: str
     solutions: Any
@@ -165,13 +165,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """Accepted rows of one step, and what was passed over while looking for them.
+    """Accepted rows of one step, with counts of skipped ones.
 
     Attributes:
         items: accepted rows.
-        scanned: rows looked at for this batch.
-        skipped_long: of those, rows whose prompt was longer than the limit.
-        total_skipped_long: the same, since the start of the data set pass.
+        scanned: rows read for this batch.
+        skipped_long: those of them with too long a prompt.
+        total_skipped_long: the same, since the start of the pass over the dataset.
     """
 
     items: list[PromptItem]

@@ -18,7 +18,7 @@ from shared import Checks, Report, answers, half, model_config, random_module, r
 
 import torch
 
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.server_arguments import server_arguments
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig

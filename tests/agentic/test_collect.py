@@ -14,7 +14,7 @@ import pytest
 
 from areno.api.agentic import AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
 from areno.api.agentic import collect as agent_calls
-from areno.api.agentic.collect import AgentRunner, Collected
+from areno.api.agentic.collect import AgentRunner, CollectedSamples
 from tests.agentic.stage import batch_of, sampling
 
 PROMPTS = ["What is 1 plus 2?", "What is 3 plus 4?"]
@@ -43,7 +43,7 @@ async def ask(ctx: Any, item: Any, messages: list[Any] | None = None, **options:
     return AgentTrajectoryTurn(item=item, messages=messages, response=response)
 
 
-def collect(trainer: Any, agent: Any, *, timeout_s: float = 20, retries: int = 1, **options: Any) -> Collected:
+def collect(trainer: Any, agent: Any, *, timeout_s: float = 20, retries: int = 1, **options: Any) -> CollectedSamples:
     runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=timeout_s, retries=retries)
     options = {
         "sampling_params": sampling(max_new_tokens=4),
@@ -67,7 +67,7 @@ def check_nothing_left(trainer: Any) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(mine)]
 
 
-def only_bad_fails(found: Collected, reason: str) -> None:
+def only_bad_fails(found: CollectedSamples, reason: str) -> None:
     assert {place(sample.item) for sample in found.samples} == ALL - {BAD}
     assert found.errors.keys() == {BAD}
     assert reason in found.errors[BAD], found.errors
@@ -231,7 +231,7 @@ def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, mo
     runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=2, retries=1)
     with trainer.rollout_session(sampling_params=sampling(max_new_tokens=4), timeout_s=2) as ctx:
         found = runner.collect(ctx.proxy, batch_of(PROMPTS, 2))
-        only_bad_fails(found, "no end within 2 s")
+        only_bad_fails(found, "timed out after 2 s")
         release.set()
         deadline = time.monotonic() + 10
         while not refused and time.monotonic() < deadline:

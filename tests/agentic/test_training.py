@@ -198,7 +198,7 @@ def test_inspect_says_what_is_wrong(train, tmp_path, capsys):
     assert "is not a run directory" in capsys.readouterr().err
     _, run, _ = train("grpo", THREE_TURNS)
     assert main(["inspect", str(run), "--sample", "7/0/0"]) == 2
-    assert "--sample 7/0/0: there is no such sample" in capsys.readouterr().err
+    assert "--sample 7/0/0: no such sample" in capsys.readouterr().err
 
 
 def test_rewards_of_turns_are_discounted_and_compared_turn_by_turn(tmp_path, tiny_checkpoint):
@@ -310,6 +310,6 @@ def test_options_of_agents_are_refused_without_one(tmp_path, tiny_checkpoint, ca
                    ["--agent-max-failures", "1"], ["--turn-discount", "0.9"]):  # fmt: skip
         assert main([*arguments, *option]) == 2
         assert f"{option[0]}" in (text := capsys.readouterr().err)
-        assert "has no effect without an agent; give --agent-fn too" in text
+        assert "has no effect without an agent; set --agent-fn too" in text
     assert main([*arguments, "--agent-fn", "gone.py"]) == 2
     assert "--agent-fn file does not exist: gone.py; expected callable run_agent(ctx, batch)" in capsys.readouterr().err

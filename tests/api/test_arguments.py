@@ -28,20 +28,20 @@ def loss(pack, logprobs):
 
 
 IN_A_SESSION = [
-    (lambda t: t.rollout_batch("text", 1, SAMPLING), TypeError, r"prompts must be a list of texts.* got str 'text'"),
+    (lambda t: t.rollout_batch("text", 1, SAMPLING), TypeError, r"prompts must be a list of strings.* got str 'text'"),
     (lambda t: t.rollout_batch([7], 1, SAMPLING), TypeError, r"prompts\[0\] must be .*str.*, got int"),
     (lambda t: t.rollout_batch(["a"], 0, SAMPLING), ValueError, "n_samples must be at least 1, got 0"),
-    (lambda t: t.rollout_batch(["a"], 1.5, SAMPLING), TypeError, "n_samples must be a whole number, got 1.5"),
+    (lambda t: t.rollout_batch(["a"], 1.5, SAMPLING), TypeError, "n_samples must be an integer, got 1.5"),
     (lambda t: t.rollout_batch(["a"], 1, {"max_new_tokens": 3}), TypeError, "sampling_params must be SamplingParams"),
     (lambda t: t.rollout_token_batch([5, 6], 1, SAMPLING), TypeError, "prompt 0 must be a list of token ids, got int"),
     (lambda t: t.rollout_token_batch(["ab"], 1, SAMPLING), TypeError, "prompt 0 must be a list of token ids, got str"),
     (lambda t: t.rollout_token_batch([[5, "6"]], 1, SAMPLING), TypeError, "prompt 0 must be a list of token ids"),
     (lambda t: t.rollout_token_batch([[5], []], 1, SAMPLING), UsageError, "prompt 1 is empty"),
-    (lambda t: t.rollout_token_batch([[5], [10**6]], 1, SAMPLING), UsageError, "prompt 1 holds token id 1000000"),
+    (lambda t: t.rollout_token_batch([[5], [10**6]], 1, SAMPLING), UsageError, "prompt 1 has token id 1000000"),
     (
         lambda t: t.rollout_token_batch([[5]], 2, SAMPLING, seeds=[[1]]),
         ValueError,
-        "seeds must hold 2 seeds for each of 1 prompts",
+        "seeds must have 2 seeds for each of 1 prompts",
     ),
 ]
 
@@ -77,7 +77,11 @@ CALLS = [
         ValueError,
         "batch_size must be at least 1, got 0",
     ),
-    (lambda t: t.load_prompt_batches("d.jsonl", batch_size=1, max_prompt_tokens=9), TypeError, "dataset must be rows"),
+    (
+        lambda t: t.load_prompt_batches("d.jsonl", batch_size=1, max_prompt_tokens=9),
+        TypeError,
+        "dataset must support len",
+    ),
     (lambda t: t.rollout_session(sampling_params=None), TypeError, "sampling_params must be SamplingParams"),
     (
         lambda t: t.rollout_session(sampling_params=SAMPLING, max_running_prompts=0),
@@ -96,7 +100,7 @@ CALLS = [
         ValueError,
         "n_samples must be at least 1",
     ),
-    (lambda t: t.train_values("critic", [row()], 0), ValueError, "row 0 has no returns"),
+    (lambda t: t.train_values("critic", [row()], 0), ValueError, "row 0 lacks returns"),
 ]
 
 
@@ -128,7 +132,7 @@ def test_arrays_of_token_ids_are_as_good_as_lists(trainer):
         ({"optimizer": {"lr_decay_style": "wsd"}}, "lr_decay_style must be one of constant, linear, cosine"),
         ({"lora": {"rank": -2}}, "lora rank must be at least 0"),
         ({"max_running_prompts": 0}, "max_running_prompts must be at least 1"),
-        ({"tp_size": "2"}, "tp_size must be a whole number, got '2'"),
+        ({"tp_size": "2"}, "tp_size must be an integer, got '2'"),
         ({"devices": "0,1"}, "devices must be a list of device numbers, got str"),
         ({"decode_progress_interval_s": -1}, "decode_progress_interval_s must be finite and not negative"),
     ],
@@ -141,8 +145,8 @@ def test_a_wrong_configuration_value_is_a_usage_error(tmp_path, values, message)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_new_tokens": None}, "max_new_tokens must be a whole number, got None"),
-        ({"max_new_tokens": True}, "max_new_tokens must be a whole number, got True"),
+        ({"max_new_tokens": None}, "max_new_tokens must be an integer, got None"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"temperature": float("nan")}, "temperature must be finite, got nan"),
         ({"greedy": 1}, "greedy must be True or False, got 1"),

@@ -178,7 +178,7 @@ def test_folder_never_mixes_held_out_files_into_training(tmp_path):
     assert load_rows(str(tmp_path))["n"][:] == [1, 2]
     for file in tmp_path.glob("train*"):
         file.unlink()
-    with pytest.raises(UsageError, match="no files of the split train; it has test; name one file"):
+    with pytest.raises(UsageError, match="no files of the split train; it has test; pass one file"):
         load_rows(str(tmp_path))
 
 
@@ -211,14 +211,14 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
         load_rows(str(tmp_path))
     _write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     _write_jsonl(tmp_path / "b.jsonl", [{"n": "two"}])
-    with pytest.raises(DataError, match=r"b\.jsonl: columns do not fit"):
+    with pytest.raises(DataError, match=r"b\.jsonl: columns do not match"):
         load_rows(str(tmp_path))
     (tmp_path / "c.csv").write_text("n\n1\n")
-    with pytest.raises(UsageError, match=r"several kinds \(\.csv, \.jsonl\)"):
+    with pytest.raises(UsageError, match=r"several formats \(\.csv, \.jsonl\)"):
         load_rows(str(tmp_path))
 
 
 def test_unknown_suffix_is_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(UsageError, match=r"\.txt is not a data file"):
+    with pytest.raises(UsageError, match=r"\.txt is not a supported format"):
         load_rows(str(tmp_path / "rows.txt"))

@@ -191,9 +191,9 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(trainer):
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (lambda records, _: [None] * len(records), r"every reward of the evaluation failed \(18 answers\)"),
+        (lambda records, _: [None] * len(records), r"all rewards of the evaluation failed \(18 answers\)"),
         (lambda records, _: [0.0], "gave 1 rewards for 18 answers"),
-        (lambda records, _: [math.nan] * len(records), "gave nan; give a finite number"),
+        (lambda records, _: [math.nan] * len(records), "returned nan; return a finite number"),
     ],
 )
 def test_rewards_that_mean_nothing_are_an_error(trainer, rewards, message):
@@ -453,7 +453,7 @@ def test_held_out_rows_and_their_evaluation_may_draw_random_numbers(own, tmp_pat
 def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp_path, tiny_checkpoint, capsys):
     with pytest.raises(AssertionError):
         train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:BLIND", "--no-eval-before-train")
-    assert "Blind has no evaluation; leave the option out, or give the trainer" in capsys.readouterr().err
+    assert "Blind has no evaluation; remove the option, or implement evaluate" in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areno.algorithms.simpo import Knobs, simpo_loss_fn
+from areno.algorithms.simpo import SimPOOptions, simpo_loss_fn
 from areno.cli.main import main
 from tests.experiments.trainer_stage import run_kind
 from tests.loss_fns import written_out
@@ -18,7 +18,7 @@ from tests.loss_fns.packs import QUICK, batches
 @QUICK
 @given(batch=batches(), beta=st.sampled_from([0.5, 2.0]), gamma=st.sampled_from([0.0, 1.0]))
 def test_simpo_equals_its_formula(batch, beta, gamma):
-    loss, _ = simpo_loss_fn(batch.pack, batch.logprobs, Knobs(beta, gamma))
+    loss, _ = simpo_loss_fn(batch.pack, batch.logprobs, SimPOOptions(beta, gamma))
     assert float(loss) == pytest.approx(written_out.simpo(batch.rows, beta, gamma), rel=1e-6, abs=1e-9)
 
 

@@ -108,7 +108,7 @@ def test_a_row_that_lost_its_temperature_is_refused(trainer):
     row = recipe(sequence)
     lost = TrainSequence(row.prompt_mask, row.tokens, [*row.logprobs], row.advantages)
     with pytest.raises(
-        UsageError, match=r"row 1 does not say which temperature .* generated at 0\.5; give TrainSequence"
+        UsageError, match=r"of the logprobs of row 1 is unknown, .* sampled at 0\.5; pass TrainSequence"
     ):
         trainer.train([row, lost], grpo_loss_fn)
     found = replace(lost, temperature=sequence.temperature)

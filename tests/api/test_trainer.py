@@ -345,7 +345,7 @@ def test_the_constructor_loads_nothing_and_init_is_needed(tmp_path):
 
 
 def test_a_second_init_is_refused_because_it_would_drop_the_weights(shared):
-    with pytest.raises(EngineError, match="initialized already"):
+    with pytest.raises(EngineError, match="already initialized"):
         shared.init()
 
 
@@ -374,7 +374,7 @@ def test_a_registered_backend_is_chosen_by_its_name(tmp_path):
     assert areno.register_backend(own) is own
     assert get_backend("Echo-Of-Test") is own
     assert get_backend("areno") is areno.Areno
-    with pytest.raises(ValueError, match="registered already: builtins:dict"):
+    with pytest.raises(ValueError, match="already registered: builtins:dict"):
         areno.register_backend(BackendType("echo-of-test", dict, "builtins:list"))
     with pytest.raises(ValueError, match=r"unknown backend 'cloud'; registered: areno"):
         Trainer(1, str(tmp_path), backend_type="cloud")

@@ -118,10 +118,10 @@ def test_the_learning_rate_can_be_read_and_set_for_each_trained_role(trainer, ti
 
 
 def test_misuse_of_roles_is_named(trainer, tiny_checkpoint):
-    with pytest.raises(UsageError, match=r"key 'ref' holds ModelRole\(name='critic'\)"):
+    with pytest.raises(UsageError, match=r"key 'ref' has ModelRole\(name='critic'\)"):
         trainer.ensure_roles({"ref": ModelRole("critic", str(tiny_checkpoint), False)})
     trainer.ensure_roles({"critic": ModelRole("critic", str(tiny_checkpoint), True)})
-    with pytest.raises(ValueError, match="row 0 has no returns or no values"):
+    with pytest.raises(ValueError, match="row 0 lacks returns or values"):
         trainer.train_values("critic", [row(ROWS[0])], mini_bs=2)
     trainer.drop_role("critic")
     with pytest.raises(EngineError, match="no role 'critic'; loaded: actor"):

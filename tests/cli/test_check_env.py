@@ -77,7 +77,7 @@ def test_whatever_fails_or_warns_has_a_remedy(altered):
     ("build", "driver_cuda", "status", "part"),
     [
         (None, "13.0", "WARN", "but PyTorch is a CPU build"),
-        ("13.0", "12.4", "WARN", "built for CUDA 13.0, the driver offers 12.4"),
+        ("13.0", "12.4", "WARN", "built for CUDA 13.0, but the driver supports 12.4"),
         ("12.6", "12.4", "WARN", "sees no GPU"),
         ("12.6", None, "INFO", "no NVIDIA driver found; training runs on the CPU"),
     ],

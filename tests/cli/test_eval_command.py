@@ -29,19 +29,19 @@ WRONG = [
     ([*EVAL, "--lr", "1"], "--lr is not an option"),
     ([*EVAL, "stray"], "unexpected argument 'stray'"),
     ([*EVAL, "--n-samples"], "--n-samples needs a value"),
-    ([*EVAL, "--n-samples", "two"], "--n-samples 'two': expected a whole number"),
+    ([*EVAL, "--n-samples", "two"], "--n-samples 'two': expected an integer"),
     ([*EVAL, "--n-samples", "0"], "--n-samples must be positive, got 0"),
     ([*EVAL, "--max-rows", "0"], "--max-rows must be positive, got 0"),
     ([*EVAL, "--max-running-prompts", "0"], "--max-running-prompts must be positive"),
-    ([*EVAL, "--temperature", "0"], "--temperature must be positive, got 0.0; for the most likely token use --greedy"),
+    ([*EVAL, "--temperature", "0"], "--temperature must be positive, got 0.0; for greedy decoding use --greedy"),
     ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
     ([*EVAL, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
-    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is greedy; give --temperature or"),
+    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is greedy; set --temperature or"),
     ([*EVAL, "--score-micro-bs", "4"], "--score-micro-bs 4 has no effect without --reward-ckpt"),
     ([*EVAL, "--reward-ckpt", "model"], "--reward-fn-path reward.py has no effect with --reward-ckpt"),
     ([*BASE, "--reward-ckpt", "model", "--reward-workers", "2"], "--reward-workers 2 has no effect with --reward-ckpt"),
-    ([*EVAL, "--reward-weights", "a=-1"], "--reward-weights 'a=-1': 'a=-1' is no part's weight"),
+    ([*EVAL, "--reward-weights", "a=-1"], "--reward-weights 'a=-1': 'a=-1' is not a valid weight"),
     (
         [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],
         "--reward-weights a=1 has no effect with --reward-ckpt",
@@ -50,13 +50,13 @@ WRONG = [
     ([*EVAL, "--device", "tpu"], "--device 'tpu' is unknown"),
     ([*EVAL, "--dtype", "fp16"], "--dtype 'fp16' is unknown; choose auto, float32, bfloat16"),
     (["--ckpt", "./gone", *EVAL[2:]], "--ckpt folder does not exist: ./gone"),
-    (["--ckpt", "data.jsonl", *EVAL[2:]], "is a file; give the folder"),
+    (["--ckpt", "data.jsonl", *EVAL[2:]], "is a file; pass the folder"),
     (["--ckpt", "runs/empty", *EVAL[2:]], "--ckpt runs/empty is a run without a checkpoint; give a model folder"),
     ([*EVAL, "--dataset-path", "dta.jsonl"], "--dataset-path does not exist: dta.jsonl"),
     ([*EVAL, "--dataset-loader-fn", "gone.py"], "--dataset-loader-fn file does not exist: gone.py"),
     ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
-    ([*EVAL, "--output", "model"], "--output 'model' is no file name"),
+    ([*EVAL, "--output", "model"], "--output 'model' is not a file name"),
     ([*EVAL, "--output", "data.jsonl/out.jsonl"], "--output data.jsonl: "),
 ]
 
@@ -215,9 +215,9 @@ def test_progress_goes_to_stderr_with_the_mean_reward_so_far(task, capsys):
 
 
 ON_A_TERMINAL = r"""
-from areno.cli.eval import Watch
+from areno.cli.eval import EvalProgress
 from areno.types import RewardRecord
-with setup_logging(None), Watch(2, None) as watch:
+with setup_logging(None), EvalProgress(2, None) as watch:
     watch.start(4)
     watch.scored([RewardRecord()] * 4, [1.0, 0.0, None, 0.5])
     time.sleep(0.3)

@@ -92,7 +92,7 @@ def test_commands_are_listed_sorted_with_their_texts(capsys):
     texts = [
         "check       Check whether this machine is ready to run AReno.",
         "env         Print an AReno environment/support report.",
-        "export      Write a full checkpoint: an adapter added to its base model.",
+        "export      Merge an adapter into its base model and write a full checkpoint.",
         "plan        Show the memory that a training run will take, and whether it fits.",
         "quickstart  ",
         "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",

@@ -45,4 +45,4 @@ def test_a_setting_that_is_none_is_refused(experiment, capsys):
 @pytest.mark.parametrize("command", ["train", "run"])
 def test_what_is_no_run_is_refused(tmp_path, capsys, command):
     assert main([command, "--resume", str(tmp_path)]) == 2
-    assert "is not a run directory; give the directory that holds config.yaml" in capsys.readouterr().err
+    assert "is not a run directory; pass the directory that contains config.yaml" in capsys.readouterr().err

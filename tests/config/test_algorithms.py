@@ -130,7 +130,7 @@ def test_flags_reach_the_knobs_of_a_loss_of_pairs(workspace):
     knobs = get_algorithm("simpo").make_loss_fn(options).keywords["knobs"]
     assert (knobs.simpo_beta, knobs.simpo_gamma) == (2.5, 1.0)
     for argv, expected in {
-        ("--mini-bs", "3"): "would part a pair",
+        ("--mini-bs", "3"): "would split a pair",
         ("--dpo-beta", "1"): "applies to --algo dpo",
     }.items():
         with pytest.raises(UsageError, match=expected):
@@ -142,10 +142,10 @@ def test_flags_reach_the_knobs_of_a_loss_of_pairs(workspace):
     [
         (["--algo", "cispo", "--c-clip", "3"], "c_clip 3.0 has no effect with use_cispo_loss"),
         (["--algo", "dapo", "--sapo-tau-pos", "2"], "sapo_tau_pos 2.0 has no effect without SAPO"),
-        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold compares log-probs before the update"),
+        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold compares proximal log-probs"),
         (
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
-            "--prox-logp-method linear interpolates between versions",
+            "--prox-logp-method linear needs weight versions",
         ),
         (
             ["--algo", "dapo", "--rejection-sampling-upper", "5"],
@@ -153,7 +153,7 @@ def test_flags_reach_the_knobs_of_a_loss_of_pairs(workspace):
         ),
         (
             ["--algo", "icepop", "--rejection-sampling-upper", "1"],
-            "rejection_sampling.upper 1.0 would leave out an unchanged policy",
+            "rejection_sampling.upper 1.0 would reject an unchanged policy",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),
@@ -208,8 +208,8 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
     ("name", "expected"),
     [
         ("algo.py", "names no object"),
-        ("algo.py:nope", "defines no nope; it has the specs: mine, other"),
-        ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
+        ("algo.py:nope", "defines no nope; specs in this file: mine, other"),
+        ("algo.py:number", "is a int; expected an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
         ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft, simpo"),
@@ -222,7 +222,7 @@ def test_unusable_algorithms_say_why(algorithm_file, name, expected):
 
 def test_own_options_may_not_take_a_builtin_name(workspace):
     (workspace / "algo.py").write_text(ALGORITHM.replace("tau: float = option(0.5", "lr: float = option(0.5"))
-    with pytest.raises(UsageError, match="declares --lr, which areno train has already"):
+    with pytest.raises(UsageError, match="declares --lr, an option of areno train"):
         parse_train(["--algo", "algo.py:mine"])
 
 

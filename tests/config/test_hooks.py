@@ -45,7 +45,7 @@ def test_a_named_function_is_taken(file):
     [
         ("x = 1", r"hook\.py defines no reward_fn; define reward_fn\(record\)"),
         ("reward_fn = 3", "reward_fn is a int; make it a function"),
-        ("def reward_fn():\n    pass", "does not fit the call it will get: too many positional arguments"),
+        ("def reward_fn():\n    pass", "does not accept the arguments of its call: too many positional arguments"),
         ("def reward_fn(a, b):\n    pass", "missing a required argument: 'b'"),
         ("def reward_fn(a, *, b):\n    pass", "missing a required (keyword-only )?argument: 'b'"),
         ("def reward_fn(record)\n    pass", r"hook\.py line 1: not valid Python: expected ':'"),

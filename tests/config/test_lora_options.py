@@ -58,36 +58,36 @@ def test_adapters_that_work_are_accepted(workspace, argv):
     ("argv", "message"),
     [
         (["--lora-rank", "-1"], "--lora-rank must be non-negative, got -1"),
-        (["--lora-alpha", "8"], "--lora-alpha 8.0 has no effect without an adapter; give --lora-rank too"),
+        (["--lora-alpha", "8"], "--lora-alpha 8.0 has no effect without an adapter; set --lora-rank too"),
         (
             ["--lora-rank", "0", "--load-in-4bit"],
-            "--load-in-4bit has no effect without an adapter; give --lora-rank too",
+            "--load-in-4bit has no effect without an adapter; set --lora-rank too",
         ),
         (["--lora-target-modules", "q_proj"], "--lora-target-modules q_proj has no effect without an adapter"),
-        ([*LORA, "--lora-dropout", "0.1"], "--lora-dropout 0.1: a rollout of gspo drops nothing"),
+        ([*LORA, "--lora-dropout", "0.1"], "--lora-dropout 0.1: rollouts of gspo have no dropout"),
         ([*LORA, "--lora-dropout", "1"], "--lora-dropout must be below 1, got 1.0"),
         ([*LORA, "--lora-alpha", "0"], "--lora-alpha must be positive, got 0.0"),
         (
             [*LORA, "--lora-adapter-path", "adapter"],
-            "--lora-rank 8 has no effect with --lora-adapter-path, whose adapter_config.json says it",
+            "--lora-rank 8 has no effect with --lora-adapter-path, whose adapter_config.json sets it",
         ),
-        (["--lora-adapter-path", "gone"], "--lora-adapter-path folder does not exist: gone; give the folder of a PEFT"),
+        (["--lora-adapter-path", "gone"], "--lora-adapter-path folder does not exist: gone; pass the folder of a PEFT"),
         (["--lora-adapter-path", "model"], "--lora-adapter-path model has no adapter_config.json"),
         (
             [*LORA, "--load-in-4bit", "--world-size", "2", "--tp-size", "2"],
-            "--load-in-4bit with --tp-size 2: weights in 4 bits cannot be spread over ranks; leave one of the two out",
+            "--load-in-4bit with --tp-size 2: 4-bit weights cannot be sharded; use only one of them",
         ),
         (
             [*LORA, "--ckpt", "adapter"],
-            "--ckpt adapter is an adapter, and a new one would have no model to belong to; give its base model there and "
+            "--ckpt adapter is an adapter, not a model; pass its base model as --ckpt and the adapter as "
             "--lora-adapter-path adapter, or merge it first with areno export",
         ),
         (
             ["--ckpt", "orphan"],
             "--ckpt orphan/adapter_config.json: base_model_name_or_path folder does not exist: ./gone",
         ),
-        (["--ckpt", "stacked"], "its base model adapter is an adapter itself; merge that with areno export"),
-        (["--ckpt", "blank"], "names no base_model_name_or_path; write the base model's folder or repo id there"),
+        (["--ckpt", "stacked"], "its base model adapter is itself an adapter; merge that one with areno export"),
+        (["--ckpt", "blank"], "has no base_model_name_or_path; add the base model's folder or repo id"),
     ],
 )
 def test_adapters_that_cannot_work_are_refused_with_a_remedy(workspace, argv, message):

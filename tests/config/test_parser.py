@@ -72,10 +72,10 @@ def test_a_config_file_fills_in_and_flags_win(tmp_path):
     ("text", "expected"),
     [
         ("epoch: 3", r"run\.yaml: epoch is not an option \(did you mean epochs\?\)"),
-        ("epochs: soon", r"run\.yaml: epochs 'soon': expected a whole number"),
-        ("epochs: true", r"run\.yaml: epochs True: expected a whole number"),
+        ("epochs: soon", r"run\.yaml: epochs 'soon': expected an integer"),
+        ("epochs: true", r"run\.yaml: epochs True: expected an integer"),
         ("greedy: 1", r"run\.yaml: greedy 1: expected true or false"),
-        ("config: other.yaml", "cannot name a further file"),
+        ("config: other.yaml", "cannot be set in a config file"),
         ("algo: gsp", r"--algo 'gsp' is unknown \(did you mean gspo\?\)"),
     ],
 )

@@ -95,7 +95,7 @@ def test_resume_without_ckpt_compares_only_what_is_given(workspace):
     for name, seed, seconds in (("a", "1", 50), ("b", "2", 10)):
         age(stored_run(workspace / "runs" / name, config("--seed", seed, "--lr", "3e-5"), step=3), seconds)
     assert resume("--seed", "1", "--resume").run_dir == "runs/a"
-    with pytest.raises(UsageError, match=r"runs/b has --seed 2, given is 9"):
+    with pytest.raises(UsageError, match=r"runs/b has --seed 2 instead of 9"):
         resume("--seed", "9", "--resume")
 
 
@@ -120,9 +120,9 @@ def test_runs_that_cannot_be_read_are_passed_over(workspace):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--resume"], r"found no run in runs/; name one with --resume PATH"),
+        (["--resume"], r"found no run in runs/; pass --resume PATH"),
         (["--resume", "runs/none"], "--resume directory does not exist: runs/none"),
-        (["--resume", "model"], "model is not a run directory; give the directory that holds config.yaml"),
+        (["--resume", "model"], "model is not a run directory; pass the directory that contains config.yaml"),
     ],
 )
 def test_nothing_to_resume_says_what_was_looked_for(workspace, argv, expected):
@@ -132,9 +132,7 @@ def test_nothing_to_resume_says_what_was_looked_for(workspace, argv, expected):
 
 def test_no_run_with_the_same_configuration_shows_a_difference(workspace):
     stored_run(workspace / "runs" / "old", config(), step=1)
-    with pytest.raises(
-        UsageError, match=r"no run with the same configuration in runs/ \(1 looked at; runs/old has --lr"
-    ):
+    with pytest.raises(UsageError, match=r"no run with the same configuration in runs/ \(1 checked; runs/old has --lr"):
         resume(*GSPO, "--lr", "5e-6", "--resume")
 
 
@@ -151,7 +149,7 @@ def test_run_dir_with_resume_is_looked_at_first(workspace):
 
 def test_two_different_directories_are_refused(workspace):
     stored_run(workspace / "mine", config(), step=1)
-    with pytest.raises(UsageError, match="name two directories"):
+    with pytest.raises(UsageError, match="are different directories"):
         resume("--resume", "mine", "--run-dir", "other")
 
 
@@ -207,7 +205,7 @@ def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
     if step == "3":
         assert resume("--resume", str(run), "--resume-step", step).resume_step == 3
         return
-    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; there are 3"):
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; it has 3"):
         resume("--resume", str(run), "--resume-step", step)
 
 
@@ -220,7 +218,7 @@ def test_the_best_checkpoint_can_be_resumed_from_by_its_step(workspace):
 
 
 def test_a_step_without_a_run_to_resume_is_refused(workspace):
-    with pytest.raises(UsageError, match=r"--resume-step 2 goes with --resume"):
+    with pytest.raises(UsageError, match=r"--resume-step 2 needs --resume"):
         resume(*GSPO, "--resume-step", "2")
 
 
@@ -239,5 +237,5 @@ def test_events_of_another_run_are_not_mixed_with_this_one_s(workspace):
     (workspace / "tb").mkdir()
     validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))
     (workspace / "tb" / "events.out.tfevents.1.host").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"--metrics-log-dir tb already holds the events of another run"):
+    with pytest.raises(UsageError, match=r"--metrics-log-dir tb already contains the events of another run"):
         validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))

@@ -79,7 +79,7 @@ def test_resuming_a_run_does_not_trip_over_its_own_directory(workspace):
 
 def test_a_save_path_with_foreign_checkpoints_is_refused(workspace):
     run = stored_run(workspace / "runs" / "old", "", step=1)
-    with pytest.raises(UsageError, match="already holds checkpoints of another run"):
+    with pytest.raises(UsageError, match="already contains checkpoints of another run"):
         check(*GSPO, "--save-path", str(run / "checkpoints"))
 
 
@@ -105,8 +105,8 @@ def test_repo_ids_are_not_paths(text):
         ("a::train", "neither a path nor a hub reference"),
         ("my data", "neither a path nor a hub reference"),
         ("empty", "is an empty folder"),
-        ("empty.csv", "is empty; give a file with at least one row"),
-        ("notes.md", "has no known format"),
+        ("empty.csv", "is empty; pass a file with at least one row"),
+        ("notes.md", "has an unsupported format"),
     ],
 )
 def test_unusable_data_says_why(workspace, text, expected):
@@ -127,9 +127,9 @@ def test_a_loader_may_give_other_references_a_meaning(workspace):
     ("text", "expected"),
     [
         ("./gone", "folder does not exist: ./gone"),
-        ("model/config.json", "is a file; give the folder"),
+        ("model/config.json", "is a file; pass the folder"),
         ("bare", "has no config.json"),
-        ("torn", "is not readable JSON"),
+        ("torn", "is not valid JSON"),
         ("my model", "neither a folder nor a repo id"),
     ],
 )
@@ -176,46 +176,49 @@ DPO = [*BASE, "--algo", "dpo"]
     [
         (
             [*GSPO, "--kl-reward-type", "k3"],
-            r"--kl-reward-type k3 has no effect without a KL penalty; give --kl-reward-coef",
+            r"--kl-reward-type k3 has no effect without a KL penalty; set --kl-reward-coef",
         ),
-        ([*GSPO, "--no-save-async"], r"--no-save-async has no effect on checkpoints; give --model-save-interval"),
-        ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; give --kl-coef too"),
+        ([*GSPO, "--no-save-async"], r"--no-save-async has no effect on checkpoints; set --model-save-interval"),
+        ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; set --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (
             [*PPO, "--max-steps", "20"],
-            r"--critic-warmup-steps 20 trains the critic alone .* and --max-steps 20 ends the run by then, so the policy "
-            r"would never be trained; give a run of more than 20 steps",
+            r"--critic-warmup-steps 20 trains only the critic .* and --max-steps 20 ends the run by then, so the policy "
+            r"would never be trained; train for more than 20 steps",
         ),
         (
             [*PPO, "--no-use-kl-loss", "--kl-loss-coef", "0.1"],
             r"--kl-loss-coef 0.1 has no effect with --no-use-kl-loss",
         ),
-        ([*GSPO, "--score-micro-bs", "4"], r"--score-micro-bs 4 has no effect without a model that scores"),
+        ([*GSPO, "--score-micro-bs", "4"], r"--score-micro-bs 4 has no effect without a scoring model"),
         (
             [*GSPO, "--eval-interval", "5"],
-            r"--eval-interval 5 has no effect without held-out rows; give --eval-dataset-path",
+            r"--eval-interval 5 has no effect without held-out data; set --eval-dataset-path",
         ),
-        ([*GSPO, "--keep-best"], r"--keep-best has no effect without held-out rows"),
+        ([*GSPO, "--keep-best"], r"--keep-best has no effect without held-out data"),
         ([*PPO, "--critic-min-lr", "0"], r"--critic-min-lr 0.0 has no effect without --critic-lr-decay-style linear"),
-        ([*DPO, "--mini-bs", "3"], r"--mini-bs 3 would part a pair: --algo dpo .* give an even number such as 4"),
-        ([*BASE, "--algo", "rm", "--mini-bs", "5"], r"--mini-bs 5 would part a pair"),
+        ([*DPO, "--mini-bs", "3"], r"--mini-bs 3 would split a pair: --algo dpo .* use an even number such as 4"),
+        ([*BASE, "--algo", "rm", "--mini-bs", "5"], r"--mini-bs 5 would split a pair"),
         (
             [*DPO, "--eval-dataset-path", "data.jsonl", "--eval-n-samples", "4"],
             r"--eval-n-samples 4 has no effect with --algo dpo",
         ),
         ([*GSPO, "--eval-dataset-path", "./gone.jsonl"], r"--eval-dataset-path does not exist: ./gone.jsonl"),
         ([*PPO, "--critic-ckpt", "./gone"], r"--critic-ckpt folder does not exist: ./gone"),
-        ([*PPO, "--ref-ckpt", "data.jsonl"], r"--ref-ckpt data.jsonl is a file; give the folder"),
+        ([*PPO, "--ref-ckpt", "data.jsonl"], r"--ref-ckpt data.jsonl is a file; pass the folder"),
         ([*BASE, "--reward-ckpt", "./gone"], r"--reward-ckpt folder does not exist: ./gone"),
-        ([*GSPO, "--reward-ckpt", "model"], r"--reward-fn-path reward.py and --reward-ckpt model both give the reward"),
+        (
+            [*GSPO, "--reward-ckpt", "model"],
+            r"--reward-fn-path reward.py and --reward-ckpt model both define the reward",
+        ),
         (
             [*BASE, "--reward-ckpt", "model", "--reward-workers", "2"],
             r"--reward-workers 2 has no effect with --reward-ckpt",
         ),
-        ([*GSPO, "--update-minibatches", "40"], r"--update-minibatches 40 is more than the --batch-size 32 prompts"),
+        ([*GSPO, "--update-minibatches", "40"], r"--update-minibatches 40 is more than the 32 prompts"),
         (
             [*GSPO, "--update-minibatches", "2", "--gradient-accumulation-steps", "2"],
-            r"--update-minibatches 2 and --gradient-accumulation-steps 2 both cut a step",
+            r"--update-minibatches 2 and --gradient-accumulation-steps 2 both split a step",
         ),
         (
             [*GSPO, "--advantage", "grupe"],

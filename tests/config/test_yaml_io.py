@@ -48,12 +48,12 @@ def test_a_stored_config_leaves_out_what_the_run_does_not_read():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("- a\n- b", "expected a mapping, found a list"),
+        ("- a\n- b", "expected a mapping, got a list"),
         ("lr: [1", "line 1: not valid YAML"),
-        ("lr: 1\nepochs: 2\nlr: 3", "line 3: not valid YAML: key 'lr' is given twice"),
+        ("lr: 1\nepochs: 2\nlr: 3", "line 3: not valid YAML: duplicate key 'lr'"),
         ("batch-size: 1\nbatch_size: 2", "with dashes and with underscores"),
         ("3: 4", "key 3 is not an option name"),
-        ("optimizer: {lr: 1}", "optimizer holds a mapping"),
+        ("optimizer: {lr: 1}", "optimizer is a mapping"),
     ],
 )
 def test_malformed_files_name_file_and_place(tmp_path, text, expected):

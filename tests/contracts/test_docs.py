@@ -13,7 +13,7 @@ from areno.cli.main import COMMANDS, main
 from areno.config import TrainOptions, get_algorithm, list_algorithms, options_of
 from areno.config.eval_options import EvalOptions, ExportOptions
 from areno.config.serve_options import ChatOptions, ServeOptions
-from areno.quickstart.run import RL_STEPS, SFT_STEPS
+from areno.quickstart.from_scratch import RL_STEPS, SFT_STEPS
 from tests.experiments.trainer_stage import run_kind
 from tests.support.cli import python, task_arguments, write_task
 

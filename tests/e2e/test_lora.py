@@ -96,7 +96,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
         assert found["metrics"]["rewards_mean"] == pytest.approx(wanted, abs=1e-6)
     full = tmp_path / "full"
     assert main(["export", "--ckpt", str(run), "--output", str(full)]) == 0
-    assert f"is a full checkpoint now: {full}" in capsys.readouterr().out
+    assert f"full checkpoint of {run}: {full}" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, adapter).eval()
     exported = AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32)
@@ -146,7 +146,7 @@ def test_the_sdk_trains_an_adapter(tmp_path, tiny_checkpoint):
         trainer.save_checkpoint(str(tmp_path / "adapter"))
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"], sorted(saved["target_modules"])) == (2, 4, ["q_proj", "v_proj"])
-    with pytest.raises(UsageError, match=r"ArenoConfig\.lora has no effect where nothing is trained"):
+    with pytest.raises(UsageError, match=r"ArenoConfig\.lora has no effect without training"):
         Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(lora={"rank": 2}, runtime={"trains": "nothing"}))
 
 
@@ -199,8 +199,8 @@ def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
 @pytest.mark.long
 def test_grpo_with_an_adapter_learns_the_quickstart_task(tmp_path):
     """The demo with an adapter of rank 8 in place of its GSPO: 34 % after SFT; the full weights reach 99 %."""
-    from areno.quickstart import run as demo
-    from areno.quickstart.run import accuracy, answers
+    from areno.quickstart import from_scratch as demo
+    from areno.quickstart.from_scratch import accuracy, answers
 
     demo._write_inputs(tmp_path, 0)
     started = demo._train("sft", tmp_path, tmp_path / "model", 0, demo._SFT)

@@ -131,7 +131,7 @@ def test_failing_samples_can_be_dropped_and_are_counted(run):
 
 def test_a_step_without_any_usable_reward_ends_the_run(run):
     message = run("def reward_fn(record):\n    return 1 / 0\n", "--on-reward-error", "drop").failure()
-    assert "every reward of this step failed; the first error: ZeroDivisionError" in message
+    assert "all rewards of this step failed; first error: ZeroDivisionError" in message
 
 
 def test_equal_rewards_warn_and_give_exactly_no_gradient(run, tiny_checkpoint):

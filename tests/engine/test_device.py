@@ -34,13 +34,13 @@ def test_each_rank_has_a_gpu_of_its_own_with_a_number():
     [
         (
             (CUDA, 4, 2),
-            "--world-size 4: this machine has 2 GPUs, and the ranks would take GPU 0, 1, 2, 3; use --world-size 2",
+            "--world-size 4: this machine has 2 GPUs, and the ranks would use GPU 0, 1, 2, 3; use --world-size 2",
         ),
         (
             (torch.device("cuda:1"), 2, 2),
-            "this machine has 2 GPUs, and the ranks would take GPU 1, 2; use --world-size 1",
+            "this machine has 2 GPUs, and the ranks would use GPU 1, 2; use --world-size 1",
         ),
-        ((CUDA, 1, 1, [3]), "this machine has 1 GPU, and the ranks would take GPU 3; name GPUs from 0 on"),
+        ((CUDA, 1, 1, [3]), "this machine has 1 GPU, and the ranks would use GPU 3; number GPUs from 0"),
         ((CUDA, 2, 4, [1]), r"devices=\[1\] are 1, world_size=2; give one device per rank"),
     ],
 )

@@ -218,8 +218,8 @@ LOSSES = {
     "gspo": gspo_loss_fn,
     "ppo": ppo_loss_fn,
     "critic": value_loss_fn,
-    "gmpo": partial(gmpo.gmpo_loss_fn, knobs=gmpo.Knobs()),
-    "simpo": partial(simpo.simpo_loss_fn, knobs=simpo.Knobs()),
+    "gmpo": partial(gmpo.gmpo_loss_fn, knobs=gmpo.GMPOOptions()),
+    "simpo": partial(simpo.simpo_loss_fn, knobs=simpo.SimPOOptions()),
     **{f"family, {name}": partial(policy_loss_fn, knobs=knobs, version=6) for name, knobs in KNOBS.items()},
 }
 

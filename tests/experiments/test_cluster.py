@@ -14,9 +14,9 @@ from areno.errors import UsageError
 from areno.experiments.cluster import name_options, needs_of
 from areno.experiments.submit import batch_script
 from areno.launch.launcher import RoleNeed, Task
+from areno.launch.placement import most_on_a_node, place_workers
 from areno.launch.ray_cluster import refuse_impossible
 from areno.launch.slurm import step_command
-from areno.launch.spread import most_on_a_node, spread
 from tests.config.experiment.samples import rl
 
 TASK = Task(role="actor", number=0, module="some.module")
@@ -75,7 +75,7 @@ def test_colocated_roles_share_places():
     config = rl(**SLURM, rollout__scheduling_strategy=strategy, rollout__backend="areno:d2", actor__backend="fsdp:d2")
     needs = needs_of(config, gpus=True)
     assert needs["rollout"].beside == "actor"
-    placed = spread(needs, ["a", "b"], 1)
+    placed = place_workers(needs, ["a", "b"], 1)
     assert placed == {"actor": ["a", "b"], "rollout": ["a", "b"]}
     assert most_on_a_node(needs, placed) == (16, 1)
     assert "--overlap" in step_command(needs["rollout"], "s", "a")
@@ -85,13 +85,13 @@ def test_colocated_roles_share_places():
 
 def test_workers_are_spread_over_nodes():
     needs = {"actor": RoleNeed(workers=4, gpu=1, cpu=8), "rollout": RoleNeed(workers=4, together=2, gpu=1, cpu=8)}
-    assert spread(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
+    assert place_workers(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
     with pytest.raises(UsageError, match="2 nodes with 3 GPUs each are too few for 4 workers of rollout"):
-        spread(needs, ["a", "b"], 3)
+        place_workers(needs, ["a", "b"], 3)
     cpus = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2, exclude="a")}
-    assert spread(cpus, ["a", "b"], 0) == {"actor": ["a", "b"], "rollout": ["b", "b"]}
+    assert place_workers(cpus, ["a", "b"], 0) == {"actor": ["a", "b"], "rollout": ["b", "b"]}
     with pytest.raises(UsageError, match=r"rollout\.scheduling_spec leaves no node of a"):
-        spread(cpus, ["a"], 0)
+        place_workers(cpus, ["a"], 0)
 
 
 def test_a_step_of_slurm(monkeypatch):

@@ -119,7 +119,7 @@ def test_a_split_without_effect_is_refused(tmp_path, tiny_checkpoint):
     with pytest.raises(UsageError, match=r"valid_dataset\.split dev has no effect.*has no splits"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, **given, valid_dataset__split="dev"))
     hub: Any = "owner/name:main:validation"
-    with pytest.raises(UsageError, match="the path names the split validation"):
+    with pytest.raises(UsageError, match="the path includes the split validation"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, given["train"], hub, valid_dataset__split="dev"))
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.algorithms.gmpo import Knobs as GmpoKnobs
-from areno.algorithms.gmpo import gmpo_loss_fn
+from areno.algorithms.gmpo import GMPOOptions, gmpo_loss_fn
 from areno.config.experiment import GRPOConfig, config_from
 from areno.errors import UsageError
 from areno.experiments.trainers.update import loss_of, policy_loss_of, shaping_of, with_version
@@ -126,7 +125,7 @@ def test_a_kl_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
         ({"actor.algorithm": "sapo", "actor.sapo_tau_neg": 3.0},
          partial(policy_loss_fn, knobs=PolicyLossConfig(use_sapo_loss=True, sapo_tau_neg=3.0))),
         ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0.1}},
-         partial(gmpo_loss_fn, knobs=GmpoKnobs(0.1))),
+         partial(gmpo_loss_fn, knobs=GMPOOptions(0.1))),
         ({"actor.algorithm": "gspo", "actor.algorithm_options": {"gspo_clip_eps": 0.1}},
          partial(gspo_loss_fn, clip_eps=0.1)),
     ],
@@ -141,7 +140,7 @@ def test_an_algorithm_by_name_gives_its_loss(changes, by_hand):
     ("changes", "expected"),
     [
         ({"actor.algorithm": "gmppo"}, "actor.algorithm 'gmppo' is unknown (did you mean gmpo?)"),
-        ({"actor.algorithm": "dpo"}, "actor.algorithm dpo learns from other rows"),
+        ({"actor.algorithm": "dpo"}, "actor.algorithm dpo needs another trainer"),
         ({"actor.algorithm_options": {"gmpo_clip_eps": 0.1}}, "has no effect without an algorithm"),
         ({"actor.algorithm": "gmpo", "actor.eps_clip": 0.1}, "actor.eps_clip has no effect with actor.algorithm gmpo"),
         ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0}},

@@ -142,7 +142,7 @@ def test_the_loss_scale_reaches_the_optimizer(actor, model):
     assert engine_config(actor("fsdp:d1", dtype="float16", **settings)).optimizer.loss_scale == LossScale(1024, 2, 7, 3)
     assert engine_config(actor("fsdp:d1", dtype="float32", **settings)).optimizer.loss_scale is None
     text = notice(experiment(model, "fsdp:d1", {"actor.optimizer.hysteresis": 3}))
-    assert "actor.optimizer.hysteresis: read with dtype float16 only" in text
+    assert "actor.optimizer.hysteresis: only read with dtype float16" in text
 
 
 def test_ways_to_shard_reach_the_layout(actor):
@@ -172,9 +172,7 @@ def test_kernels_of_the_hub_need_their_package(actor, monkeypatch):
 def test_the_notice_says_what_acts_and_what_does_not(model):
     changes = {"actor.megatron.virtual_pipeline_parallel_size": 2, "actor.archon.ac_mode": "full"}
     text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
-    assert (
-        "actor.megatron.async_save: areno's engine, which trains in place of this backend, decides this itself" in text
-    )
+    assert "actor.megatron.async_save: areno's engine, which replaces this backend, decides this itself" in text
     assert "actor.archon: the section of a backend that is not used" in text
     assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 runs of layers" in text
     text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))

@@ -165,7 +165,7 @@ def grows_and_shrinks(folder: Path, trial: str, *words: str, environment: dict[s
     assert joined not in workers()
     seen = len(rewards(folder, trial))
     wait_for(lambda: len(rewards(folder, trial)) > seen + 2, "further steps", 60)
-    process.terminate()
+    process.send_signal(signal.SIGINT)  # on Slurm it cancels the job as well
     process.wait(timeout=90)
     assert "Traceback" not in output.read_text()
 

@@ -58,7 +58,7 @@ def test_nobody_else_is_let_in(listener, monkeypatch):
         right | {links.KEY: "00" * 32},
         right | {links.LINK: right[links.LINK].replace("actor/0", "actor/1")},
     ):
-        with pytest.raises(EngineError, match="cannot be reached: the other side has closed the connection"):
+        with pytest.raises(EngineError, match=r"cannot connect to .*: the peer has closed the connection"):
             dial_as(monkeypatch, variables)
     assert not expected.done()
     dial_as(monkeypatch, right)
@@ -95,7 +95,7 @@ def test_silent_strangers_hold_nobody_up(listener, monkeypatch):
 
 
 def test_nobody_there_is_said_with_the_address(monkeypatch):
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9, where this worker was started from, cannot be reached"):
+    with pytest.raises(EngineError, match=r"cannot connect to 127\.0\.0\.1:9, which started this worker"):
         dial_as(monkeypatch, {links.LINK: "127.0.0.1:9/w", links.KEY: "00" * 32})
 
 
@@ -119,7 +119,7 @@ def test_a_changed_bit_anywhere_is_no_message(index):
     text = first.recv(1000)
     assert len(text) == 8 + 32 + 5 + 32
     second.sendall(flipped(text, index))
-    with pytest.raises(FrameError, match="has not signed"):
+    with pytest.raises(FrameError, match="without a valid signature"):
         receiver.receive(5)
 
 
@@ -130,7 +130,7 @@ def test_repeating_leaving_out_and_sending_back_are_noticed():
     second.sendall(text)
     assert receiver.receive(5) == b"pay"
     second.sendall(text)
-    with pytest.raises(FrameError, match="has not signed"):
+    with pytest.raises(FrameError, match="without a valid signature"):
         receiver.receive(5)
 
     sender, receiver, first, second = ends()
@@ -138,20 +138,20 @@ def test_repeating_leaving_out_and_sending_back_are_noticed():
     first.recv(1000)
     sender.send(b"two")
     second.sendall(first.recv(1000))
-    with pytest.raises(FrameError, match="has not signed"):
+    with pytest.raises(FrameError, match="without a valid signature"):
         receiver.receive(5)
 
     sender, _, first, _ = ends()
     sender.send(b"one")
     first.sendall(first.recv(1000))
-    with pytest.raises(FrameError, match="has not signed"):
+    with pytest.raises(FrameError, match="without a valid signature"):
         sender.receive(5)
 
 
 def test_a_length_that_is_not_signed_is_not_waited_for():
     _, receiver, _, second = ends()
     second.sendall((1 << 40).to_bytes(8) + bytes(32))
-    with pytest.raises(FrameError, match="has not signed"):
+    with pytest.raises(FrameError, match="without a valid signature"):
         receiver.receive(5)
 
 

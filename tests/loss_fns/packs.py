@@ -11,10 +11,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from areno.algorithms.gmpo import Knobs as GmpoKnobs
-from areno.algorithms.gmpo import gmpo_loss_fn
-from areno.algorithms.simpo import Knobs as SimpoKnobs
-from areno.algorithms.simpo import simpo_loss_fn
+from areno.algorithms.gmpo import GMPOOptions, gmpo_loss_fn
+from areno.algorithms.simpo import SimPOOptions, simpo_loss_fn
 from areno.loss_fns import (
     Count,
     PolicyLossConfig,
@@ -161,7 +159,7 @@ CASES = [
     Case("dr_grpo-kl", partial(grpo_loss_fn, loss_mean="dr_grpo", max_tokens=11, kl_coef=0.3, kl_type="k2")),
     Case("gspo", partial(gspo_loss_fn, clip_eps=0.05)),
     Case("gspo-asymmetric-kl", partial(gspo_loss_fn, clip_eps=0.02, clip_eps_high=0.2, kl_coef=0.2, kl_type="abs")),
-    Case("gmpo", partial(gmpo_loss_fn, knobs=GmpoKnobs(0.1))),
+    Case("gmpo", partial(gmpo_loss_fn, knobs=GMPOOptions(0.1))),
     Case("ppo", ppo_loss_fn),
     Case("ppo-kl", partial(ppo_loss_fn, clip_eps_high=0.4, clip_ratio_c=1.5, use_kl_loss=True, kl_loss_coef=0.1)),
     Case("value", value_loss_fn),
@@ -169,7 +167,7 @@ CASES = [
     Case("dpo-smooth", partial(dpo_loss_fn, beta=0.7, label_smoothing=0.2)),
     Case("dpo-ipo-normalised", partial(dpo_loss_fn, loss_type="ipo", length_normalised=True)),
     Case("dpo-hinge", partial(dpo_loss_fn, beta=0.5, loss_type="hinge")),
-    Case("simpo", partial(simpo_loss_fn, knobs=SimpoKnobs(1.5, 0.5))),
+    Case("simpo", partial(simpo_loss_fn, knobs=SimPOOptions(1.5, 0.5))),
     Case("reward-model", reward_model_loss_fn, per_sequence=True),
     Case("critic", with_names(value_loss_fn, CRITIC_NAMES, value_loss_coef=1.0)),
     Case("language-model", SFT.experiment_loss()),

@@ -17,8 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areno.algorithms.simpo import Knobs as SimpoKnobs
-from areno.algorithms.simpo import simpo_loss_fn
+from areno.algorithms.simpo import SimPOOptions, simpo_loss_fn
 from areno.engine.model.loading import prepare
 from areno.engine.scoring import score
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
@@ -179,7 +178,7 @@ def test_simpo_is_that_of_trl(beta, gamma):
     knobs = {"beta": beta, "simpo_gamma": gamma, "alpha": 0.0, "loss_type": "simpo", "label_smoothing": 0.0}
     theirs = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **knobs)
     losses, chosen, rejected = CPOTrainer.cpo_loss(theirs, means[0::2], means[1::2])
-    loss, metrics = simpo_loss_fn(batch.pack, batch.logprobs, SimpoKnobs(beta, gamma))
+    loss, metrics = simpo_loss_fn(batch.pack, batch.logprobs, SimPOOptions(beta, gamma))
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-6)
     assert value_of(metrics["pair_chosen_reward"]) == pytest.approx(float(chosen.mean()), rel=1e-6)
     assert value_of(metrics["pair_rejected_reward"]) == pytest.approx(float(rejected.mean()), rel=1e-6)

@@ -284,11 +284,11 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
         ({"rl_loss_weight": 0.0}, "set at least one of them above 0"),
-        ({"use_sapo_loss": True, "use_cispo_loss": True}, "are two losses"),
+        ({"use_sapo_loss": True, "use_cispo_loss": True}, "are mutually exclusive"),
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
         ({"rejection_sampling": RejectionSampling()}, "rejection_sampling has no effect without use_decoupled_loss"),
-        ({"m2_threshold": 0.04}, "m2_threshold compares log-probs before the update"),
+        ({"m2_threshold": 0.04}, "m2_threshold compares proximal log-probs"),
         ({"prox_logp_method": "loglinear"}, "prox_logp_method loglinear has no effect without use_decoupled_loss"),
         ({"use_decoupled_loss": True, "m2_threshold": 0.0}, "m2_threshold must be positive"),
         (

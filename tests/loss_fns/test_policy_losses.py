@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areno.algorithms.gmpo import Knobs as GmpoKnobs
-from areno.algorithms.gmpo import gmpo_loss_fn
+from areno.algorithms.gmpo import GMPOOptions, gmpo_loss_fn
 from areno.loss_fns import Mean, Spread, grpo_loss_fn, gspo_loss_fn, ppo_loss_fn
 from tests.loss_fns import written_out
 from tests.loss_fns.packs import QUICK, batches, make_batch, value_of
@@ -62,7 +61,7 @@ def test_gspo_equals_its_formula(batch, clip, kl):
 @QUICK
 @given(batch=batches(), eps=st.sampled_from([0.05, 0.4]))
 def test_gmpo_equals_its_formula(batch, eps):
-    loss, metrics = gmpo_loss_fn(batch.pack, batch.logprobs, GmpoKnobs(eps))
+    loss, metrics = gmpo_loss_fn(batch.pack, batch.logprobs, GMPOOptions(eps))
     assert float(loss) == pytest.approx(written_out.gmpo(batch.rows, eps), **EXACT)
     assert value_of(metrics["total_loss"]) == pytest.approx(float(loss), **EXACT)
 

@@ -165,7 +165,7 @@ DEFECTS = (
     Defect(
         "one sample is greedy at any temperature",
         "areno/api/evaluation.py",
-        "greedy = own is None and (options.greedy or options.eval_n_samples == 1)",
+        "greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)",
         "greedy = options.greedy or options.eval_n_samples == 1",
         (
             "tests/api/test_evaluation.py::test_one_sample_is_greedy_and_several_are_drawn_unless_a_temperature_is_given",
@@ -307,8 +307,8 @@ DEFECTS = (
     Defect(
         "step 0 taken for every step",
         "areno/cli/inspect.py",
-        'if arguments.step in (None, one["step"])]',
-        'if not arguments.step or arguments.step == one["step"]]',
+        'if arguments.step in (None, sample["step"])]',
+        'if not arguments.step or arguments.step == sample["step"]]',
         ("tests/cli/test_inspect_command.py",),
     ),
     Defect(

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areno.api.trainers.supervised import SFTTrainer
 from areno.cli.main import main
 from areno.config.prepare import prepare_run
-from areno.quickstart import run as quickstart_run
+from areno.quickstart import from_scratch as quickstart_run
 from areno.quickstart.task import HELD_OUT_ONE_IN, WORDINGS, Problem, draw_problems
 from tests.support.cli import environment
 

@@ -83,7 +83,7 @@ def test_runners_of_one_function_know_each_others_parts():
     assert "returned one number, without a, b, which" in parts.problem(parts.weigh(0.5))
     assert parts.problem(parts.weigh({"b": 1.0, "a": 2.0})) is None
     assert RewardParts().weigh(0.5) == 0.5
-    with pytest.raises(UsageError, match=r"'a=-1\.0' is no part's weight"):
+    with pytest.raises(UsageError, match=r"'a=-1\.0' is not a valid weight"):
         RewardParts({"a": -1.0})
 
 
@@ -104,7 +104,7 @@ def test_weights_are_read_from_text():
     "text", ["", "format", "format=", "=1", "a=nan", "a=inf", "a=-1", "a=1,a=2", "1a=1", "a=1,,b=2"]
 )
 def test_weights_that_are_none_are_refused(text):
-    with pytest.raises(UsageError, match=r"no part's weight: .* as in format=0\.2,answer=1"):
+    with pytest.raises(UsageError, match=r"not a valid weight: .* as in format=0\.2,answer=1"):
         part_weights(text)
 
 

@@ -105,13 +105,13 @@ def test_a_conversation_in_a_terminal(taught):
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=env, close_fds=True)
     os.close(inner)
     try:
-        expect(terminal, "/quit ends")
+        expect(terminal, "/quit exits")
         os.write(terminal, b"count\n")
         expect(terminal, "nine ten")
         os.write(terminal, b"/system be kind\n")
         expect(terminal, "system message: be kind")
         os.write(terminal, b"/nonsense\n")
-        expect(terminal, "/nonsense is no command")
+        expect(terminal, "/nonsense is not a command")
         os.write(terminal, b"/quit\n")
         assert process.wait(20) == 0
     finally:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.quickstart.real import MODEL, default_model
+from areno.quickstart.pretrained import MODEL, default_model
 
 
 def real_file() -> Path:

@@ -1,19 +1,17 @@
-"""Agents: programs that talk to an OpenAI-compatible endpoint, and are trained by what they said there.
+"""Agents: programs that use an OpenAI-compatible endpoint, and are trained on the responses.
 
-The way of the data, and where to find it:
-
-- ``data``: tasks, batches of them, and what an agent returns; ``context``: address and keys that an agent is given.
-- ``lint``: what a chat template will do to a conversation.
-- ``collect``: running an agent with deadlines, retries, and errors that stay with their sample.
-- ``samples``: from returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
+- ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
+- ``lint``: checks of chat templates for multi-turn training.
+- ``collect``: runs an agent with timeouts, retries, and per-sample errors.
+- ``samples``: converts returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
   and records the tokens of every turn.
-- ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, with no agent code.
+- ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, without agent code.
 """
 
 import importlib
 from typing import Any
 
-_HOMES = {
+_MODULE_OF = {
     "AgentBatch": "areno.api.agentic.data",
     "AgentContext": "areno.api.agentic.context",
     "AgentItem": "areno.api.agentic.data",
@@ -28,14 +26,14 @@ _HOMES = {
     "lint_chat_template": "areno.api.agentic.lint",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'areno.api.agentic' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULE_OF])

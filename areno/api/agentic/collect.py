@@ -1,11 +1,11 @@
-"""Running an agent over a batch so that a bad sample costs itself only.
+"""Runs an agent over a batch, isolating failures per sample.
 
-The agent is called once with the whole batch. Samples that it did not finish, because it raised, was late, returned
-nothing for them or something that cannot be used, are run again one by one: each with keys, a thread and a deadline of
-its own. What still fails after ``retries`` such attempts is dropped, with its error.
+The agent is called once with the whole batch. Unfinished samples (it raised, timed out, or returned nothing or something
+invalid for them) are retried one by one, each with its own keys, thread and timeout. Samples that still fail after ``retries``
+attempts are dropped with their error.
 
-What the agent does in its thread can stop neither the server nor the trainer. A coroutine that is late is cancelled, and
-everything that it left running with it. A plain function cannot be: its thread is given up, and its keys with it.
+An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, with its tasks. A
+sync function cannot be cancelled: its thread is abandoned and its keys are revoked.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 AgentFn = Callable[[Any, AgentBatch], Any]
 Place = tuple[int, int]  # prompt and sample index
 
-GRACE_S = 5.0  # how long a cancelled agent may take to clean up
-MAX_CALLS = 32  # most samples that are run again at the same time
+GRACE_S = 5.0  # time for a cancelled agent to clean up
+MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent, which begins at once; the keys of its context end with it.
+    """One call of an agent, started at once; its API keys are revoked when it ends.
 
     Attributes:
-        turns: what it has returned so far; an agent that yields keeps what it yielded, whatever comes then.
-        error: why it failed; empty where it did not.
+        turns: turns returned or yielded so far; yielded turns are kept even if it fails later.
+        error: why it failed; empty if it did not.
         done: resolves when it has ended.
     """
 
@@ -61,30 +61,30 @@ class AgentCall:
 
     @property
     def patience_s(self) -> float:
-        """Seconds until nothing will be waited for any more."""
+        """Remaining seconds to wait for it."""
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """Take what there is; an agent that still runs is cancelled, or given up."""
+        """End the call; an agent that is still running is cancelled or abandoned."""
         self.context.close()
         if not self.done.done():
             self.error = self.error or self._late()
             if self._loop is not None and self._task is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                     self._loop.call_soon_threadsafe(self._task.cancel)
-        # A plain function that is late has been waited for already, and nothing can end it.
+        # A sync function that timed out cannot be cancelled.
         self._thread.join(GRACE_S if self.done.done() or self._task is not None else 0.0)
         if self._thread.is_alive():
-            logger.warning("an agent could not be ended: its thread is left behind (%s)", self.error)
+            logger.warning("an agent could not be cancelled and its thread was abandoned (%s)", self.error)
 
     def _late(self) -> str:
-        return f"no end within {self._timeout_s:g} s (--agent-timeout-s)"
+        return f"timed out after {self._timeout_s:g} s (--agent-timeout-s)"
 
     def _run(self) -> None:
         try:
             returned = None if self._is_async else self._function(self.context, self.batch)
             asyncio.run(self._main(returned))
-        except BaseException as error:  # whatever an agent raises, SystemExit included, is its own
+        except BaseException as error:  # including SystemExit
             self.error = self.error or _reason(error, self._function)
         finally:
             self.done.set_result(None)
@@ -122,7 +122,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """The error with the innermost line of the user's file; areno's own say enough by themselves."""
+    """Describe an error with the innermost line of the user's file; areno's own errors need no line."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -131,7 +131,7 @@ def _reason(error: BaseException, function: AgentFn) -> str:
 
 
 def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
-    """The turns that an agent returned, by the place of their task; AgentError where it returned something else."""
+    """Group the turns that an agent returned by task. Raises AgentError for anything else."""
     turns: dict[Place, list[AgentTrajectoryTurn]] = {}
     for turn in turns_in(returned):
         turns.setdefault(turn.item.place, []).append(turn)
@@ -139,8 +139,8 @@ def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
 
 
 @dataclass(slots=True)
-class Collected:
-    """Samples in the order of prompts and samples, errors of those that failed, and how many were run again alone."""
+class CollectedSamples:
+    """Samples ordered by prompt and sample index, errors of failed ones, and the number of retries."""
 
     samples: list[AgentSample] = field(default_factory=list)
     errors: dict[Place, str] = field(default_factory=dict)
@@ -151,11 +151,11 @@ class AgentRunner:
     """Runs one agent over batches.
 
     Args:
-        function: ``run_agent(ctx, batch)``, async or not; may also yield what it returns.
+        function: ``run_agent(ctx, batch)``, sync or async; may return or yield turns.
         policy: which tokens are trained on.
         tokenizer: the model's.
-        timeout_s: deadline of each call.
-        retries: how often a sample that was not finished is run again, alone.
+        timeout_s: timeout of each call.
+        retries: attempts to rerun an unfinished sample on its own.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class AgentRunner:
         self._function, self._policy, self._tokenizer = function, policy, tokenizer
         self._timeout_s, self._retries = timeout_s, retries
 
-    def collect(self, server: AgentServer, batch: AgentBatch) -> Collected:
+    def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
         """Run the agent over a batch, with the server of an open session (``session.proxy``).
 
-        Raises UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
+        Raises UsageError: the policy trains on context, but the tokenizer cannot distinguish its parts.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0
@@ -177,16 +177,15 @@ class AgentRunner:
                 errors |= self._take(call, samples)
             again = [item for item in batch.iter_samples() if item.place in errors]
             if not again or attempt == self._retries:
-                return Collected([samples[place] for place in sorted(samples)], errors, rerun)
+                return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "%d samples were not finished and are run again one by one (attempt %d of %d); "
-                "the first is prompt %d, sample %d: %s",
+                "retrying %d unfinished samples one by one (attempt %d of %d); the first is prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 
     def _calls(self, server: AgentServer, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
-        """Calls that have ended, in the order of their ends."""
+        """Yield calls as they end."""
         waiting = deque(batches)
         running: list[AgentCall] = []
         try:
@@ -210,14 +209,14 @@ class AgentRunner:
         items: dict[Place, AgentItem] = {item.place: item for item in call.batch.iter_samples()}
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
-            logger.warning("the agent returned turns of prompt %d, sample %d, which it was not given; left out", *place)
+            logger.warning("ignored turns of prompt %d, sample %d, which the agent was not given", *place)
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():
             mine = turns.get(place, [])
             try:
                 names = {turn.turn_id for turn in mine} - {None}
                 if names & claimed:
-                    raise ValueError("the agent returned a response for two samples; each counts for one")
+                    raise ValueError("the agent returned a response for two samples; it belongs to one")
                 claimed |= names
                 if not mine:
                     errors[place] = call.error or "the agent returned no trajectory for this sample"
@@ -225,6 +224,6 @@ class AgentRunner:
                 samples[place] = make_sample(item, mine, call.context, self._policy, self._tokenizer)
             except UsageError:
                 raise
-            except Exception as error:  # what an agent returns may be broken in any way
+            except Exception as error:  # the returned turns may be invalid in any way
                 errors[place] = f"{type(error).__name__}: {error}"
         return errors

@@ -1,4 +1,4 @@
-"""``ctx``: what an agent is given besides its tasks, namely where the model is and how to tell samples apart."""
+"""``ctx``: the URL and API keys of the model that are passed to an agent with its tasks."""
 
 import threading
 
@@ -9,12 +9,12 @@ from areno.rollouts.conversation.continuation import Turn
 
 
 class AgentContext:
-    """One call of an agent: its address, its keys, and what was recorded under them.
+    """Context of one agent call: its URL, its API keys, and the responses recorded under them.
 
     Attributes:
-        api_key: for all samples of the call; requests of different samples are told apart by what they say.
-        sampling_params: what requests that do not say otherwise are sampled with.
-        max_running_prompts: most samples that are decoded at once; None is the trainer's number.
+        api_key: shared by all samples of the call, whose requests are distinguished by content.
+        sampling_params: default sampling parameters of requests.
+        max_running_prompts: maximum number of samples decoded concurrently; None is the trainer's limit.
     """
 
     def __init__(self, server: AgentServer, seed: int) -> None:
@@ -27,26 +27,26 @@ class AgentContext:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients take as ``base_url``."""
+        """``base_url`` of OpenAI clients."""
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """The endpoint; with a task one of its own, for programs that can be given a URL but no key."""
+        """Return the endpoint, or that of a task, for programs that accept a URL but no API key."""
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
     def get_api_key(self, item: AgentItem) -> str:
-        """A key of a task's own: what is said under it is recorded apart, see :meth:`trajectory`."""
+        """Return the API key of a task, whose responses are recorded separately; see :meth:`trajectory`."""
         return self._session_of(item).api_key
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """All answers that came to their end under a task's own key or base URL, in order.
+        """Return all completed responses under a task's key or base URL, in order.
 
-        An agent that knows nothing of areno, or that streams, is trained by returning this.
+        Agents that are not aware of areno, or that stream, can return this.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).tape.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """The recorded answer that a task's response names; ValueError for another task's, or none of this call."""
+        """Return the recorded turn of a task's response. Raises ValueError if it belongs to another task or call."""
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]
         for place, session in sessions:
@@ -56,11 +56,11 @@ class AgentContext:
             if turn is not None:
                 return turn
         raise ValueError(
-            "the response is not from this call's session; return the responses of ctx.get_base_url() as they came"
+            "the response is not from this call's session; return the responses of ctx.get_base_url() unchanged"
         )
 
     def close(self) -> None:
-        """Let no request in any more; what is recorded stays."""
+        """Reject further requests; recorded turns remain available."""
         with self._lock:
             for session in (self._shared, *self._own.values()):
                 self._server.end(session)

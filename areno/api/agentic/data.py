@@ -1,4 +1,4 @@
-"""What agents are given and what they return: batches of tasks, and turns with the server's responses."""
+"""Inputs and outputs of agents: batches of tasks, and turns with the server's responses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from areno.types import Logprobs, PromptBatch
 
-METADATA = "areno"  # key of a response under which the server describes its tokens
+METADATA = "areno"  # key of a response's token metadata
 
 
 @dataclass(frozen=True, slots=True)
 class AgentItem:
-    """One task: a prompt and which of its samples this is."""
+    """One task: a sample of a prompt."""
 
     record: dict[str, Any]  # the source data row
     prompt: str
@@ -29,7 +29,7 @@ class AgentItem:
 
 @dataclass(frozen=True, slots=True)
 class AgentBatch:
-    """Prompts of one step, to be run ``n_samples`` times each; ``len()`` counts tasks.
+    """Prompts of one step, with ``n_samples`` tasks each; ``len()`` counts tasks.
 
     Raises ValueError: the lists differ in length, or ``n_samples`` is below 1.
     """
@@ -43,14 +43,14 @@ class AgentBatch:
         if not len(self.records) == len(self.prompts) == len(self.input_tokens):
             raise ValueError(
                 f"AgentBatch has {len(self.records)} records, {len(self.prompts)} prompts and {len(self.input_tokens)} "
-                "token lists; they must be equally many"
+                "token lists; the numbers must be equal"
             )
         if self.n_samples < 1:
             raise ValueError(f"AgentBatch.n_samples must be at least 1, got {self.n_samples}")
 
     @classmethod
     def from_prompt_batch(cls, prompt_batch: PromptBatch, n_samples: int) -> AgentBatch:
-        """Take the prompts of :meth:`areno.Trainer.load_prompt_batches`."""
+        """Create a batch from the prompts of :meth:`areno.Trainer.load_prompt_batches`."""
         items = prompt_batch.items
         return cls([i.record for i in items], [i.prompt for i in items], [i.input_tokens for i in items], n_samples)
 
@@ -58,18 +58,18 @@ class AgentBatch:
         return len(self.prompts) * self.n_samples
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """All tasks, the samples of a prompt next to each other."""
+        """Yield all tasks, grouped by prompt."""
         for index, prompt in enumerate(zip(self.records, self.prompts, self.input_tokens, strict=True)):
             for sample in range(self.n_samples):
                 yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
-        """A batch of some of the tasks, which keep their indices."""
-        return _SomeItems(items)
+        """Return a batch of some of the tasks, which keep their indices."""
+        return _TaskSubset(items)
 
 
-class _SomeItems(AgentBatch):
-    """Single tasks of a batch, to be run again; every one counts as a prompt."""
+class _TaskSubset(AgentBatch):
+    """Some tasks of a batch, each counted as a prompt."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -79,28 +79,28 @@ class _SomeItems(AgentBatch):
         object.__setattr__(self, "_items", tuple(items))
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """The tasks."""
+        """Yield the tasks."""
         return iter(self._items)
 
 
 @dataclass(slots=True)
 class AgentTrajectoryTurn:
-    """One answer of the model.
+    """One response of the model.
 
-    What can be left out is taken from the response, if there is one. Raises ValueError: the response has no token
-    metadata, so it is not from a rollout session; or tokens and log-probs differ in number.
+    Optional fields are taken from the response, if there is one. Raises ValueError if the response has no token metadata, and
+    so is not from a rollout session, or if the numbers of tokens and log-probs differ.
     """
 
     item: AgentItem  # the task that it belongs to
-    messages: list[dict[str, Any]]  # the conversation that was sent, in OpenAI's form
-    response: Any = None  # the server's, whole or the last chunk of a stream: an object of the client, or a mapping
+    messages: list[dict[str, Any]]  # request messages, in OpenAI's format
+    response: Any = None  # the server's response, or the last chunk of a stream: an object of the client, or a mapping
     response_tokens: list[int] = field(default_factory=list)  # sampled token ids
-    response_logprobs: list[float] = field(default_factory=list)  # of these tokens
-    parsed_tool_calls: list[Any] = field(default_factory=list)  # calls of the answer, as OpenAI has them
-    model: str = "policy"  # this and the next two: of the request
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    tool_choice: Any = None
-    reward: float | None = None  # what the environment gave for this turn; see `--turn-discount`
+    response_logprobs: list[float] = field(default_factory=list)
+    parsed_tool_calls: list[Any] = field(default_factory=list)  # in OpenAI's format
+    model: str = "policy"
+    tools: list[dict[str, Any]] = field(default_factory=list)  # of the request
+    tool_choice: Any = None  # of the request
+    reward: float | None = None  # the environment's reward for this turn; see `--turn-discount`
 
     def __post_init__(self) -> None:
         if self.response is not None:
@@ -119,13 +119,13 @@ class AgentTrajectoryTurn:
 
     @property
     def turn_id(self) -> str | None:
-        """Name of the recorded answer; None where tokens were given without a response."""
+        """Id of the recorded turn; None if tokens were passed without a response."""
         return None if self.response is None else str(_metadata_of(self.response).get("turn"))
 
 
 @dataclass(slots=True)
 class AgentTrajectory:
-    """Turns that belong together; those of different items may be mixed, each counts for its own."""
+    """A list of turns; turns of different items may be mixed."""
 
     turns: list[AgentTrajectoryTurn] = field(default_factory=list)
 
@@ -135,13 +135,13 @@ def _metadata_of(response: Any) -> Mapping[str, Any]:
     if not isinstance(metadata, Mapping) or "response_tokens" not in metadata or "response_logprobs" not in metadata:
         raise ValueError(
             f"the response ({type(response).__name__}) does not include Areno trajectory metadata (key {METADATA!r}): "
-            "send requests to ctx.get_base_url() with ctx.api_key, and pass on what came back"
+            "send requests to ctx.get_base_url() with ctx.api_key, and return the responses unchanged"
         )
     return metadata
 
 
 def _get(value: Any, name: str) -> Any:
-    """An entry of a mapping, an attribute, or a field that a client's class does not declare."""
+    """Get an entry of a mapping, an attribute, or an undeclared field of a client's object."""
     if isinstance(value, Mapping):
         return value.get(name)
     return (getattr(value, "model_extra", None) or {}).get(name, getattr(value, name, None))

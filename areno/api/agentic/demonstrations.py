@@ -1,7 +1,7 @@
 """Demonstrations: an expert plays an environment, and every answer becomes a row for supervised training.
 
-Reinforcement learning needs a model that does the right thing now and then. Rows come out rendered by the model's own
-chat template, tools included, so that supervised training sees the very tokens that agents will meet.
+Reinforcement learning needs a model that succeeds occasionally. Rows are rendered by the model's chat template, including
+tools, so that supervised training uses the same tokens as agents.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Expert = Callable[[Any], Message]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What there is to demonstrate: ``make`` makes the environment, ``draw`` a record from a ``random.Random``."""
+    """A demonstration task: ``make`` creates the environment, ``draw`` a record from a ``random.Random``."""
 
     make: Callable[[], Environment]
     draw: Callable[[random.Random], Mapping[str, Any]]
@@ -29,7 +29,7 @@ class Course:
     max_turns: int = 8
 
     def conversations(self, count: int, seed: int) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-        """So many conversations of the expert, each with its tools; equal seeds give equal ones."""
+        """Generate ``count`` conversations of the expert, each with its tools; deterministic for a seed."""
         return [asyncio.run(self._play(random.Random(f"{seed}:{index}"))) for index in range(count)]
 
     async def _play(self, draws: random.Random) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -41,23 +41,23 @@ class Course:
 
 
 def says(text: str) -> Message:
-    """An answer of text."""
+    """Create an answer with text."""
     return {"role": "assistant", "content": text}
 
 
 def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
-    """An answer that calls tools: pairs of name and arguments."""
-    made = [
+    """Create an answer that calls tools, given pairs of name and arguments."""
+    tool_calls = [
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for index, (name, arguments) in enumerate(named)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 async def demonstrate(
     environment: Environment, record: Mapping[str, Any], expert: Expert, *, max_turns: int = 8
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Let an expert play; returns the conversation, and the tools in OpenAI's form."""
+    """Let an expert play; returns the conversation, and the tools in OpenAI's format."""
     conversation = begin_conversation(environment, record)
     for _ in range(max_turns):
         if not await take_answer(environment, conversation, expert(environment)):
@@ -68,19 +68,19 @@ async def demonstrate(
 def demonstration_rows(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """One row with ``prompt`` and ``response`` for each answer of a conversation, rendered by the chat template.
+    """Return a row with ``prompt`` and ``response`` for each answer of a conversation, rendered by the chat template.
 
     Raises:
-        UsageError: the template shows a conversation differently once it goes on, so that no response can be cut out.
+        UsageError: the template rewrites earlier messages, so that a response cannot be separated.
     """
     rows = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render_generation_prompt(tokenizer, messages[:place], tools=tools).text
-        longer = render_generation_prompt(tokenizer, messages[: place + 1], tools=tools).text
+        prompt = render_generation_prompt(tokenizer, messages[:index], tools=tools).text
+        longer = render_generation_prompt(tokenizer, messages[: index + 1], tools=tools).text
         if not longer.startswith(prompt):
-            raise UsageError(f"the chat template rewrites the messages before message {place}; use one that does not")
+            raise UsageError(f"the chat template rewrites the messages before message {index}; use one that does not")
         response = longer[len(prompt) :]
         if tokenizer.eos_token:
             response = response.partition(tokenizer.eos_token)[0]

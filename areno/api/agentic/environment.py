@@ -1,13 +1,13 @@
-"""Environments: a game or a task as a class, from which the agent and its reward function are made.
+"""Environments: a game or task as a class, from which agent and reward function are derived.
 
-An agent that talks, calls tools and is answered is the same loop for every game: :func:`converse`. So a game says only
-what is its own (:class:`Environment`), and two adapters make of it what ``areno train`` asks for::
+The agent loop is the same for all games (:func:`converse`). A game only implements :class:`Environment`, and two adapters turn
+it into the hooks of ``areno train``::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
 
-A reward is worked out in another process, from the messages alone: the conversation is replayed on a fresh environment.
-An environment must therefore depend on nothing but its record and the answers; draw chance from a seed in the record.
+A reward is computed in another process, from the messages only: the conversation is replayed in a new environment. An
+environment must therefore only depend on its record and the answers; seed randomness from the record.
 """
 
 from __future__ import annotations
@@ -36,56 +36,55 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""By the environment, at the turn limit, or because it grew too long for the model."""
+"""Ended by the environment, at the turn limit, or because it exceeds the model's context."""
 
-# A client looks through all its connections at the end of each request: many small pools cost much less than a large one.
-_SAMPLES_OF_A_CLIENT = 16
+# A client scans all its connections after each request, so several small pools are much faster than a large one.
+_SAMPLES_PER_CLIENT = 16
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model did in one turn."""
+    """The model's answer in one turn."""
 
-    text: str  # what it said, reasoning in `<think>` left out
-    results: Sequence[ToolResult] = ()  # of the tools that it called, in order; they go back to it as they stand
+    text: str  # without reasoning in `<think>`
+    results: Sequence[ToolResult] = ()  # of its tool calls, in order; they are sent back unchanged
 
 
 class Environment(Protocol):
-    """One game or task. Subclass it, or have the same methods."""
+    """A game or task. Subclass it, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Begin anew with a data row; returns what the model is told: a user message's text, or messages."""
+        """Start with a data row; returns the opening: the text of a user message, or messages."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """What the model may call; see :class:`areno.api.agentic.tools.Tool`. Asked for once after each reset."""
+        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once after each reset."""
         return ()
 
     def step(self, answer: Answer) -> Observation | Awaitable[Observation]:
-        """Take the model's answer, after its tools have run.
+        """Process the model's answer, after its tools have run.
 
         Returns:
-            None where the game is over; else what the model is told next. An empty text adds nothing to the results of
-            the tools.
+            None if the game is over; otherwise the next user message. An empty string adds no message to the tool results.
         """
         ...
 
     def reward(self) -> float | Awaitable[float]:
-        """What the conversation so far is worth."""
+        """Return the reward of the conversation so far."""
         ...
 
     def close(self) -> None:
-        """Free what it holds; called once, at the end."""
+        """Release resources; called once, at the end."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation that has ended."""
+    """A finished conversation."""
 
-    messages: list[Message]  # the last answer and its results included
+    messages: list[Message]  # including the last answer and its tool results
     toolset: Toolset  # with the counts of calls and errors
-    turns: list[tuple[int, Any]] = field(default_factory=list)  # how many messages were sent, and the response
+    turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
     ending: Ending = "turn limit"
 
 
@@ -99,19 +98,19 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Let a model play one environment on a data row; does not close it.
+    """Let a model play an environment on a data row, without closing it.
 
     Args:
         environment: the game.
         record: the data row.
-        client: of the server that has the model, under the name ``model``.
-        model: in requests.
-        max_turns: most answers of the model.
-        tool_choice: ``auto``, ``required``, ``none``, or the name of the one tool that must be called.
-        request: further fields of the requests, such as ``temperature``.
+        client: client of the model's server.
+        model: model name in requests.
+        max_turns: maximum number of answers.
+        tool_choice: ``auto``, ``required``, ``none``, or the name of the tool to call.
+        request: additional fields of the requests, such as ``temperature``.
 
     Raises:
-        openai.OpenAIError: the server refuses or fails.
+        openai.OpenAIError: a request failed.
     """
     from openai import BadRequestError
 
@@ -139,7 +138,7 @@ async def converse(
 
 
 async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Bring an environment to where a conversation left it: answers count, everything else follows from them."""
+    """Replay the answers of a conversation in an environment."""
     conversation = begin_conversation(environment, record)
     opening = sum(message["role"] == "assistant" for message in conversation.messages)
     for message in [each for each in messages if each["role"] == "assistant"][opening:]:
@@ -154,37 +153,36 @@ def run_environment(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, AgentBatch], AsyncIterator[AgentTrajectory]]:
-    """An agent function, as ``--agent-fn`` takes it, that lets the model play an environment.
+    """Return an agent function for ``--agent-fn`` that lets the model play an environment.
 
-    ``make`` is the environment's class, or anything else that makes one; the rest is as in :func:`converse`, and what
-    ``request`` leaves out, ``--temperature`` and the like decide. The function yields an ``AgentTrajectory`` for each
-    sample that has come to its end. Where one fails, the others are played to their end first, and then its error is
-    raised. Raises UsageError: the package ``openai`` is not installed.
+    ``make`` is the environment's class or a factory; the other arguments are those of :func:`converse`. Sampling parameters not
+    in ``request`` are those of the run. The function yields an ``AgentTrajectory`` for each finished sample; an error
+    is raised after all other samples have finished. Raises UsageError if the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
-        raise UsageError("an agent made of an environment needs the OpenAI client: pip install openai") from error
+        raise UsageError("run_environment needs the OpenAI client: pip install openai") from error
 
     def make_client(ctx: Any) -> AsyncOpenAI:
-        """A client of a session: it has deadlines of its own, and at its address on this machine there are no certificates."""
+        """Create a client; the session enforces timeouts, and its local address has no certificates to verify."""
         http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
         return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
     async def run_agent(ctx: Any, batch: AgentBatch) -> AsyncIterator[AgentTrajectory]:
         items = list(batch.iter_samples())
-        clients = [make_client(ctx) for _ in range(0, len(items), _SAMPLES_OF_A_CLIENT)]
+        clients = [make_client(ctx) for _ in range(0, len(items), _SAMPLES_PER_CLIENT)]
         options: dict[str, Any] = {"max_turns": max_turns, "tool_choice": tool_choice, "request": request}
         playing = []
         for index, item in enumerate(items):
-            client = clients[index // _SAMPLES_OF_A_CLIENT].with_options(api_key=ctx.get_api_key(item))
+            client = clients[index // _SAMPLES_PER_CLIENT].with_options(api_key=ctx.get_api_key(item))
             playing.append(asyncio.create_task(_play(make, item, client, options)))
         errors = []
         try:
-            for next_one in asyncio.as_completed(playing):
+            for finished in asyncio.as_completed(playing):
                 try:
-                    yield await next_one
-                except Exception as error:  # whatever goes wrong in one sample leaves the others alone
+                    yield await finished
+                except Exception as error:  # does not affect the other samples
                     errors.append(error)
         finally:
             for task in playing:
@@ -199,7 +197,7 @@ def run_environment(
 
 
 def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecord], Awaitable[float]]:
-    """A reward function that replays the conversation and asks the environment what it is worth."""
+    """Return a reward function that replays the conversation and returns the environment's reward."""
 
     async def reward_fn(record: RewardRecord) -> float:
         environment = make()
@@ -216,24 +214,24 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
 def generate_records(
     draw: Callable[..., Mapping[str, Any]], flags: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """The program of a data generator: ``--output FILE --count N --seed S``, one JSON object a line.
+    """Run the command line of a data generator, ``--output FILE --count N --seed S``, which writes JSON lines.
 
-    Equal seeds give equal files, and a longer file begins like a shorter one.
+    Equal seeds give equal files, and a longer file starts with the records of a shorter one.
 
     Args:
-        draw: makes one record from a ``random.Random``, and from the flags as keyword arguments.
-        flags: further switches (``held_out`` becomes ``--held-out``), with their help.
-        argv: the command line; that of the process unless given.
+        draw: creates one record from a ``random.Random``, with the flags as keyword arguments.
+        flags: additional switches (``held_out`` becomes ``--held-out``), with their help.
+        argv: the command line; default is that of the process.
     """
     parser = argparse.ArgumentParser(description=sys.modules[draw.__module__].__doc__)
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
-    parser.add_argument("--count", type=int, default=128, help="how many records (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=128, help="number of records (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=2026, help="equal seeds give equal records (default: %(default)s)")
     for name, text in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
-    given = vars(parser.parse_args(argv))
-    output, count, seed = given.pop("output"), given.pop("count"), given.pop("seed")
-    records = (draw(random.Random(f"{seed}:{index}"), **given) for index in range(count))
+    options = vars(parser.parse_args(argv))
+    output, count, seed = options.pop("output"), options.pop("count"), options.pop("seed")
+    records = (draw(random.Random(f"{seed}:{index}"), **options) for index in range(count))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     sys.stdout.write(f"{count} records in {output}\n")
@@ -242,9 +240,9 @@ def generate_records(
 def environment_rows(
     make: Callable[[], Environment], records: Iterable[Mapping[str, Any]], key: str
 ) -> list[dict[str, Any]]:
-    """What a data loader returns: the records, each with the ``prompt`` that its environment opens with.
+    """Return the records, each with the opening of its environment as ``prompt``, for a data loader.
 
-    Raises KeyError: a row lacks ``key``, which its environment cannot do without; the message lists what it has.
+    Raises KeyError: a row lacks ``key``, which its environment needs.
     """
     rows = []
     for record in records:
@@ -263,37 +261,37 @@ async def _play(
 
     environment = make()
     try:
-        played = await converse(environment, item.record, client, **options)
+        conversation = await converse(environment, item.record, client, **options)
     finally:
         environment.close()
-    tools = played.toolset.schemas
+    tools = conversation.toolset.schemas
     choice = _choice(options["tool_choice"]) if tools else None
-    # The last turn has all messages, so that the results of the last calls are seen too.
-    ends = [sent for sent, _ in played.turns[:-1]] + [len(played.messages)]
+    # The last turn has all messages, to include the results of the last tool calls.
+    ends = [sent for sent, _ in conversation.turns[:-1]] + [len(conversation.messages)]
     turns = [
         AgentTrajectoryTurn(
-            item=item, messages=played.messages[:end], response=response, tools=tools, tool_choice=choice
+            item=item, messages=conversation.messages[:end], response=response, tools=tools, tool_choice=choice
         )
-        for end, (_, response) in zip(ends, played.turns, strict=False)
+        for end, (_, response) in zip(ends, conversation.turns, strict=False)
     ]
     return AgentTrajectory(turns=turns)
 
 
 def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> Conversation:
-    """Reset an environment; the conversation has its opening messages."""
+    """Reset an environment, and return a conversation with its opening messages."""
     opening = environment.reset(record)
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(each) for each in opening]
     return Conversation(messages, Toolset(environment.tools()))
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
-    """Run the tools that an answer calls, show it to the environment, and add all that to the conversation.
+    """Run the tools that an answer calls, pass it to the environment, and extend the conversation.
 
     Returns:
-        Whether the game goes on.
+        Whether the game continues.
 
     Raises:
-        UsageError: the environment adds nothing to an answer that called no tool.
+        UsageError: the environment returned an empty string after an answer without tool calls.
     """
     calls = message.get("tool_calls") or []
     results = []
@@ -307,8 +305,8 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
         conversation.messages.append({"role": "user", "content": observation})
     elif observation is not None and not calls:
         raise UsageError(
-            f"{type(environment).__name__}.step returned an empty text after an answer that called no tool; "
-            "return what the model is told, or None to end"
+            f"{type(environment).__name__}.step returned an empty string after an answer without tool calls; "
+            "return the next user message, or None to end"
         )
     return observation is not None
 

@@ -1,7 +1,7 @@
-"""Whether a chat template keeps what it wrote: the question on which token-true training of conversations hangs.
+"""Checks whether a chat template is append-only, as needed to train a conversation on its exact tokens in one row.
 
-Probe conversations are rendered with a made-up answer and then with what could follow it. A template that tells the past
-differently afterwards makes conversations fork: nothing is trained wrongly, but branches cost tokens.
+Probe conversations are rendered with a sample answer, and then with a following message. A template that rewrites earlier turns
+makes conversations fork: training stays correct, but the branches cost tokens.
 """
 
 from dataclasses import dataclass
@@ -26,22 +26,22 @@ _CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", 
 _ASKED = {"role": "user", "content": "What is moss?"}
 _RESULT = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look_up", "content": "moss: a plant"}
 
-# What an answer has, and what follows it.
+# Contents of an answer, and the message that follows it.
 _STEPS: dict[Step, tuple[dict[str, Any], dict[str, Any]]] = {
     "user message": ({"content": "A small green plant."}, {"role": "user", "content": "And fern?"}),
     "tool result": ({"content": None, "tool_calls": [_CALL]}, _RESULT),
 }
 _KINDS: dict[str, FindingKind] = {"thinking dropped": "drops thinking", "ended otherwise": "no turn end"}
 _WHAT = {
-    "rewrites history": "writes earlier turns anew",
-    "drops thinking": "leaves the reasoning of earlier turns out",
-    "no turn end": "does not write the token that ends the model's turns",
+    "rewrites history": "rewrites earlier turns",
+    "drops thinking": "drops the reasoning of earlier turns",
+    "no turn end": "does not write the model's end-of-turn token",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """What a template does when a conversation goes on with ``step``, behind an answer with ``thinking`` or without."""
+    """Behavior of a template when ``step`` follows an answer with or without ``thinking``."""
 
     kind: FindingKind
     step: Step
@@ -49,16 +49,16 @@ class TemplateFinding:
 
     def __str__(self) -> str:
         if self.kind == "refused":
-            return f"the chat template refuses a {self.step} behind an answer; agents that send one get an error"
-        after = f"after a {self.step}" + (", where the model has reasoned" if self.thinking else "")
+            return f"the chat template rejects a {self.step} after an answer; agents that send one get an error"
+        after = f"after a {self.step}" + (" if the answer has reasoning" if self.thinking else "")
         return (
             f"the chat template {_WHAT[self.kind]} {after}: such a conversation becomes several training rows with the "
-            "same reward, and its earlier turns are computed again"
+            "same reward, and earlier turns are recomputed"
         )
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """What will keep conversations from going on in one row; empty for a template that only ever adds."""
+    """Return what keeps conversations from being trained in one row; empty for an append-only template."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):
@@ -82,8 +82,8 @@ def _probe(tokenizer: Any, step: Step, thinking: bool, disable_thinking: bool) -
             tokenizer, messages, disable_thinking, tools=tools, add_generation_prompt=add_generation_prompt
         )
 
-    said, following = _STEPS[step]
-    answer = {"role": "assistant", **said, **({"reasoning_content": "Probably a plant."} if thinking else {})}
+    contents, following = _STEPS[step]
+    answer = {"role": "assistant", **contents, **({"reasoning_content": "Probably a plant."} if thinking else {})}
     end = tokenizer.eos_token_id
     how: dict[str, Any] = {"finish": "length", "by_token": False} if end is None else {"tokens": [end]}
     try:

@@ -1,6 +1,6 @@
-"""From what an agent returned for one task to a sample that can be rewarded and trained on.
+"""Converts what an agent returned for a task to a sample for rewards and training.
 
-A reward function sees the same record as for a prompt completion, with more in it.
+A reward function receives the same record as for a prompt completion, with more fields set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,28 +22,28 @@ from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
 @dataclass(slots=True)
 class AgentSample:
-    """One task that was done."""
+    """One finished task."""
 
     item: AgentItem
-    turns: list[Turn]  # the recorded answers that count, in the order in which they were returned
-    rows: list[TrajectoryRow]  # what is trained on; several where the conversation forks or has several parts
-    record: RewardRecord  # what the reward function sees
-    sequence: RolloutSequence  # all that the policy said, end to end
-    turn_rewards: list[float]  # what the environment gave for each turn; 0 where it gave nothing
+    turns: list[Turn]  # the recorded turns that were returned, in order
+    rows: list[TrajectoryRow]  # training rows; several if the conversation forks or has several parts
+    record: RewardRecord  # input of the reward function
+    sequence: RolloutSequence  # all generated tokens, concatenated
+    turn_rewards: list[float]  # the environment's reward for each turn; 0 if it gave none
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest conversation."""
+        """Number of tokens of the longest conversation."""
         return max(path[-1].length for path in branches(self.turns))
 
     @property
     def context_full(self) -> bool:
-        """Whether a request found no room for an answer."""
+        """Whether a request left no room for an answer in the context."""
         return any(turn.finish == "length" and not turn.tokens for turn in self.turns)
 
     @property
     def forks(self) -> list[str]:
-        """Why conversations had to begin anew, once for each time."""
+        """Reasons of all forks."""
         return [turn.fork for turn in self.turns if turn.fork]
 
 
@@ -54,9 +54,9 @@ def make_sample(
     policy: LossMaskPolicy,
     tokenizer: Any,
 ) -> AgentSample:
-    """Look up the answers that an agent returned for a task, and build what training and rewards need.
+    """Look up the recorded turns of a task, and build the inputs of training and rewards.
 
-    ValueError where a response is none of this session's, belongs to another task, or was returned twice; UsageError as for
+    Raises ValueError if a response is from another session or task, or was returned twice, and UsageError like
     :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
@@ -72,9 +72,9 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1.
+    """Set the log-probs of trained tokens that were not sampled to the current policy's, so that their ratio starts at 1.
 
-    The samples' rows are changed; running generation is waited for.
+    Changes the samples' rows in place; waits for running generation.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
@@ -87,25 +87,25 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
     )
     for row, scored in zip(rows, scores, strict=True):
         marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
-        row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
+        row.logprobs = [new if counts and not sampled else old for old, counts, sampled, new in marks]
         row.context_scored = True
 
 
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
-    """A turn whose tokens the agent sampled through the trainer and not through the server."""
+    """Build the turn of a response that the agent sampled with the trainer instead of the server."""
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs
-    given, text, parent = encode_rendered(tokenizer, [rendered])[0], rendered.text, None
+    tokens, text, parent = encode_rendered(tokenizer, [rendered])[0], rendered.text, None
     for other in earlier:
-        known = [*other.prompt, *other.tokens]
-        if given[: len(known)] == known:
-            parent, given, text = other, given[len(known) :], ""
+        prefix = [*other.prompt, *other.tokens]
+        if tokens[: len(prefix)] == prefix:
+            parent, tokens, text = other, tokens[len(prefix) :], ""
             break
     return Turn(
         id="",
         parent=parent,
-        context_tokens=given,
+        context_tokens=tokens,
         context_text=text,
         anchor="",
         prompt_text=rendered.text,
@@ -124,7 +124,7 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """All turns that an agent returned: one turn, one trajectory, or lists of either; AgentError for anything else."""
+    """Yield all turns in what an agent returned: a turn, a trajectory, or lists. Raises AgentError for anything else."""
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
     elif isinstance(returned, AgentTrajectory):
@@ -140,7 +140,7 @@ def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
 
 
 def _sequence_of(recorded: Sequence[Turn]) -> RolloutSequence:
-    """All that the policy said in a sample, end to end."""
+    """Concatenate all generated tokens of a sample."""
     tokens = list(chain.from_iterable(turn.tokens for turn in recorded))
     return RolloutSequence(
         resp_tokens=tokens,
@@ -161,7 +161,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """What the reward function sees; ``recorded`` are the answers of ``turns``, and ``rows`` say which tokens count."""
+    """Build the record for the reward function; ``recorded`` are the turns of ``turns``, ``rows`` define the loss mask."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -190,7 +190,7 @@ def _record_of(
 
 
 def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What tools have returned, ``{"name", "tool_call_id", "content"}`` each."""
+    """Return the tool results as ``{"name", "tool_call_id", "content"}``."""
     names = {
         call.get("id"): call["function"]["name"]
         for message in messages
@@ -209,23 +209,23 @@ def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]:
-    """The conversation with its last answer; what the agent has added behind that stays."""
-    given = [_plain(message) for message in turn.messages]
+    """Return the conversation with its last answer, and messages that the agent added after it."""
+    messages = [_plain(message) for message in turn.messages]
     sent = len(recorded.messages)
-    if len(given) > sent and given[sent].get("role") == "assistant":
-        return given
-    return [*given, recorded.answer]
+    if len(messages) > sent and messages[sent].get("role") == "assistant":
+        return messages
+    return [*messages, recorded.answer]
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message as a mapping; agents append the client's objects as they are."""
+    """Convert a message, which may be an object of the client, to a dict."""
     if isinstance(message, dict):
         return message
     return dict(message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message)
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """The last conversation behind its first prompt, as the model saw it."""
+    """Decode the last conversation after its first prompt, with special tokens."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -237,12 +237,12 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Which of the sampled tokens count, end to end; a turn counts in one row at most."""
+    """Return the loss mask of the sampled tokens, concatenated; a turn is trained on in at most one row."""
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]
-        for said, trained, turn in zip(row.sampled, row.trained, row.turns, strict=True):
-            if said and turn >= 0:
+        for sampled, trained, turn in zip(row.sampled, row.trained, row.turns, strict=True):
+            if sampled and turn >= 0:
                 marks[turn].append(trained)
         counts = [new if any(new) else old for old, new in zip(counts, marks, strict=True)]
     return list(chain.from_iterable(counts))
@@ -252,30 +252,30 @@ def _trace(
     turns: Sequence[AgentTrajectoryTurn], recorded: Sequence[Turn], messages: Sequence[dict[str, Any]]
 ) -> list[RewardEvent]:
     trace: list[RewardEvent] = []
-    for turn, kept in zip(turns, recorded, strict=True):
-        new = kept.messages[_known(kept) :]
+    for turn, recorded_turn in zip(turns, recorded, strict=True):
+        new = recorded_turn.messages[_already_traced(recorded_turn) :]
         trace += _results(new)
         trace.append(RewardEvent("request", messages=new, metadata={"tool_choice": turn.tool_choice}))
-        text = text_of(kept.answer.get("content"))
+        text = text_of(recorded_turn.answer.get("content"))
         if text:
             trace.append(RewardEvent("assistant_text", text=text))
-        for call in _calls(kept):
+        for call in _calls(recorded_turn):
             trace.append(RewardEvent("assistant_tool_call", name=call["name"], arguments=call["arguments"]))
     trace += _results(messages[len(recorded[-1].messages) + 1 :])
     trace.append(RewardEvent("finish", text=recorded[-1].finish))
     return trace
 
 
-def _known(turn: Turn) -> int:
-    """How many of a request's messages earlier events have told already."""
+def _already_traced(turn: Turn) -> int:
+    """Return how many of a request's messages are in earlier events."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
-    said = [place for place, message in enumerate(turn.messages) if message["role"] == "assistant"]
-    return said[-1] + 1 if turn.fork and said else 0
+    answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]
+    return answers[-1] + 1 if turn.fork and answers else 0
 
 
 def _results(messages: Sequence[dict[str, Any]]) -> list[RewardEvent]:
     return [
-        RewardEvent("tool_result", name=made["name"], content=made["content"], metadata={"id": made["tool_call_id"]})
-        for made in _tool_results(messages)
+        RewardEvent("tool_result", name=r["name"], content=r["content"], metadata={"id": r["tool_call_id"]})
+        for r in _tool_results(messages)
     ]

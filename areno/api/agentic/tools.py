@@ -1,8 +1,7 @@
-"""Python functions as tools: what a model may call, described by type hints and docstrings.
+"""Python functions as tools for a model, described by type hints and docstrings.
 
-A parameter's hint says two things at once: the JSON schema that the model sees, and how the JSON value that it sends is
-checked and turned into a Python value (:class:`ValueType`). A call never raises: what goes wrong becomes the text that
-the model reads as the result, and is counted.
+A parameter's type hint defines the JSON schema for the model, and how its JSON value is checked and converted to a Python value
+(:class:`ValueType`). A call never raises: errors become the result text for the model, and are counted.
 """
 
 import collections.abc
@@ -35,14 +34,14 @@ _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class ToolError(Exception):
-    """A tool cannot do what it was asked to; the message is for the model."""
+    """A tool call failed; the message is for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """A type of values: its JSON schema, and its reader.
+    """A type: its JSON schema, and a reader.
 
-    The reader takes a JSON value and its place (``squares[2]``), and returns the Python value or raises :class:`ToolError`.
+    The reader converts a JSON value, given its path (``squares[2]``), to a Python value, or raises :class:`ToolError`.
     """
 
     schema: dict[str, Any]
@@ -51,7 +50,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave; where it ``failed``, the content says what was wrong with it."""
+    """Result of a call; the content is the error message if it ``failed``."""
 
     name: str
     call_id: str
@@ -59,23 +58,23 @@ class ToolResult:
     failed: bool = False
 
     def message(self) -> dict[str, Any]:
-        """The message that tells the model."""
+        """Return the message for the model."""
         return {"role": "tool", "tool_call_id": self.call_id, "name": self.name, "content": self.content}
 
 
 class Tool:
-    """One function that a model may call.
+    """A function that a model may call.
 
     Every parameter needs a type hint: ``int``, ``float``, ``str``, ``bool``, ``None``, ``Any``, ``Literal``, enums,
-    unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``, nested as you like. The first paragraph
+    unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``, nested arbitrarily. The first paragraph
     of the docstring describes the tool; an ``Args:`` section, or ``Annotated[T, "text"]``, its parameters.
 
     Args:
-        function: sync or async; a sync one runs in the event loop, so it must be quick.
-        name: what the model calls it; the function's name unless given.
+        function: sync or async; a sync function runs in the event loop, so it must be fast.
+        name: name for the model; default is the function's name.
 
     Raises:
-        UsageError: a parameter has no hint, or one without a JSON form.
+        UsageError: a parameter has no type hint, or one without a JSON representation.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -104,21 +103,21 @@ class Tool:
     def _parameter(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> ValueType:
         place = f"tool {self.name}, parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UsageError(f"{place}: models pass arguments by name; give it a plain name and a type hint")
+            raise UsageError(f"{place}: models pass arguments by name; use a named parameter with a type hint")
         if parameter.name not in hints:
-            raise UsageError(f"{place}: has no type hint; the model is told its type")
+            raise UsageError(f"{place}: has no type hint; add one")
         return value_type_of(hints[parameter.name], place)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool in OpenAI's form."""
+        """The tool in OpenAI's format."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments, JSON text of an object or the object, and turn them into Python values.
+        """Check arguments (a JSON object, as text or parsed) and convert them to Python values.
 
-        Raises ToolError: they are not what the schema asks for.
+        Raises ToolError: they do not match the schema.
         """
         if isinstance(arguments, str):
             try:
@@ -135,23 +134,23 @@ class Tool:
         return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call it, with arguments as in :meth:`read_arguments`; never raises."""
+        """Call the tool, with arguments as for :meth:`read_arguments`; never raises."""
         try:
             value = self.function(**self.read_arguments(arguments))
             value = await value if inspect.isawaitable(value) else value
             return ToolResult(self.name, call_id, as_text(value))
         except ToolError as error:
             return ToolResult(self.name, call_id, f"error: {error}", failed=True)
-        except Exception as error:  # the conversation goes on, and the log says whose mistake it was
+        except Exception as error:  # the conversation continues; the log has the traceback
             logger.warning("tool %s raised %s: %s", self.name, type(error).__name__, error, exc_info=True)
             return ToolResult(self.name, call_id, f"error: {type(error).__name__}: {error}", failed=True)
 
 
 class Toolset:
-    """Tools by name, with counts of their ``calls`` and of the ``errors`` among them.
+    """Tools by name, with counts of ``calls`` and ``errors``.
 
     Args:
-        source: an object, whose public methods are the tools; or functions and :class:`Tool` objects.
+        source: an object whose public methods are the tools, or functions and :class:`Tool` objects.
 
     Raises:
         UsageError: two tools share a name, or one cannot be described.
@@ -159,17 +158,17 @@ class Toolset:
 
     def __init__(self, source: object) -> None:
         functions = source if isinstance(source, Iterable) else _public_methods(source)
-        made = [each if isinstance(each, Tool) else Tool(each) for each in functions]
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) < len(made):
-            names = [tool.name for tool in made]
+        tools = [each if isinstance(each, Tool) else Tool(each) for each in functions]
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            names = [tool.name for tool in tools]
             raise UsageError(f"two tools are called {next(name for name in names if names.count(name) > 1)}")
         self.calls = 0
         self.errors = 0
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """All tools in OpenAI's form."""
+        """All tools in OpenAI's format."""
         return [tool.schema for tool in self._tools.values()]
 
     def __len__(self) -> int:
@@ -179,7 +178,7 @@ class Toolset:
         return name in self._tools
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call a tool by its name, known or not; never raises. Arguments as in :meth:`Tool.read_arguments`."""
+        """Call a tool by name, with arguments as for :meth:`Tool.read_arguments`; never raises, even if it does not exist."""
         tool = self._tools.get(name)
         if tool is None:
             text = f"error: there is no tool {name}; the tools are {', '.join(self._tools) or 'none'}"
@@ -192,12 +191,12 @@ class Toolset:
 
 
 def as_text(value: Any) -> str:
-    """A result as the model reads it: text as it is, everything else as JSON."""
+    """Convert a result to text for the model: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
 
 
 def value_type_of(hint: Any, place: str) -> ValueType:
-    """Schema and reader of a resolved type hint; UsageError, which names ``place``, where it has no JSON form."""
+    """Return schema and reader of a type hint. Raises UsageError, naming ``place``, if it has no JSON representation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
@@ -220,7 +219,9 @@ def value_type_of(hint: Any, place: str) -> ValueType:
             return _one_of([(member.value, member) for member in hint])
         if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
             return _record(hint, place)
-    raise UsageError(f"{place}: {hint!r} has no JSON form; use numbers, text, lists, dicts, Literal or a dataclass")
+    raise UsageError(
+        f"{place}: {hint!r} has no JSON representation; use numbers, text, lists, dicts, Literal or a dataclass"
+    )
 
 
 def _scalar(kind: str, fits: Callable[[Any], bool], make: Callable[[Any], Any]) -> ValueType:
@@ -248,7 +249,7 @@ _SCALARS: dict[Any, ValueType] = {
 
 
 def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
-    """One of some JSON values; gives what stands beside it."""
+    """Return the type of an enumeration of (JSON value, Python value) pairs."""
     kinds = {_SCALARS[type(value)].schema["type"] if type(value) in _SCALARS else "string" for value, _ in choices}
     schema: dict[str, Any] = {"enum": [value for value, _ in choices]}
     if len(kinds) == 1:
@@ -256,7 +257,7 @@ def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
 
     def read(value: Any, where: str) -> Any:
         for choice, meaning in choices:
-            # By type too: True is no 1, and 1.0 is.
+            # True is not 1, but 1.0 is.
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return meaning
         listed = ", ".join(json.dumps(choice) for choice, _ in choices)
@@ -319,7 +320,7 @@ def _mapping(arguments: Sequence[Any], place: str) -> ValueType:
 
 
 def _record(kind: Any, place: str) -> ValueType:
-    """A dataclass or ``TypedDict``."""
+    """Return the type of a dataclass or ``TypedDict``."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if dataclasses.is_dataclass(kind):
         missing = dataclasses.MISSING
@@ -327,7 +328,7 @@ def _record(kind: Any, place: str) -> ValueType:
         required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
         hints = {field.name: hints[field.name] for field in fields}
     else:
-        # Python cannot see through hints that are text when it collects the required keys.
+        # `__required_keys__` ignores NotRequired in hints that are strings.
         wrapped = {name: typing.get_origin(hint) for name, hint in hints.items()}
         required = {name for name in kind.__required_keys__ if wrapped[name] is not typing.NotRequired}
     members = {name: value_type_of(hint, f"{place}.{name}") for name, hint in hints.items()}
@@ -358,7 +359,7 @@ def _public_methods(source: object) -> list[Callable[..., Any]]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and the entries of the ``Args:`` section by name."""
+    """Return the first paragraph, and the entries of the ``Args:`` section by name."""
     head, _, rest = text.partition("\nArgs:\n")
     described: dict[str, str] = {}
     name = ""

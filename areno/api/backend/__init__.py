@@ -1,1 +1,1 @@
-"""Backends: what runs a :class:`areno.Trainer`'s model."""
+"""Backends, which run the models of a :class:`areno.Trainer`."""

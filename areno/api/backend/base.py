@@ -1,4 +1,4 @@
-"""How a backend is chosen and configured. Importing this module loads no engine."""
+"""Selection and configuration of backends. Does not import an engine."""
 
 import importlib
 from collections.abc import Callable
@@ -17,21 +17,21 @@ class ArenoConfig:
         tp_size: tensor-parallel size.
         dp_size: data-parallel size; None is ``world_size // tp_size``.
         devices: device ids of the ranks.
-        dummy_load: random weights instead of the checkpoint's.
+        dummy_load: initialize random weights instead of loading the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
             ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
-            ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` to generate only), and
-            ``stall_timeout_s`` (seconds without progress after which a rank of several has failed; 600).
-        max_running_prompts: most sequences decoded at once.
-        decode_progress_interval_s: seconds between decode progress lines; 0 writes none.
-        lora: train an adapter in place of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
+            ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
+            ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; 600).
+        max_running_prompts: maximum number of sequences decoded concurrently.
+        decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
+        lora: train an adapter instead of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
             are ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``.
-            With dropout, the log-probs of a rollout are not those of a training pass: leave it at 0 where importance
-            ratios are taken. ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own
-            checkpoint, such as a reference, is the model with the adapter off, and takes no memory.
-        fsdp: spread weights and gradients over the replicas (FSDP2), not the optimizer's state alone.
+            With dropout, the log-probs of a rollout differ from those of a training pass: use 0 with importance ratios.
+            ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own checkpoint, such as a
+            reference, is the model with the adapter disabled, and takes no memory.
+        fsdp: shard weights and gradients across the replicas (FSDP2) instead of only the optimizer states.
     """
 
     model_path: str | None = None
@@ -52,10 +52,10 @@ class BackendType:
     """A selectable backend.
 
     Args:
-        name: for messages.
+        name: name for lookup and messages.
         config_type: class of its configuration.
-        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported on use. It checks the
-            configuration, and returns what loads the model and gives the :class:`areno.engine.backend.Backend`.
+        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported lazily. It checks the
+            configuration, and returns a function that loads the model and returns the :class:`areno.engine.backend.Backend`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class BackendType:
     factory: str
 
     def create(self, model_path: str, world_size: int, config: Any) -> Callable[[], Backend]:
-        """Check the configuration, TypeError for another class; nothing is loaded before what is returned is called."""
+        """Check the configuration and return a function that loads the backend. Raises TypeError for a wrong class."""
         if not isinstance(config, self.config_type):
             raise TypeError(
                 f"backend {self.name} requires its typed configuration {self.config_type.__name__}, "
@@ -79,15 +79,15 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Make a backend selectable by name; ValueError if the name is taken by another."""
-    known = _REGISTRY.setdefault(backend.name.lower(), backend)
-    if known != backend:
-        raise ValueError(f"a backend named {backend.name!r} is registered already: {known.factory}")
+    """Make a backend selectable by name. Raises ValueError if the name is taken by another."""
+    registered = _REGISTRY.setdefault(backend.name.lower(), backend)
+    if registered != backend:
+        raise ValueError(f"a backend named {backend.name!r} is already registered: {registered.factory}")
     return backend
 
 
 def get_backend(name: str) -> BackendType:
-    """Look a backend up; the ValueError for an unknown one lists what there is."""
+    """Look up a backend by name. Raises ValueError with the registered names if it is unknown."""
     if name.lower() not in _REGISTRY:
         raise ValueError(f"unknown backend {name!r}; registered: {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name.lower()]

@@ -1,4 +1,4 @@
-"""The local backend: areno's own engine, in this process or on ranks of their own."""
+"""The local backend: areno's engine, in this process or on several ranks."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from areno.api.arguments import listed, of_type, real, whole
+from areno.api.arguments import as_list, integer, of_type, real
 from areno.api.backend.base import ArenoConfig
 from areno.config.machine import gpu_problem
 from areno.engine.backend import Backend
@@ -40,28 +40,28 @@ def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _share(name: str, value: Any) -> None:
+def _fraction(name: str, value: Any) -> None:
     if not 0 <= real(name, value) < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
 
 
-def _pair_of_shares(name: str, value: Any) -> None:
-    values = listed(name, value, "two numbers")
+def _pair_of_fractions(name: str, value: Any) -> None:
+    values = as_list(name, value, "two numbers")
     if len(values) != 2:
         raise ValueError(f"{name} must be two numbers, got {value!r}")
     for part in values:
-        _share(name, part)
+        _fraction(name, part)
 
 
 def _devices(name: str, value: Any) -> None:
-    for number in listed(name, value, "device numbers"):
-        whole(name, number, 0)
+    for number in as_list(name, value, "device numbers"):
+        integer(name, number, 0)
 
 
 _TEXT: Check = partial(of_type, kind=str)
-_COUNT: Check = whole
-_FROM_0: Check = partial(whole, least=0)
-_NOT_NEGATIVE: Check = partial(real, least=0)
+_COUNT: Check = integer
+_FROM_0: Check = partial(integer, minimum=0)
+_NOT_NEGATIVE: Check = partial(real, minimum=0)
 _POSITIVE: Check = partial(real, above=0)
 
 _RUNTIME: Mapping[str, Check] = {
@@ -89,7 +89,7 @@ _OPTIMIZER: Mapping[str, Check] = {
     "lr_decay_steps": _FROM_0,
     "lr_warmup_steps": _FROM_0,
     "lr_decay_style": _choice("constant", "linear", "cosine"),
-    "betas": _pair_of_shares,
+    "betas": _pair_of_fractions,
     "eps": _POSITIVE,
     "weight_decay": _NOT_NEGATIVE,
     "grad_clip_norm": _or_none(_POSITIVE),
@@ -100,9 +100,9 @@ _OPTIMIZER: Mapping[str, Check] = {
 _LORA: Mapping[str, Check] = {
     "rank": _FROM_0,
     "alpha": _or_none(_POSITIVE),
-    "dropout": _share,
+    "dropout": _fraction,
     "load_in_4bit": _flag,
-    "seed": partial(whole, least=-(2**63)),
+    "seed": partial(integer, minimum=-(2**63)),
     "adapter_path": _or_none(_TEXT),
 }
 _FIELDS: Mapping[str, Check] = {
@@ -118,7 +118,7 @@ _FIELDS: Mapping[str, Check] = {
 
 
 def _check_config(config: ArenoConfig) -> None:
-    """Check types and bounds, with UsageError; sizes that must fit each other are checked where they are used."""
+    """Check types and bounds of single fields. Raises UsageError."""
     try:
         for name, check in _FIELDS.items():
             check(f"ArenoConfig.{name}", getattr(config, name))
@@ -133,12 +133,12 @@ def _check_config(config: ArenoConfig) -> None:
     unknown = sorted(set(config.runtime or {}) - set(_RUNTIME))
     if unknown:
         raise UsageError(
-            f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
+            f"ArenoConfig.runtime has no key {', '.join(unknown)}; valid keys: {', '.join(sorted(_RUNTIME))}"
         )
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:
-    """Check a configuration, with UsageError for what cannot work; the engine is loaded by what is returned."""
+    """Check a configuration and return a function that loads the engine. Raises UsageError."""
     _check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)
@@ -151,7 +151,7 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
     runtime = dict(config.runtime or {})
     runtime.pop("stall_timeout_s", None)
     if config.lora is not None and runtime.get("trains") == "nothing":
-        raise UsageError("ArenoConfig.lora has no effect where nothing is trained; give an adapter as the model's path")
+        raise UsageError("ArenoConfig.lora has no effect without training; pass the adapter as the model path")
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
     return EngineConfig(

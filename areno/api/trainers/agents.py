@@ -1,8 +1,7 @@
-"""Rollouts by an agent, in place of prompt completions: run it, drop what cannot be used, and say so.
+"""Agentic rollouts: runs the agent, and drops and reports unusable samples.
 
-Three things may happen to a sample besides being trained on, and all are counted: the agent does not finish it, which
-stops the run when it happens to too many; it grows longer than the context, which filters it; or nothing of it counts
-in the loss.
+A sample is unusable if the agent does not finish it (too many such failures stop the run), if it exceeds the context length, or
+if none of its tokens count in the loss. All are counted.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from areno.api.agentic.collect import AgentRunner, Collected
+from areno.api.agentic.collect import AgentRunner, CollectedSamples
 from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
@@ -31,7 +30,7 @@ _SHOWN_FAILED = 3
 
 
 class AgentRollouts:
-    """Runs the agent of ``--agent-fn``; raises :class:`UsageError` if its file cannot be used."""
+    """Runs the agent of ``--agent-fn``. Raises UsageError if its file is invalid."""
 
     def __init__(self, config: TrainOptions, instance: Trainer, logger: logging.Logger) -> None:
         self._config, self._instance, self._logger = config, instance, logger
@@ -49,7 +48,7 @@ class AgentRollouts:
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
     ) -> tuple[list[AgentSample], dict[str, float]]:
-        """The usable samples of ``n_samples`` tasks per prompt, and figures about the others."""
+        """Return the usable samples of ``n_samples`` tasks per prompt, and statistics."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(
@@ -64,18 +63,18 @@ class AgentRollouts:
             collected = self._runner.collect(session.proxy, agents)
             limit = session.proxy.context_limit
         self._check_failures(collected, len(agents))
-        kept = self._filter(collected.samples, limit)
-        if not (kept or may_be_empty):
+        usable = self._filter(collected.samples, limit)
+        if not (usable or may_be_empty):
             raise AgentError(
                 f"all {len(collected.samples)} trajectories of this step are longer than the context of {limit} tokens; "
-                "raise --max-context-len where the model allows it, or let the agent say less"
+                "raise --max-context-len if the model allows it, or shorten the agent's conversations"
             )
-        fill_context_logprobs(self._instance, kept, config.score_micro_bs)
-        self._say_built(kept)
-        return kept, self._stats(collected, kept)
+        fill_context_logprobs(self._instance, usable, config.score_micro_bs)
+        self._log_batch(usable)
+        return usable, self._stats(collected, usable)
 
-    def _check_failures(self, collected: Collected, total: int) -> None:
-        """Say what failed; stop where it is too much."""
+    def _check_failures(self, collected: CollectedSamples, total: int) -> None:
+        """Log failures, and raise AgentError if there are too many."""
         errors = collected.errors
         if not errors:
             return
@@ -88,7 +87,7 @@ class AgentRollouts:
         for text in shown:
             self._logger.warning("agent sample dropped: %s", text)
         if len(errors) > len(shown):
-            self._logger.warning("agent samples dropped: %d in all", len(errors))
+            self._logger.warning("agent samples dropped: %d in total", len(errors))
 
     def _filter(self, samples: list[AgentSample], limit: int | None) -> list[AgentSample]:
         long = [s for s in samples if s.context_full or (limit is not None and s.longest > limit)]
@@ -99,7 +98,7 @@ class AgentRollouts:
         log_lines.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
         return [sample for sample in samples if sample not in long]
 
-    def _say_built(self, samples: list[AgentSample]) -> None:
+    def _log_batch(self, samples: list[AgentSample]) -> None:
         records = [sample.record for sample in samples]
         log_lines.agentic_train_batch(
             self._logger,
@@ -110,17 +109,17 @@ class AgentRollouts:
             sum(len(record.tool_results) for record in records),
         )
 
-    def _stats(self, collected: Collected, kept: list[AgentSample]) -> dict[str, float]:
-        forks = Counter(reason for sample in kept for reason in sample.forks)
+    def _stats(self, collected: CollectedSamples, usable: list[AgentSample]) -> dict[str, float]:
+        forks = Counter(reason for sample in usable for reason in sample.forks)
         if forks:
             counts = ", ".join(f"{count} {reason}" for reason, count in forks.most_common())
-            self._logger.info("agentic conversations forked into further rows: %s", counts)
+            self._logger.info("agentic conversations forked into additional rows: %s", counts)
         return {
             "agent_failed": float(len(collected.errors)),
             "agent_rerun": float(collected.rerun),
-            "agent_filtered_long": float(len(collected.samples) - len(kept)),
+            "agent_filtered_long": float(len(collected.samples) - len(usable)),
             "agent_forks": float(forks.total()),
-            "agent_turns_mean": sum(len(sample.turns) for sample in kept) / max(len(kept), 1),
+            "agent_turns_mean": sum(len(sample.turns) for sample in usable) / max(len(usable), 1),
         }
 
 

@@ -1,6 +1,6 @@
-"""What the trainers of ``areno train`` share: the run specification from the options, epochs over a data set, train calls.
+"""Base of the trainers of ``areno train``: the run specification, epochs over a dataset, train calls.
 
-The contract of a trainer class is ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``.
+A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """
 
 import math
@@ -29,11 +29,11 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Steps of a run whose end is where its rows end, which over-long ones bring nearer."""
+"""Last step of a run that ends with its rows: unknown in advance, as too long rows are skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:
-    """The run that the options describe."""
+    """Return the run specification of the options."""
     minutes = config.save_interval_minutes
     names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
     return RunSpec(
@@ -53,7 +53,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Fields of an ``OptimizerConfig``; ``prefix`` is that of the options for the rate of another model than the policy."""
+    """Return fields of an ``OptimizerConfig``; ``prefix`` selects the learning-rate options of another model."""
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -65,7 +65,7 @@ def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]
 
 
 class DataTrainer(TrainingLoop):
-    """Base of the trainers; see the module's text. ``eval_rows`` are in the run's schema."""
+    """Base of the trainers; ``eval_rows`` have the same schema as the training rows."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DataTrainer(TrainingLoop):
         fp32 = instance.backend.config.compute_dtype == "float32"
         gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
-            # Samples of older weights differ from the policy that is trained, as they should.
+            # Stale samples legitimately differ from the trained policy.
             logprob_gap_limit=math.inf if config.most_behind else gap_limit,
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None and config.workflow is None else None,
@@ -95,33 +95,33 @@ class DataTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Batches of an epoch from position ``start`` of ``order``, each with the position after it."""
+        """Yield the batches of an epoch from position ``start`` of ``order``, each with the position after it."""
 
     def row_count(self) -> int:
-        """Rows of an epoch."""
+        """Return the number of rows per epoch."""
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Metrics on held-out rows by short name, ``best_metric`` among them; may be interrupted, must not train."""
+        """Return metrics on held-out rows by short name, including ``best_metric``; interruptible, and must not train."""
         raise UsageError(
-            f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; leave the "
-            "option out, or give the trainer a method evaluate(rows)"
+            f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
+            "option, or implement evaluate(rows) in the trainer"
         )
 
     @property
     def run_dir(self) -> RunDirectory:
-        """The run's files."""
+        """The run directory."""
         return self.report.run_dir
 
     @property
     def context_limit(self) -> int | None:
-        """Most tokens of a row: the smaller of ``--max-context-len`` and the model's own limit."""
+        """Maximum tokens of a row: the smaller of ``--max-context-len`` and the model's limit."""
         return tightest(self.config.max_context_len, self.instance.model_context_len())
 
     def fit(self) -> RunState:
-        """Run to the end, or to a stop; see :meth:`TrainingLoop.fit`."""
+        """Train until the end or a stop signal; see :meth:`TrainingLoop.fit`."""
         if self.eval_rows is not None and type(self).evaluate is DataTrainer.evaluate:
-            self.evaluate(self.eval_rows)  # says at once that it cannot, and not after the first steps
+            self.evaluate(self.eval_rows)  # raises now rather than after the first steps
         try:
             return super().fit()
         finally:
@@ -131,7 +131,7 @@ class DataTrainer(TrainingLoop):
                 self.saver.close()
 
     def total_steps(self) -> int:
-        """Steps of the whole run, were no row skipped."""
+        """Return the number of steps of the run if no row is skipped."""
         total = self._steps_per_epoch() * self.config.epochs
         return min(total, self.config.max_steps) if self.config.max_steps else total
 
@@ -139,7 +139,7 @@ class DataTrainer(TrainingLoop):
         return -(-self.row_count() // self.config.batch_size)
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Epoch after epoch, each in an order of its own."""
+        """Yield the steps of all epochs, each with its own order."""
         config, state = self.config, self.state
         planned = self.looked_ahead(self._planned())
         upcoming = None if self.finished() else next(planned, None)
@@ -156,11 +156,11 @@ class DataTrainer(TrainingLoop):
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """The same steps; work for later ones may begin when an earlier one is asked for."""
+        """Return the steps; a subclass may start work for later ones early."""
         return planned
 
     def _planned(self) -> Iterator[PlannedStep]:
-        """All steps from ``state`` on; asking for one changes nothing of the run."""
+        """Yield all steps from ``state`` on, without changing the run's state."""
         config, state = self.config, self.state
         number, epoch_step, position, most = state.step, state.epoch_step, state.position, config.max_steps
         for epoch in range(state.epoch, config.epochs):
@@ -175,16 +175,16 @@ class DataTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """One train call with the run's loss and sizes; not interrupted by a signal."""
-        self._updating = True  # until the step is complete, the weights belong to no step that could be saved
+        """Call the trainer with the run's loss and sizes; not interrupted by a signal."""
+        self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
 
     def measure(self) -> dict[str, float]:
-        """:meth:`evaluate` on the held-out rows, with its seconds."""
+        """Run :meth:`evaluate` on the held-out rows, and add its duration."""
         assert self.eval_rows is not None
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.stop.interruptible():
             metrics = self.evaluate(self.eval_rows)
-        metrics.setdefault("eval_time_s", time.perf_counter() - began)
+        metrics.setdefault("eval_time_s", time.perf_counter() - start)
         return metrics

@@ -1,7 +1,7 @@
 """Policy-gradient training with one model: GSPO, GRPO, and losses like them.
 
-Special here: the advantage of an answer comes from comparing rewards, with no value model. One step: samples -> rewards
--> advantages -> rows -> optimizer steps; a KL term adds the log-probs of a frozen reference.
+Advantages come from comparing rewards, without a value model. A step: samples -> rewards -> advantages -> rows -> optimizer
+steps; a KL term adds the log-probs of a frozen reference.
 """
 
 import logging
@@ -25,16 +25,16 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Rollout, reward, advantages by comparison, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
+    """Rollout, reward, group-based advantages, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger
 
     def roles(self) -> list[ModelRole]:
-        """The reference, with a KL term."""
+        """Return the reference, if there is a KL term."""
         return [self.reference_role()] if self.config.takes_reference(ppo=False) else []
 
     def shaping(self) -> RewardShaping:
-        """Rewards become advantages by the estimator of ``--advantage``."""
+        """Return the settings for the estimator of ``--advantage``."""
         estimate = _estimator(self.config.advantage)
 
         def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:
@@ -43,26 +43,28 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
-        """The response tokens of all rows of a sample carry the advantage of the response, or of their turn."""
+        """Assign the advantage of the response, or of the turn, to the response tokens of a sample's rows."""
         discount = self.config.turn_discount
         if discount is None:
-            owners = [[i] * len(row.tokens) for i, own in enumerate(rows) for row in own]
+            owners = [[i] * len(row.tokens) for i, sample_rows in enumerate(rows) for row in sample_rows]
             return Credits([s.reward for s in samples], [s.prompt_index for s in samples], owners)
-        # Each turn is compared with the turns of the same number of the prompt's other samples.
+        # A turn is compared with the same turn of the prompt's other samples.
         returns = [turn_returns(sample, discount) for sample in samples]
-        places = [(s.prompt_index, turn) for s, own in zip(samples, returns, strict=True) for turn in range(len(own))]
-        groups = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        keys = [
+            (s.prompt_index, turn) for s, values in zip(samples, returns, strict=True) for turn in range(len(values))
+        ]
+        groups = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         first = accumulate(map(len, returns), initial=0)
         owners = [
             [-1 if turn < 0 else begin + turn for turn in row.turns]
             for sample, begin in zip(samples, first, strict=False)
             for row in sample.rows
         ]
-        return Credits([value for own in returns for value in own], [groups[place] for place in places], owners)
+        return Credits([value for values in returns for value in values], [groups[key] for key in keys], owners)
 
 
 def turn_returns(sample: Sample, discount: float) -> list[float]:
-    """What each turn has led to: its own reward and, discounted, those of later turns; the sample's comes with the last.
+    """Return each turn's discounted return: its reward and those of later turns; the sample's reward is added to the last.
 
     G_k = r_k + discount G_{k+1}, where the last turn's r is the environment's reward for it plus the reward function's.
     """
@@ -72,7 +74,7 @@ def turn_returns(sample: Sample, discount: float) -> list[float]:
 
 
 def _estimator(name: str) -> AdvantageFn:
-    """The estimator that ``--advantage`` names."""
+    """Return the estimator of ``--advantage``."""
     if ".py" not in name:
         return get_advantage(name)
     function = load_hook(name, ADVANTAGE_HOOK)
@@ -87,13 +89,13 @@ def _estimator(name: str) -> AdvantageFn:
         if len(values) != len(rewards):
             raise UsageError(
                 f"--advantage {name} returned {len(values)} numbers for {len(rewards)} rewards; "
-                "return one advantage per reward, in their order"
+                "return one advantage per reward, in order"
             )
         for index, value in enumerate(values):
             if not math.isfinite(value):
                 raise UsageError(
                     f"--advantage {name} returned {value} for reward {index} of {list(rewards)} (groups {list(groups)}); "
-                    "return finite numbers, also for groups whose rewards are all equal"
+                    "return finite numbers, even for groups with equal rewards"
                 )
         return values
 

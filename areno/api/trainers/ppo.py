@@ -1,8 +1,8 @@
 """PPO: a policy and a critic (Schulman et al. 2017, arXiv:1707.06347).
 
-Special here: the critic's values turn one reward per response into one advantage per token (GAE). One step: samples ->
-rewards -> reference log-probs and values -> advantages and returns -> critic -> policy. The old log-probs are those that
-the rollout recorded, which are the policy's own, so they need no forward pass.
+The critic's values turn one reward per response into one advantage per token (GAE). A step: samples -> rewards -> reference
+log-probs and values -> advantages and returns -> critic -> policy. The old log-probs are those recorded by the rollout, so they
+need no forward pass.
 """
 
 import logging
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areno.api.trainers.base import optimizer_settings
-from areno.api.trainers.rollout import RolloutTrainer, spread
+from areno.api.trainers.rollout import RolloutTrainer, summary_statistics
 from areno.loss_fns import whiten
 from areno.loss_fns.shaping import RewardShaping, trained_values
 from areno.observability import log_lines
@@ -34,7 +34,7 @@ class PPOTrainer(RolloutTrainer):
     role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
-        """The critic, and the reference if there is a KL term."""
+        """Return the critic, and the reference if there is a KL term."""
         return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:
@@ -43,7 +43,7 @@ class PPOTrainer(RolloutTrainer):
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 
     def shaping(self) -> RewardShaping:
-        """GAE over the critic's values."""
+        """Return the settings of GAE over the critic's values."""
         config = self.config
         return RewardShaping(
             reward_clip=math.inf,
@@ -55,20 +55,20 @@ class PPOTrainer(RolloutTrainer):
         )
 
     def learners(self) -> list[Learner]:
-        """The critic, and after its warm-up the policy."""
+        """Return the critic, and the policy, which starts after the critic's warmup."""
         policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Also those over all tokens of a step; the explained variance only where the returns vary at all."""
+        """Add statistics over all tokens of a step, with the explained variance unless all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         stats = {
             "critic_value_forward_time_s": self._seconds["critic"],
-            **spread("old_logprob", trained_values(rows, "logprobs")),
-            **spread("critic_value", values),
-            **spread("return", returns),
-            **spread("gae_advantage", prepared.unnormalised),
+            **summary_statistics("old_logprob", trained_values(rows, "logprobs")),
+            **summary_statistics("critic_value", values),
+            **summary_statistics("return", returns),
+            **summary_statistics("gae_advantage", prepared.unnormalised),
         }
         variance = float(np.var(returns))
         if variance > 0:
@@ -76,11 +76,11 @@ class PPOTrainer(RolloutTrainer):
         return (
             super().row_statistics(prepared)
             | stats
-            | spread("normalized_advantage", trained_values(rows, "advantages"))
+            | summary_statistics("normalized_advantage", trained_values(rows, "advantages"))
         )
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """One train call of the critic with the run's sizes."""
+        """Train the critic with the run's batch sizes."""
         config = self.config
         self._updating = True
         return self.instance.train_values(
@@ -93,7 +93,7 @@ class PPOTrainer(RolloutTrainer):
         )
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """Those of the policy, and of the critic with its name in front."""
+        """Return those of the policy, and of the critic with its name as prefix."""
         epoch, step = self.state.epoch, self.state.step
         merged: dict[str, float] = {}
         for role, stats in updates:

@@ -1,4 +1,4 @@
-"""What ``areno train`` tells of its steps: the documented log lines, ``metrics.jsonl`` and TensorBoard events."""
+"""Reports the steps of ``areno train``: the documented log lines, ``metrics.jsonl`` and TensorBoard events."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from areno.training.state import RunState
 
 
 class StepReporter(Reporter):
-    """See the module's text."""
+    """Writes log lines, ``metrics.jsonl``, TensorBoard events and tracking services."""
 
     joins_evaluation: ClassVar[bool] = False
 
@@ -32,13 +32,13 @@ class StepReporter(Reporter):
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 
     def begin(self, total_steps: int, done_steps: int) -> None:
-        """Also write the configuration, and open the services."""
+        """Also write the configuration, and open the tracking services."""
         self.run_dir.write_config(dump_config(self._config))
         self._opened(done_steps)
         super().begin(total_steps, done_steps)
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Log the statistics, and write all scalars."""
+        """Log the statistics and write all scalars."""
         outcome.stats["step_wall_time_s"] = outcome.seconds
         log_lines.train_stats(self.logger, at.epoch, at.global_step, outcome.stats)
         scalars = step_scalars(
@@ -52,38 +52,38 @@ class StepReporter(Reporter):
         self._record(at.global_step, scalars)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Log the metrics, and write them under ``eval/``."""
+        """Log the metrics and write them under ``eval/``."""
         if not again:
             log_lines.evaluation(self.logger, state.epoch, state.step, metrics)
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
-        """Drop lines of later steps."""
+        """Delete lines of later steps."""
         self.run_dir.truncate_after(state.step - 1)
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Show and log that a checkpoint is written."""
+        """Display and log the writing of a checkpoint."""
         self.display.phase("save")
         log_lines.save_checkpoint_start(self.logger, state.epoch, state.step - 1, path)
         yield
         log_lines.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
 
     def close(self) -> None:
-        """Also write the events that are queued, and close the services."""
+        """Also flush the events, and close the tracking services."""
         super().close()
         for sink in reversed(self._sinks):
             sink.close()
 
     def _record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars by full tag as a line of their own; an evaluation's ``step`` counts the completed steps."""
+        """Write scalars by full tag to all sinks; an evaluation's ``step`` is the number of completed steps."""
         sinks = self._opened(step)
         self.run_dir.append_metrics(step, scalars)
         for sink in sinks:
             sink.log(step, scalars)
 
     def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
-        """Where else scalars go; ``step`` is the first one that it is asked for, where a resumed run records anew."""
+        """Open and return the sinks of scalars; a resumed run overwrites events from ``step``, the first one, on."""
         if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, asdict(config))

@@ -1,8 +1,8 @@
-"""What all algorithms that learn from their own samples share: prompts, rollout, rewards, several passes, evaluation.
+"""Base of the on-policy trainers: prompts, rollout, rewards, several passes, evaluation.
 
-One step: prompts -> samples -> rewards -> rows with what the loss reads -> optimizer steps. A subclass supplies the last
-two. Everything before the first optimizer step can be repeated, so a stop signal may interrupt it; the updates are done
-as a whole or, after an error, not saved.
+A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. A subclass supplies the last two.
+A stop signal may interrupt everything before the first optimizer step, which can be repeated; the updates are completed or,
+after an error, not saved.
 """
 
 import time
@@ -18,8 +18,8 @@ import numpy as np
 from areno.api.datasets import iter_prompt_batches, prompt_limit
 from areno.api.evaluation import (
     EVALUATION_STREAM,
-    Answer,
     AnswerSource,
+    EvalAnswer,
     OnScored,
     evaluate_prompts,
     evaluation_sampling,
@@ -57,7 +57,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 
 
 class RolloutTrainer(DataTrainer):
-    """Base of the trainers that sample; ``role`` is what the log lines call the model that does."""
+    """Base of the trainers with rollouts; ``role`` is the name of the sampling model in log lines."""
 
     role: ClassVar[log_lines.Role] = "policy"
     best_metric = "rewards_mean"
@@ -65,45 +65,45 @@ class RolloutTrainer(DataTrainer):
     _unused_samples: Any = None
 
     def roles(self) -> list[ModelRole]:
-        """Models that the algorithm needs besides the policy and a reward model."""
+        """Return the models that the algorithm needs besides the policy and a reward model."""
         return []
 
     @abstractmethod
     def shaping(self) -> RewardShaping:
-        """How rewards become advantages."""
+        """Return the settings that turn rewards into advantages."""
 
     def learners(self) -> list[Learner]:
-        """The models that are trained, in this order."""
+        """Return the models to train, in order."""
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Rewards of parts of each sample's rows; None takes those of the rows."""
+        """Return the rewards of parts of each sample's rows; None uses the rewards of the rows."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Statistics of the rows of a step."""
+        """Return the statistics of a step's rows."""
         if self.config.kl_reward_coef == 0:
             return {}
-        return spread("kl_reward", prepared.populations["kl_rewards"].tolist())
+        return summary_statistics("kl_reward", prepared.populations["kl_rewards"].tolist())
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """The statistics of a step's updates, from :meth:`PolicyObjective.updates`."""
+        """Return the statistics of a step's updates, from :meth:`PolicyObjective.updates`."""
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        """The KL penalty and the parts of :meth:`shaping`."""
+        """The KL penalty and reward-part settings of :meth:`shaping`."""
         config = self.config
         weights = part_weights(config.reward_weights) if config.reward_normalize_parts else None
         return {"kl_ctl": config.kl_reward_coef, "kl_estimator": config.kl_reward_type, "part_weights": weights}
 
     @property
     def passes(self) -> dict[str, int]:
-        """How often a :class:`Learner` is called with the rows of a step."""
+        """Passes and minibatches of a :class:`Learner` per step."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
-        """Load the auxiliary models that are not there yet."""
+        """Load the auxiliary models."""
         reward = self.config.reward_ckpt
         for role in [*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])]:
             log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
@@ -111,16 +111,16 @@ class RolloutTrainer(DataTrainer):
             log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:
-        """The frozen policy that a KL term compares with: ``--ref-ckpt``, else ``--ckpt``."""
+        """Return the reference of the KL term: ``--ref-ckpt``, else ``--ckpt``."""
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:
-        """Start the reward workers, so that a broken reward file shows before the first rollout."""
+        """Start the reward workers, so that a broken reward file fails before the first rollout."""
         config = self.config
         self.sampling = rollout_sampling(config)
         self._log_limit = completions_to_log()
         self._texts = TokenTexts(self.instance.get_tokenizer())
-        self._said_fewer_minibatches = False
+        self._warned_minibatches = False
         self._seconds: dict[str, float] = {}
         roles = {role.name for role in self.roles()}
         knobs = knobs_of(self.loss_fn)
@@ -128,7 +128,7 @@ class RolloutTrainer(DataTrainer):
         scores |= {(ACTOR, "prox_logprobs"): getattr(knobs, "needs_proximal", False)}
         settings = PolicySettings(
             shaping=self.shaping(),
-            scores=[score for score, wanted in scores.items() if wanted],
+            scores=[score for score, needed in scores.items() if needed],
             m2_threshold=getattr(knobs, "m2_threshold", None),
             critic="critic" if "critic" in roles else None,
             reward_path=config.reward_ckpt,
@@ -146,26 +146,26 @@ class RolloutTrainer(DataTrainer):
         self._source.load_state(self._unused_samples)
 
     def cleanup(self) -> None:
-        """End the reward workers, and what else generates."""
+        """Stop the reward workers and the sample source."""
         for name in ("_source", "_runner"):
             if (part := getattr(self, name, None)) is not None:
                 part.close()
 
     def rollout_state(self) -> Any:
-        """Samples that no step has been trained on yet."""
+        """Return the samples that have not been trained on yet."""
         source = getattr(self, "_source", None)  # a run may end before it is prepared
         return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Remember those samples."""
+        """Load the unused samples of a checkpoint."""
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """With ``--rollout async`` later batches begin early."""
+        """Start later batches early with ``--rollout async``."""
         return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
-        """Tokenized prompt batches; over-long prompts are passed over and counted."""
+        """Yield tokenized prompt batches; too long prompts are skipped and counted."""
         batches = iter_prompt_batches(
             self.dataset,
             self.instance.get_tokenizer(),
@@ -184,11 +184,11 @@ class RolloutTrainer(DataTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """What bounds prompts besides ``--max-prompt-tokens``; what an agent makes of a row is not known before it asks."""
+        """Context limit of prompts; None with an agent, whose prompts are not known in advance."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
-        """One step."""
+        """Run one step."""
         timings: dict[str, float] = {}
         with self.stop.interruptible():
             drawn = self._timed("rollout", timings, self._rollout, batch)
@@ -211,26 +211,29 @@ class RolloutTrainer(DataTrainer):
 
     def _timed(self, phase: str, timings: dict[str, float], work: Any, argument: Any) -> Any:
         self.display.phase(phase)
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.timed(phase):
             result = work(argument)
-        timings[phase] = time.perf_counter() - began
+        timings[phase] = time.perf_counter() - start
         return result
 
     def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
-        """Put the step's most telling samples into the run directory, token by token."""
-        owned = [sample.rows for sample in samples]
-        shown = None
-        if sum(map(len, owned)) == len(rows):  # a trainer of the user's own may make rows of another kind
-            found = iter(rows)
-            shown = [partial(self._segments, [(row, next(found)) for row in own]) for own in owned]
+        """Write the step's most informative samples to the run directory, token by token."""
+        rows_of_samples = [sample.rows for sample in samples]
+        trajectories = None
+        if sum(map(len, rows_of_samples)) == len(rows):  # a user's trainer may create other rows
+            remaining = iter(rows)
+            trajectories = [
+                partial(self._segments, [(row, next(remaining)) for row in sample_rows])
+                for sample_rows in rows_of_samples
+            ]
         self.run_dir.append_samples(
             sample_records(
                 self.state.step,
                 [sample.record for sample in samples],
                 [sample.reward for sample in samples],
                 [sample.advantage for sample in samples],
-                trajectories=shown,
+                trajectories=trajectories,
             )
         )
 
@@ -241,7 +244,7 @@ class RolloutTrainer(DataTrainer):
         epoch, step, config = self.state.epoch, self.state.step, self.config
         if batch.skipped_long:
             _, bound = prompt_limit(config.max_prompt_tokens, self._prompt_context)
-            self.logger.info("skipped %d prompts that are longer than %s", batch.skipped_long, bound)
+            self.logger.info("skipped %d prompts longer than %s", batch.skipped_long, bound)
         log_lines.rollout_start(self.logger, epoch, step, self.role)
         if self._agents is None:
             samples, self._drawn_stats = self._source.draw(batch, step)
@@ -287,32 +290,34 @@ class RolloutTrainer(DataTrainer):
         stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
         stats |= self._drawn_stats
         return stats | (
-            spread("reward_model_raw_reward", [s.reward for s in samples]) if self.config.reward_ckpt else {}
+            summary_statistics("reward_model_raw_reward", [s.reward for s in samples])
+            if self.config.reward_ckpt
+            else {}
         )
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
-        """Set the rewards; samples without one, or without a token to train on, are left out."""
+        """Set the rewards; drops samples without a reward or without a token to train on."""
         samples = [sample for sample in drawn if sample.rows]
         if not samples:
             raise EngineError(
-                f"step {self.state.step}: all {len(drawn)} responses are empty, nothing can be trained on"
+                f"step {self.state.step}: all {len(drawn)} responses are empty, so there is nothing to train on"
             )
         outcomes = self.score([sample.record for sample in samples], [sample.tokens for sample in samples])
-        kept = []
+        rewarded = []
         for sample, outcome in zip(samples, outcomes, strict=True):
             if outcome.value is not None:
                 sample.reward = outcome.value
-                kept.append(sample)
-        if not kept:
-            raise RewardError(f"every reward of this step failed; the first error: {outcomes[0].error}")
+                rewarded.append(sample)
+        if not rewarded:
+            raise RewardError(f"all rewards of this step failed; first error: {outcomes[0].error}")
         epoch, step = self.state.epoch, self.state.step
-        log_lines.reward_mean(self.logger, epoch, step, sum(s.reward for s in kept) / len(kept))
-        logprobs = [value for sample in kept for value in sample.sequence.resp_logprobs]
+        log_lines.reward_mean(self.logger, epoch, step, sum(s.reward for s in rewarded) / len(rewarded))
+        logprobs = [value for sample in rewarded for value in sample.sequence.resp_logprobs]
         log_lines.rollout_logprob_mean(self.logger, epoch, step, sum(logprobs) / len(logprobs))
-        return kept
+        return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions with the run's reward function, which sees records, or its model, which sees tokens."""
+        """Score completions with the run's reward function (given records) or reward model (given tokens)."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:
@@ -325,7 +330,7 @@ class RolloutTrainer(DataTrainer):
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
-        """Generate answers to held-out prompts and reward them as in training; ``on_scored`` sees each answer."""
+        """Generate answers to held-out prompts and score them as in training; calls ``on_scored`` with each batch."""
         config = self.config
 
         def rewards(records: list[RewardRecord], token_rows: list[list[int]]) -> list[float | None]:
@@ -347,54 +352,56 @@ class RolloutTrainer(DataTrainer):
         )
 
     def _answers(self) -> AnswerSource | None:
-        """What answers held-out prompts; None is the policy's completions."""
+        """Return the source of answers to held-out prompts; None for the policy's completions."""
         if self._agents is not None:
             return partial(self._agent_answers, self._agents)
         return None if self.config.workflow is None else self._source.answers
 
-    def _agent_answers(self, agents: AgentRollouts, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
-        """What the agent makes of held-out prompts."""
+    def _agent_answers(
+        self, agents: AgentRollouts, batch: PromptBatch, prompts: Sequence[int]
+    ) -> list[EvalAnswer | None]:
+        """Return the agent's answers to held-out prompts."""
         config = self.config
         seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
-        drawn, _ = agents.draw(piece, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
-        found: list[Answer | None] = [None] * (len(prompts) * config.eval_n_samples)
-        for sample in (Sample.of_agent(each, piece) for each in drawn):
+        drawn, _ = agents.draw(batch, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
+        answers: list[EvalAnswer | None] = [None] * (len(prompts) * config.eval_n_samples)
+        for sample in (Sample.of_agent(each, batch) for each in drawn):
             sample.record.metadata["prompt_index"] = prompts[sample.prompt_index]
-            found[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
-        return found
+            answers[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
+        return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """The rows of a sample, without advantages; several only for an agent whose conversations fork."""
+        """Return the rows of a sample, without advantages; several only for an agent with branching conversations."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Rows of the samples with all that the loss reads, and statistics of the step; sets ``sample.advantage``."""
+        """Return the samples' rows with all inputs of the loss, and statistics; sets ``sample.advantage``."""
         self._seconds.clear()
-        owned = [self.train_rows(sample) for sample in samples]
-        prepared = self.objective.prepare([row for own in owned for row in own], self.credits(samples, owned))
-        for sample, own in zip(samples, owned, strict=True):
-            values = trained_values(own, "advantages")
+        groups = [self.train_rows(sample) for sample in samples]
+        prepared = self.objective.prepare([row for group in groups for row in group], self.credits(samples, groups))
+        for sample, group in zip(samples, groups, strict=True):
+            values = trained_values(group, "advantages")
             sample.advantage = values[0] if min(values) == max(values) else float(np.mean(values))
         stats = self.row_statistics(prepared)
         if prepared.m2_masked is not None:
             stats["m2_filtered_fraction"] = prepared.m2_masked
         if "ref" in self._seconds:
-            stats |= spread("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
+            stats |= summary_statistics("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
             stats["ref_logprob_forward_time_s"] = self._seconds["ref"]
         return prepared.rows, stats
 
     @contextmanager
     def _around(self, stage: Stage, role: str, rows: int) -> Iterator[None]:
-        """The documented log lines around a stage, and the seconds of a score."""
-        logger, state, began = self.logger, self.state, time.perf_counter()
+        """Write the documented log lines around a stage, and measure its time."""
+        logger, state, start = self.logger, self.state, time.perf_counter()
         if stage == "train":
             shown, name = rows if role == "critic" else None, cast(log_lines.Role, role)
             log_lines.train_start(logger, state.epoch, state.step, name, rows=shown)
             yield
-            self._seconds[f"train_{role}"] = time.perf_counter() - began
+            self._seconds[f"train_{role}"] = time.perf_counter() - start
             log_lines.train_end(logger, state.epoch, state.step, name, rows=shown)
         elif stage == "advantages":
             yield
@@ -403,23 +410,23 @@ class RolloutTrainer(DataTrainer):
             kind = kinds.get(stage, "logprob_score")
             log_lines.score_start(logger, role, kind, rows)
             yield
-            self._seconds[role] = time.perf_counter() - began
+            self._seconds[role] = time.perf_counter() - start
             log_lines.score_end(logger, role, kind, rows)
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Do the optimizer steps of a step on its rows, and return its statistics."""
+        """Take the optimizer steps of a step on its rows, and return the statistics."""
         config, prompts = self.config, len({row.group for row in rows})
-        if config.update_minibatches > prompts and not self._said_fewer_minibatches:
-            self._said_fewer_minibatches = True
+        if config.update_minibatches > prompts and not self._warned_minibatches:
+            self._warned_minibatches = True
             self.logger.info(
-                "--update-minibatches %d is more than the %d prompts of step %d: one minibatch per prompt instead",
+                "--update-minibatches %d is more than the %d prompts of step %d: using one minibatch per prompt",
                 *(config.update_minibatches, prompts, self.state.step),
             )
         return self.update_statistics(self.objective.updates(rows, self.state.step))
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of at least one value."""
+def summary_statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}
 

@@ -1,8 +1,8 @@
-"""Where samples come from: this process or rollout processes generate them, as completions or as episodes of a workflow.
+"""Source of samples: completions or episodes of a workflow, generated in this process or in rollout processes.
 
-A batch is generated when it is its turn. With ``--rollout async`` prompts go to processes of their own, which generate while
-this one trains; each step's samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.batches_ahead`). With
-``--workflow`` a user's class does the prompts' tasks, there or on the engine of this process.
+By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this one
+trains; samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a user's
+class runs an episode per prompt, on the same engines.
 """
 
 import logging
@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from areno.api.evaluation import EVALUATION_STREAM, Answer, evaluation_sampling
+from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, evaluation_sampling
 from areno.api.records import with_texts
 from areno.api.trainer import Trainer
 from areno.api.trainers.samples import Sample, workflow_sample
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.hooks import named_object
@@ -39,7 +39,7 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Defaults of a server's command line, by product."""
 
-_KEPT = (
+_SAVED_FIELDS = (
     "resp_tokens",
     "resp_logprobs",
     "finish_reason",
@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """See the module's text; to be closed. ``version`` counts the steps that the trainer's weights have seen."""
+    """Generates the samples of each step; must be closed. ``version`` is the number of steps of the trainer's weights."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -65,7 +65,7 @@ class SampleSource:
         self._ahead = BatchesAhead(self._begin, config.most_behind)
         try:
             if config.workflow is not None:
-                _workflow(config, sampling, self._engine.tokenizer)  # says now what is wrong with it
+                _workflow(config, sampling, self._engine.tokenizer)  # fails early if it is invalid
             if config.uses_replicas:
                 self._fleet = _fleet(config, self._engine)
                 self.deliver(version)
@@ -74,11 +74,11 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """The same steps; batches of later ones begin in the rollout processes."""
+        """Return the steps, starting batches of later ones early in the rollout processes."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """The samples of a step's batch, and figures about them; :class:`AgentError` if too many episodes failed."""
+        """Return the samples of a step's batch, and statistics. Raises AgentError if too many episodes failed."""
         config = self._config
         session = self._instance.rollout_session(
             sampling_params=self._sampling, max_running_prompts=config.running_sequences, proxy=False
@@ -98,7 +98,7 @@ class SampleSource:
         return samples, stats
 
     def deliver(self, version: int) -> dict[str, float]:
-        """Bring new weights to the rollout processes, and return the seconds that it took."""
+        """Send new weights to the rollout processes, and return timings."""
         if self._fleet is None:
             return {}
         report = self._fleet.update_weights(self._engine, version)
@@ -108,7 +108,7 @@ class SampleSource:
         }
 
     def complete(self, step: int) -> dict[str, float]:
-        """A step has been trained: its samples are done with, and its weights generate from now on."""
+        """Finish a trained step: drop its samples, and generate with its weights."""
         self._ahead.complete(step)
         return self.deliver(step + 1)
 
@@ -137,7 +137,7 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Episodes of training, on whatever generates for it, or of evaluations, on the engine of this process."""
+        """Return the episodes of training, or of evaluation, which always uses the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling
@@ -159,12 +159,12 @@ class SampleSource:
         left_out = sum(not rows for group in groups for rows in group or [])
         if not samples:
             raise AgentError(
-                f"--workflow {self._config.workflow} left all samples of this step out; return a trajectory for some of them"
+                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for some of them"
             )
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """What each prompt came to; None where an episode of it raised."""
+        """Return the samples of each prompt; None if one of its episodes raised."""
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:
@@ -173,17 +173,17 @@ class SampleSource:
             except Exception as error:  # a user's workflow may raise anything
                 groups.append(None)
                 errors.append(error)
-                self._logger.warning("prompt left out, its workflow raised %s: %s", type(error).__name__, error)
+                self._logger.warning("prompt dropped: its workflow raised %s: %s", type(error).__name__, error)
         if errors and (len(errors) > self._config.agent_max_failures * len(futures) or len(errors) == len(futures)):
             raise AgentError(
                 f"--workflow {self._config.workflow} failed on {len(errors)} of {len(futures)} prompts, more than "
-                f"--agent-max-failures {self._config.agent_max_failures:g} allows; the first error is "
+                f"--agent-max-failures {self._config.agent_max_failures:g} allows; first error: "
                 f"{type(errors[0]).__name__}: {errors[0]}"
             ) from errors[0]
         return groups
 
-    def answers(self, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
-        """What the workflow makes of held-out prompts, see :data:`areno.api.evaluation.AnswerSource`."""
+    def answers(self, batch: PromptBatch, prompts: Sequence[int]) -> list[EvalAnswer | None]:
+        """Return the workflow's answers to held-out prompts; see :data:`areno.api.evaluation.AnswerSource`."""
         config, tokenizer = self._config, self._engine.tokenizer
         session = self._instance.rollout_session(
             sampling_params=evaluation_sampling(config), max_running_prompts=config.running_sequences, proxy=False
@@ -192,17 +192,17 @@ class SampleSource:
             episodes = self._running(evaluates=True)
             futures = [
                 episodes.start(EVALUATION_STREAM + number, item.record, config.eval_n_samples)
-                for number, item in zip(prompts, piece.items, strict=True)
+                for number, item in zip(prompts, batch.items, strict=True)
             ]
             groups = self._outcomes(futures)
-        found: list[Answer | None] = []
-        for number, item, group in zip(prompts, piece.items, groups, strict=True):
+        answers: list[EvalAnswer | None] = []
+        for number, item, group in zip(prompts, batch.items, groups, strict=True):
             for index, rows in enumerate(group or [[]] * config.eval_n_samples):
-                found.append(workflow_sample(tokenizer, item, number, index, rows[-1]).answer if rows else None)
-        return found
+                answers.append(workflow_sample(tokenizer, item, number, index, rows[-1]).answer if rows else None)
+        return answers
 
     def export_state(self) -> Any:
-        """Samples that no step has been trained on, as :mod:`areno.training.plain_objects` holds them; None without any."""
+        """Return the unused samples in the format of :mod:`areno.training.plain_objects`; None if there are none."""
         state = self._ahead.export_state()
         if self._config.workflow is None:
             state = {
@@ -212,16 +212,16 @@ class SampleSource:
         return state or None
 
     def load_state(self, state: Any) -> None:
-        """Use the samples of :meth:`export_state`; what had not ended begins anew."""
+        """Use the samples of :meth:`export_state`; unfinished ones are restarted."""
         if state and self._config.workflow is None:
             state = {
-                step: {index: RolloutResult([RolloutSequence(**s) for s in kept]) for index, kept in parts.items()}
+                step: {index: RolloutResult([RolloutSequence(**s) for s in saved]) for index, saved in parts.items()}
                 for step, parts in state.items()
             }
         self._ahead.load_state(state or {})
 
     def close(self) -> None:
-        """End episodes and rollout processes; a second call does nothing."""
+        """Stop episodes and rollout processes; idempotent."""
         for episodes in self._episodes.values():
             episodes.close()
         self._episodes = {}
@@ -230,15 +230,15 @@ class SampleSource:
 
 
 def _plain(sequence: RolloutSequence) -> dict[str, Any]:
-    kept = {name: getattr(sequence, name) for name in _KEPT}
-    return kept | {"resp_logprobs": list(sequence.resp_logprobs)}
+    fields = {name: getattr(sequence, name) for name in _SAVED_FIELDS}
+    return fields | {"resp_logprobs": list(sequence.resp_logprobs)}
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """The rollout processes: each is laid out as a replica of the trainer is, on the devices behind the trainer's."""
+    """Start the rollout processes, with the layout of a trainer replica, on the devices after the trainer's."""
     replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
     device = engine.config.device
-    places = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
+    devices = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
     options = FleetOptions(
         replicas=replicas,
         tp_size=config.tp_size,
@@ -251,14 +251,14 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
     if options.server is not None and options.server.elsewhere:
         mode = "disk"
     weights = WeightOptions(mode=mode, folder=config.run_path / "weights" if mode == "disk" else None)
-    made = replace(engine.config, max_running=-(-config.running_sequences // replicas))
-    fleet = RolloutFleet(str(config.ckpt), made, options, weights, places if device.type == "cuda" else None)
+    engine_config = replace(engine.config, max_running=-(-config.running_sequences // replicas))
+    fleet = RolloutFleet(str(config.ckpt), engine_config, options, weights, devices if device.type == "cuda" else None)
     fleet.share_cores()
     return fleet
 
 
 def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
-    """The inference servers of ``--rollout-backend``."""
+    """Return the options of the inference servers of ``--rollout-backend``; None for areno's engine."""
     if config.rollout_backend == "areno":
         return None
     product: Any = config.rollout_backend
@@ -285,8 +285,8 @@ def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
-    """The workflow of ``--workflow``, with as many of ``gconfig`` and ``tokenizer`` as its class takes."""
-    named = named_object(str(config.workflow), option="--workflow")
+    """Create the workflow of ``--workflow``, passing ``gconfig`` and ``tokenizer`` if its class takes them."""
+    workflow = named_object(str(config.workflow), option="--workflow")
     gconfig = GenerationHyperparameters(
         n_samples=config.n_samples,
         max_new_tokens=sampling.max_new_tokens,
@@ -299,6 +299,6 @@ def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) ->
         ignore_eos=sampling.ignore_eos,
         stop=sampling.stop,
     )
-    grouped = resolve_workflow(named, gconfig, offered={"gconfig": gconfig, "tokenizer": tokenizer})
+    grouped = resolve_workflow(workflow, gconfig, offered={"gconfig": gconfig, "tokenizer": tokenizer})
     assert isinstance(grouped, GroupedRolloutWorkflow)
     return grouped.workflow

@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models in ``areno train``: rows are tokenized once, then taken ``--batch-size`` at a time."""
+"""SFT, DPO and reward models in ``areno train``: rows are tokenized once, then trained in batches of ``--batch-size``."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ _LARGEST_EXPONENT = 700.0
 
 
 class SupervisedTrainer(DataTrainer):
-    """Steps over the examples of an objective: rows, or pairs, of which ``--mini-bs`` counts both sides."""
+    """Trains on the examples of an objective: rows, or pairs (two rows each in ``--mini-bs``)."""
 
     objective: ClassVar[Objective]
     held_out: Examples | None
 
     def prepare(self) -> None:
-        """Tokenize the training and the held-out rows once."""
+        """Tokenize the training and the held-out rows."""
         self.display.phase("tokenize")
         self.examples, self.held_out = self._encoded(self.dataset, self.config.dataset_path), None
         if self.eval_rows is not None:
@@ -54,17 +54,17 @@ class SupervisedTrainer(DataTrainer):
         return examples
 
     def row_count(self) -> int:
-        """Examples of an epoch."""
+        """Return the number of examples per epoch."""
         return len(self.examples)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[list[TrainSequence], int]]:
-        """The sequences of slices of the epoch's order."""
-        for begin in range(start, len(order), self.config.batch_size):
-            chosen = order[begin : begin + self.config.batch_size]
-            yield sequences(self.examples[index] for index in chosen), begin + len(chosen)
+        """Yield the sequences of each batch in the epoch's order."""
+        for first in range(start, len(order), self.config.batch_size):
+            indices = order[first : first + self.config.batch_size]
+            yield sequences(self.examples[index] for index in indices), first + len(indices)
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
-        """One step on some examples."""
+        """Run one step on a batch."""
         epoch, step = self.state.epoch, self.state.step
         counted: Any = {self.objective.unit: len(batch) // self.objective.sequences}
         self.display.phase("train")
@@ -75,16 +75,18 @@ class SupervisedTrainer(DataTrainer):
         return StepOutcome(rows=batch, stats=stats, timings={"train": stats["step_train_time_s"]})
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Loss and statistics of the run's own held-out examples, which :meth:`prepare` has tokenized."""
+        """Return loss and statistics of the held-out examples that :meth:`prepare` has tokenized."""
         if rows is not self.eval_rows:
-            raise EngineError("evaluate() takes the held-out rows of the run, eval_rows: they were prepared beforehand")
+            raise EngineError(
+                "evaluate() only accepts the run's held-out rows (eval_rows), which were prepared beforehand"
+            )
         return self._measured(self.loss_fn, self.config.score_micro_bs)
 
     def _measured(self, loss_fn: LossFn, rows_at_once: int) -> dict[str, float]:
         assert self.held_out is not None
         stats = self.instance.backend.measure(sequences(self.held_out), loss_fn, rows_at_once)
         names = {"loss": "loss", **self.objective.held_out}
-        return {name: stats[known] for name, known in names.items() if known in stats}
+        return {name: stats[source] for name, source in names.items() if source in stats}
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -94,18 +96,18 @@ class SFTTrainer(SupervisedTrainer):
     objective = SFT
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Loss per response token of the held-out rows, whatever is trained with, and the perplexity exp(loss)."""
+        """Return the SFT loss per response token of the held-out rows, and the perplexity exp(loss)."""
         assert self.held_out is not None
         metrics = self._measured(SFT.loss_fn, self.config.mini_bs)
         if not metrics["target_tokens"]:
-            raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token that another one precedes")
+            raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token to predict")
         metrics["perplexity"] = math.inf if metrics["loss"] > _LARGEST_EXPONENT else math.exp(metrics["loss"])
         counts = {"num_sequences": len(self.held_out), "skipped_long_or_empty": len(rows) - len(self.held_out)}
         return {**metrics, **counts}
 
 
 class DPOTrainer(SupervisedTrainer):
-    """Raises the margin of chosen over rejected answers, against a reference that scores once."""
+    """Trains on preference pairs against a reference, which is scored once."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.DPOTrainer")
     objective = DPO
@@ -113,26 +115,26 @@ class DPOTrainer(SupervisedTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Tokenize the pairs, and give every row the log-probs of the reference."""
+        """Tokenize the pairs, and add the reference's log-probs to every row."""
         super().prepare()
         self.display.phase("reference")
-        began, config = time.perf_counter(), self.config
+        start, config = time.perf_counter(), self.config
         paths = str(config.ref_ckpt or config.ckpt), str(config.ckpt)
         trained, size = self.state.step > 0, config.score_micro_bs
         reference = Reference(self.instance.backend, *paths, trained, size, self.logger)
         with self.stop.interruptible():
             self.examples, self.held_out = reference.score(self.examples, self.held_out)
-        self._reference_s = time.perf_counter() - began
+        self._reference_s = time.perf_counter() - start
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
-        """One step; the first one carries the time that the reference took."""
+        """Run one step; the first one includes the time of the reference's forward pass in its statistics."""
         outcome = super().run_step(batch)
         outcome.stats["ref_logprob_forward_time_s"], self._reference_s = self._reference_s, 0.0
         return outcome
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """A sequence classifier with one score learns to put the chosen answer above the rejected one."""
+    """Trains a sequence classifier with one score to prefer the chosen answer."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.RewardModelTrainer")
     objective = REWARD_MODEL
@@ -141,7 +143,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 class PairTrainer(SupervisedTrainer):
-    """Pairs without a reference, for the loss of any algorithm."""
+    """Trains on preference pairs without a reference, with any algorithm's loss."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.PairTrainer")
     objective = PAIRS

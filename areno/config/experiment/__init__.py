@@ -1,4 +1,4 @@
-"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, checks, and what is not there yet. No torch."""
+"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. Does not import torch."""
 
 from areno.config.experiment.engine_sections import (
     DPOEngineConfig,

@@ -1,13 +1,13 @@
-"""The grammar of backends and allocations: which engine runs what, on how many devices, and how they are divided.
+"""The grammar of backends and allocations: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
     fsdp[actor]:d2t2                 the same with a name; (actor) works too
-    megatron:(attn:d4p2t2|ffn:d2p2e4)   attention and expert layers divided differently
-    areno:d2+fsdp:d2                 generation and training, each on devices of its own
+    megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism of attention and expert layers
+    areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   both on the same devices
-    sglang.d4p1m1+d2p2m1             the form of earlier versions, in which m is tensor parallel
+    sglang.d4p1m1+d2p2m1             the legacy form, in which m is tensor parallel
     actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight others
-    d4m1                             sizes alone: generation and training on the same devices
+    d4m1                             bare sizes: generation and training on the same devices
 
 ``|`` binds tighter than ``+``. The letters: d data, t tensor, p pipeline, c context, e expert parallel.
 """
@@ -21,10 +21,10 @@ from areno.config.options import nearest
 from areno.errors import UsageError
 
 INFERENCE_BACKENDS = ("areno", "sglang", "vllm")
-"""Backends that generate; ``areno`` is the engine of this package."""
+"""Inference backends; ``areno`` is the engine of this package."""
 
 TRAIN_BACKENDS = ("fsdp", "megatron", "archon")
-"""Backends that train; ``fsdp`` is served by the engine of this package."""
+"""Training backends, all run by the engine of this package."""
 
 _BACKENDS = (*INFERENCE_BACKENDS, *TRAIN_BACKENDS)
 _DIMS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
@@ -46,16 +46,16 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The text is not in the grammar, or its parts contradict each other."""
+    """The syntax is invalid, or parts contradict each other."""
 
 
 class AllocationValidationError(UsageError):
-    """The text is well formed, but its backend cannot be divided so."""
+    """The syntax is valid, but the backend does not support the parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """How one engine is divided: its parallel sizes. Within an expert a tensor size of 0 is that of the other layers."""
+    """Parallel sizes of an engine; ``expert_tensor`` of 0 means that of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -70,26 +70,26 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Number of devices: d t p c. Experts are spread over the same ones."""
+        """Number of devices: d t p c; experts are sharded across the same ones."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def expert_parts(self) -> int:
-        """Number of devices that hold one copy of the experts."""
+        """Number of devices per copy of the experts."""
         return self.pipeline * self.expert_tensor * self.expert
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that the experts are divided among, where they are cut t times as other layers are; 0 if that is no number.
+        """Expert-parallel size for experts with the tensor size of the other layers; 0 if it is not an integer.
 
-        Experts with a t of their own are on as many devices as these.
+        Experts with their own tensor size take as many devices.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """Text after the colon, sizes of 1 left out; the hybrid form where experts have a tensor size of their own."""
+        """Text after the colon, without sizes of 1; in the hybrid form if experts have their own tensor size."""
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
         attention = _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context)
@@ -103,7 +103,7 @@ def _dims_text(**sizes: int) -> str:
 
 @dataclass(frozen=True)
 class ModelAllocation:
-    """One engine: its backend, its name if it has one, and how it is divided."""
+    """One engine: backend, parallelism, and optional name."""
 
     backend: str
     parallel: ParallelStrategy
@@ -111,22 +111,22 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Read one component, such as ``fsdp:d2t2``, of an engine that has ``name`` where the text gives none.
+        """Parse one component, such as ``fsdp:d2t2``; ``name`` is the default name.
 
-        Raises InvalidAllocationModeError: it is not one component in the grammar; AllocationValidationError: the
-        backend cannot be divided so.
+        Raises InvalidAllocationModeError: invalid syntax; AllocationValidationError: the backend does not support the
+        parallelism.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} names several engines where one is expected; give each section its own backend"
+                f"{spec!r} names several engines where one is expected; set the backend of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
             raise InvalidAllocationModeError(_no_backend(spec, text))
         backend, dims = match["backend"], match["dims"]
         if not dims:
-            raise InvalidAllocationModeError(f"{spec!r} says no size; write {text.rstrip(':')}:d1 for one device")
+            raise InvalidAllocationModeError(f"{spec!r} has no size; write {text.rstrip(':')}:d1 for one device")
         if "attn:" in dims or "ffn:" in dims:
             parallel = _hybrid(spec, backend, dims)
         else:
@@ -140,20 +140,19 @@ class ModelAllocation:
             )
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
-                f"{spec!r}: {parallel.world_size} devices cannot hold p x t x e = {parallel.pipeline} x "
-                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} parts of the experts; make it a "
-                "divisor"
+                f"{spec!r}: {parallel.world_size} devices cannot be divided by p x t x e = {parallel.pipeline} x "
+                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} of the experts; make it a divisor"
             )
         return cls(backend, parallel, match["square"] or match["round"] or name)
 
     @property
     def is_inference(self) -> bool:
-        """Whether the backend generates."""
+        """Whether it is an inference backend."""
         return self.backend in INFERENCE_BACKENDS
 
     @property
     def role(self) -> str:
-        """The section that it is for: its name, else rollout or actor by kind."""
+        """Its section: its name, else rollout or actor by kind."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
@@ -163,7 +162,7 @@ class ModelAllocation:
 
     @property
     def spec(self) -> str:
-        """The text without the name, as the setting ``backend`` holds it."""
+        """The text without the name, as in the setting ``backend``."""
         return f"{self.backend}:{self.parallel.dims}"
 
     def __str__(self) -> str:
@@ -171,22 +170,22 @@ class ModelAllocation:
 
 
 def _no_backend(spec: str, text: str) -> str:
-    known = ", ".join(_BACKENDS)
+    names = ", ".join(_BACKENDS)
     if not text:
-        return f"the backend is empty; write one such as fsdp:d1 (backends: {known})"
+        return f"the backend is empty; write one such as fsdp:d1 (backends: {names})"
     if _SIZES.fullmatch(text):
-        return f"{spec!r} says no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
+        return f"{spec!r} has no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
     if _DOTTED.fullmatch(text):
         return f"{spec!r} is the dotted form of allocation_mode; write {_component(text, first=True)} with a colon"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
-    return f"{spec!r} is no backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {known}"
+    return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {names}"
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
-    """Sizes by name of `ParallelStrategy`."""
+    """Parse sizes into fields of `ParallelStrategy`."""
     if not re.fullmatch(r"([a-z][1-9][0-9]*)+", dims):
         raise InvalidAllocationModeError(
-            f"{spec!r}: {dims!r} is no list of sizes; write letters with numbers from 1, such as d2t2"
+            f"{spec!r}: {dims!r} is not a list of sizes; write letters with numbers from 1, such as d2t2"
         )
     sizes = {letter: int(number) for letter, number in _DIM.findall(dims)}
     if wrong := sorted(set(sizes) - set(allowed)):
@@ -199,7 +198,7 @@ def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
 def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     if backend != "megatron":
         raise InvalidAllocationModeError(
-            f"{spec!r}: only megatron divides attn and ffn differently; write {backend}:d1"
+            f"{spec!r}: only megatron supports different sizes of attn and ffn; write {backend}:d1"
         )
     match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:
@@ -209,8 +208,8 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
     if experts["pipeline"] != strategy.pipeline:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both go through the same stages, make "
-            "them equal"
+            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both use the same stages, make them "
+            "equal"
         )
     world, parts = strategy.world_size, strategy.expert_parts
     if experts.get("data", max(world // parts, 1)) * parts != world:
@@ -221,22 +220,22 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 
 
 def _members(component: str) -> list[str]:
-    """Part a component at ``|``, but not inside parentheses and not before the ffn of a hybrid."""
+    """Split a component at ``|``, but not inside parentheses and not before the ffn of a hybrid."""
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Several engines: components on devices of their own, each a group of engines that share theirs."""
+    """Several engines: components on separate devices, each a group of engines on the same devices."""
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Read an allocation, the dotted form of earlier versions included.
+        """Parse an allocation, including the legacy dotted form.
 
-        Raises InvalidAllocationModeError: it is not in the grammar, or names are missing or given twice;
-        AllocationValidationError: a backend cannot be divided so.
+        Raises InvalidAllocationModeError: invalid syntax, or missing or duplicate names; AllocationValidationError: a
+        backend does not support the parallelism.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
@@ -245,25 +244,25 @@ class AllocationMode:
 
     @property
     def engines(self) -> tuple[ModelAllocation, ...]:
-        """All engines, in the order of the text."""
+        """All engines, in order."""
         return tuple(engine for group in self.components for engine in group)
 
     def backends(self) -> dict[str, str]:
-        """Return the text of each role's ``backend``: by name where engines have one, else rollout and actor by kind.
+        """Return each role's ``backend``; unnamed engines are rollout or actor by kind.
 
         Raises InvalidAllocationModeError: two engines would have the same role.
         """
-        found: dict[str, str] = {}
+        backends: dict[str, str] = {}
         for engine in self.engines:
-            if engine.role in found:
+            if engine.role in backends:
                 raise InvalidAllocationModeError(
                     f"{self}: two engines for {engine.role}; name them, as in fsdp[critic]:d1"
                 )
-            found[engine.role] = engine.spec
-        return found
+            backends[engine.role] = engine.spec
+        return backends
 
     def colocated(self) -> dict[str, str]:
-        """Return for each role that shares devices the role whose devices they are."""
+        """Map each colocated role to the role whose devices it shares."""
         return {engine.name: first.role for first, *later in self.components for engine in later}
 
     def __str__(self) -> str:
@@ -271,9 +270,9 @@ class AllocationMode:
 
     def _validate(self, text: str) -> None:
         names = [engine.name for engine in self.engines if engine.name]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if duplicates := [name for name in names if names.count(name) > 1]:
             raise InvalidAllocationModeError(
-                f"{text!r}: two engines are called {twice[0]}; give each a name of its own"
+                f"{text!r}: two engines are called {duplicates[0]}; give each its own name"
             )
         if len(self.components) > 2 and any(not group[0].name for group in self.components):
             raise InvalidAllocationModeError(f"{text!r}: three or more parts must all be named, as in fsdp[critic]:d1")
@@ -290,11 +289,11 @@ class AllocationMode:
 
 
 def translate_legacy(text: str) -> str:
-    """Write the forms of earlier versions with colons; other texts stay.
+    """Translate legacy forms to the current one, and return other texts unchanged.
 
-    ``sglang.d4p1m1+d2p2m1`` is ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend is
-    fsdp, or megatron where it has what fsdp lacks. ``actor_gen:d4,*:d8`` is ``areno:d4+fsdp:d8``. Sizes alone, such as
-    ``d2p2m1``, are one allocation of which generation and training share the devices.
+    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend is
+    fsdp, or megatron if fsdp lacks its parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``. Bare sizes, such as
+    ``d2p2m1``, allocate the same devices to generation and training.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:
@@ -312,7 +311,7 @@ def _component(part: str, *, first: bool) -> str:
 
 
 def _by_model(text: str, compact: str) -> str:
-    """``NAME:SIZES`` for each model, with ``*`` for those that are not named."""
+    """Translate ``MODEL:SIZES,...``, with ``*`` for other models."""
     prefix, _, rest = compact.partition(".")
     backend, rest = (prefix, rest) if prefix in INFERENCE_BACKENDS else ("areno", compact)
     sizes: dict[str, str] = {}
@@ -333,8 +332,8 @@ def _by_model(text: str, compact: str) -> str:
 
 
 def _trains(dims: str, name: str = "") -> str:
-    beyond = any(int(size) > 1 for letter, size in _DIM.findall(dims) if letter in "pe")
-    return f"{'megatron' if beyond else 'fsdp'}{name}:{_modern(dims)}"
+    needs_megatron = any(int(size) > 1 for letter, size in _DIM.findall(dims) if letter in "pe")
+    return f"{'megatron' if needs_megatron else 'fsdp'}{name}:{_modern(dims)}"
 
 
 def _modern(dims: str) -> str:

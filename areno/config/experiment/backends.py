@@ -1,4 +1,4 @@
-"""Checks of the engines of an experiment: which can run here, and how each may be divided among ranks."""
+"""Checks of the engines of an experiment: supported backends and their parallelism."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from areno.errors import UsageError
 
 
 def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Parse each role's backend, and say what cannot run here; in the words of allocation_mode where that was given."""
+    """Yield unsupported backends of all roles, in terms of allocation_mode if that was set."""
     unsupported: list[tuple[str, str, str, ModelAllocation]] = []
     for role, spec in roles(config).items():
         try:
@@ -24,11 +24,11 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
         generates = role.endswith("rollout")
         if allocation.is_inference != generates:
             does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
-            yield f"{role}.backend {spec} {does}; give one such as {other}"
-        elif missing := _not_there(allocation, role):
+            yield f"{role}.backend {spec} {does}; use one such as {other}"
+        elif missing := _unsupported(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
-            yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
+            yield f"{role}.backend {spec} differs from actor.backend: {role} runs on the actor's ranks; remove it"
         else:
             yield from _layout(config, role, allocation)
     if unsupported and config.allocation_mode:
@@ -44,35 +44,35 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """What inference servers cannot do, and what belongs to them alone."""
+    """Yield settings that inference servers do not support, and settings only for servers."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
-            yield f"rollout.{name} is of inference servers; give rollout.backend=vllm:dN or sglang:dN too, or leave it out"
+            yield f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove it"
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):
-        yield f"rollout.scheduling_strategy.fork false {where}: a server is a process of its own; leave it out"
+        yield f"rollout.scheduling_strategy.fork false {where}: a server is a separate process; remove it"
     if rollout.speculate:
-        yield f"rollout.speculate {rollout.speculate} {where}: a server guesses by its own options; leave it out"
+        yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove it"
     if rollout.return_routed_experts:
-        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; leave it out"
+        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; remove it"
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
-        yield f"rollout.api_url lists {len(addresses)} servers {where}: give {replicas}, separated by commas"
+        yield f"rollout.api_url lists {len(addresses)} servers {where}: set {replicas}, comma-separated"
     elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
-        yield f"rollout.api_url {wrong[0]!r} is no address; write http://HOST:PORT"
+        yield f"rollout.api_url {wrong[0]!r} is not an address; write http://HOST:PORT"
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """What the engine of a role cannot do on several ranks."""
+    """Yield what the engine of a role does not support on several ranks."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
-        yield f"actor.load_in_4bit with {where}: weights in 4 bits cannot be cut; use d alone, or leave one of the two out"
+        yield f"actor.load_in_4bit with {where}: 4-bit weights cannot be sharded; use only one of them"
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
-        yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
+        yield f"rollout.speculate {config.rollout.speculate} with {where}: speculative decoding needs one rank per replica"
     if role != "actor":
         return
     if actor.fsdp.shard_weights:
@@ -85,40 +85,40 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """What pipeline and expert parallelism do not go with."""
+    """Yield what pipeline and expert parallelism cannot be combined with."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):
             if getattr(actor, name):
-                yield f"actor.{name} with {where}: stages of a pipeline train all weights of a checkpoint; leave p out"
+                yield f"actor.{name} with {where}: pipeline parallelism needs full training from a checkpoint; remove p"
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
-                f"rollout and training take turns, and with {where} the actor generates nothing: its layers are on several "
-                "stages; give rollout devices of its own (scheduling_strategy.type=separation), or leave p out"
+                f"rollout and training alternate, but with {where} the actor cannot generate: its layers are on several "
+                "stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p"
             )
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: each copy of the experts lies on e x t = {parts} devices, which must be a multiple of t = "
+            f"{where}: each copy of the experts takes e x t = {parts} devices, which must be a multiple of t = "
             f"{parallel.tensor} and divide d x c x t = {shards * parallel.tensor}; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
 
 def unshardable(config: Any) -> Iterator[str]:
-    """Why the actor's weights cannot be sharded across its ranks (FSDP2)."""
-    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "leave one of the two out"
+    """Yield why the actor's weights cannot be sharded across its ranks (FSDP2)."""
+    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
     if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
+        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or remove it"
     if parallel.tensor > 1 and not shards_tensor_parallel():
         yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
     if config.actor.load_in_4bit:
-        yield f"with actor.load_in_4bit: weights in 4 bits are not sharded; {remedy}"
+        yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
-        yield f"with actor.use_lora: adapters of layers that t cuts are not sharded; {remedy}, or use d alone"
+        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or only d"
 
 
-def _not_there(allocation: ModelAllocation, role: str) -> str:
+def _unsupported(allocation: ModelAllocation, role: str) -> str:
     if allocation.backend in SERVERS and role != "rollout":
         return f"a server of {allocation.backend} for this role is not supported"
     if allocation.backend == "areno" and allocation.parallel.pipeline > 1:
@@ -127,7 +127,7 @@ def _not_there(allocation: ModelAllocation, role: str) -> str:
 
 
 def _replacement(allocation: ModelAllocation, name: str = "") -> str:
-    """What does the same work on as many devices."""
+    """Return a supported backend with as many devices."""
     tensor = allocation.parallel.tensor
     data = allocation.world_size // tensor
     backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")

@@ -1,7 +1,7 @@
-"""From a tree of raw values to a configuration: defaults, inheritance and interpolation, then types and bounds.
+"""Builds a configuration from a tree of raw values: defaults, inheritance and interpolation, then types and bounds.
 
-Every value that is not given is put into the tree first: its default, or ``${path}`` of the setting that it inherits. So
-one pass of OmegaConf resolves what the user wrote and what areno adds, and an interpolation may name any setting.
+Unset values are first filled in with their default, or with ``${path}`` of the setting that they inherit. So one pass resolves
+all interpolations, which may refer to any setting.
 """
 
 import copy
@@ -26,10 +26,10 @@ from areno.errors import UsageError
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
-"""Short spellings, with what they stand for."""
+"""Short names of settings."""
 
-_REJECTION = "is now rejection_sampling.upper; write that, inside the section of this key"
-_PROGRAM = "belongs to the program that the file was written for; remove it"
+_REJECTION = "is now rejection_sampling.upper; set that in the section of this key"
+_PROGRAM = "is a setting of the program that the file was written for; remove it"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
@@ -38,16 +38,16 @@ MOVED = {
         "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
     ),
     "group_size": "is gconfig.n_samples here, the answers to a prompt; remove it",
-    "dynamic_sampling": "is not a setting here: workflow.dynamic_filter_fn or success_rate_lb and success_rate_ub leave groups "
-    "out; remove it",
-    "recompute_logprobs": "is spelt recompute_logprob",
+    "dynamic_sampling": "is not a setting here; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
+    "filter groups",
+    "recompute_logprobs": "is spelled recompute_logprob",
     "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME instead",
     "model_path": "is actor.path here; write actor.path=MODEL instead",
     "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N instead",
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
     "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
     "agent_run_args": "are arguments of the agent; write them as workflow.kwargs instead",
-    "eval_workflow": f"{_PROGRAM}, an evaluation takes the workflow of training",
+    "eval_workflow": f"{_PROGRAM}; evaluation uses the workflow of training",
     "n_trajs": "is gconfig.n_samples here; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens here; write gconfig.max_tokens=N instead",
 }
@@ -58,15 +58,15 @@ _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 
 
 def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> Config | None:
-    """Make a configuration of raw values; combinations are not checked (see `areno.config.experiment.checks`).
+    """Build a configuration from raw values, without checking combinations (see `areno.config.experiment.checks`).
 
     Args:
-        given: nested dicts, as YAML gives them; not changed.
-        config_cls: of the experiment.
-        problems: gets unknown, missing, ill-typed and out-of-bounds settings, and interpolations that lead nowhere.
+        given: nested dicts from YAML; not changed.
+        config_cls: class of the experiment.
+        problems: receives unknown, missing, ill-typed and out-of-bounds settings, and invalid interpolations.
 
     Returns:
-        The configuration without its unknown keys; None where a value is missing or wrong.
+        The configuration without its unknown keys; None if a value is missing or invalid.
     """
     given = without_aliases(given)
     known = dict(leaves(given))
@@ -76,68 +76,66 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
         config = _typed(_resolve(_with_defaults(given, config_cls, context), known), config_cls, "", context)
     except UsageError as error:
         problems.add(str(error))
-    for problem in context.problems.found:
+    for problem in context.problems.messages:
         problems.add(problem)
     return config
 
 
 def without_aliases(given: Tree) -> Tree:
-    """Return a copy in which aliases are replaced by what they stand for. Raises UsageError: both are given."""
+    """Return a copy with aliases replaced by full paths. Raises UsageError if both are set."""
     tree = copy.deepcopy(given)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
         if alias in known:
             if path in known:
-                raise UsageError(
-                    f"{alias} and {path} are both given, and are the same setting; leave one of the two out"
-                )
+                raise UsageError(f"{alias} and {path} are the same setting; remove one of them")
             apply_override(tree, Override(alias, delete=True))
             apply_override(tree, Override(path, known[alias]))
     return tree
 
 
 def unknown_key(path: str, root: type, value: Any = None) -> str:
-    """The message for a key that is no setting: what became of it, or the nearest name."""
+    """Return the message for an unknown key: its replacement, or the nearest name."""
     section, _, last = path.rpartition(".")
-    if section == "teacher" and last in settings_of(TrainEngineConfig):  # of earlier versions: an engine of its own
+    if section == "teacher" and last in settings_of(TrainEngineConfig):  # deprecated: its own engine
         return "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
     hint = f" (did you mean {near}?)" if near else ""
     better = "correct or remove it" if near else "remove it"
-    return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in a class of your own that extends it"
+    return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in your own subclass"
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
-    """Whether some section has most of these keys."""
+    """Whether a section has most of these keys."""
     kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 
 
-def nearest_path(path: str, known: list[str]) -> str:
-    """The known dotted path that is most like ``path``, else the shortest one with the same last name, else nothing."""
+def nearest_path(path: str, candidates: list[str]) -> str:
+    """Return the candidate most similar to ``path``, else the shortest one with the same last name, else ""."""
     last = path.rpartition(".")[2]
-    close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-    same = [one for one in known if one.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
+    same = [other for other in candidates if other.rpartition(".")[2] == last]
     if same and (not close or "." not in path):
-        return min(same, key=lambda one: (one.count("."), not one.startswith(("actor.", "train_dataset.")), len(one)))
-    return (close or difflib.get_close_matches(path, known, n=1, cutoff=0.6) or [""])[0]
+        return min(same, key=lambda p: (p.count("."), not p.startswith(("actor.", "train_dataset.")), len(p)))
+    return (close or difflib.get_close_matches(path, candidates, n=1, cutoff=0.6) or [""])[0]
 
 
 @dataclass(frozen=True)
 class _Context:
-    """What a build knows: the class, defaults that win over declared ones, unknown keys, problems, what was inherited."""
+    """State of a build."""
 
     root: type[BaseExperimentConfig]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Any]  # defaults that override declared ones, by path
     unknown: Problems
     problems: Problems
-    inherited: set[str] = field(default_factory=set)
+    inherited: set[str] = field(default_factory=set)  # paths
 
 
 def _with_defaults(given: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Every setting of a section: what is given, its default, or ``${path}`` of what it inherits."""
+    """Return every setting of a section: its value, its default, or ``${path}`` of what it inherits."""
     entries = settings_of(declaration)
     for key, value in given.items():
         if str(key) not in entries:
@@ -181,7 +179,7 @@ def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> A
 
 
 def _items(value: Any) -> Any:
-    """The items of a list of sections: of a list, of one section alone, or of overrides by number; else the value."""
+    """Return the items of a list of sections, given as a list, a single section, or overrides by index."""
     if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
         return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
     return [value] if isinstance(value, dict) else value
@@ -193,23 +191,23 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.create(full), resolve=True)
     except InterpolationKeyError as error:
-        wanted = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
-        near = nearest_path(wanted, [path for path, _ in leaves(full)])
+        target = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
+        near = nearest_path(target, [path for path, _ in leaves(full)])
         hint = f" (did you mean {near}?)" if near else ""
         where = next(
-            (path for path, value in known.items() if not isinstance(value, dict) and f"${{{wanted}}}" in str(value)),
+            (path for path, value in known.items() if not isinstance(value, dict) and f"${{{target}}}" in str(value)),
             error.full_key,
         )
-        raise UsageError(f"{where}: ${{{wanted}}} names no setting{hint}; correct the name") from error
+        raise UsageError(f"{where}: ${{{target}}} is not a setting{hint}; correct the name") from error
     except OmegaConfBaseException as error:
         text = str(error.msg or error).splitlines()[0]
         raise UsageError(f"{error.full_key}: the interpolation cannot be resolved: {text}; correct it") from error
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """A copy in which each ``${path}`` is the value there: what OmegaConf gives, without its 30 ms.
+    """Return a copy with each ``${path}`` replaced by its value, which saves the 30 ms of OmegaConf.
 
-    Raises LookupError: there is anything else than plain values and paths of them.
+    Raises LookupError: there is anything but plain values and paths of them.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}
@@ -219,21 +217,21 @@ def _followed(value: Any, root: Tree) -> Any:
         raise LookupError(value)
     if not isinstance(value, str) or "${" not in value:
         return value
-    found: Any = root
+    target: Any = root
     path = _PATH.fullmatch(value)
     for name in path[1].split(".") if path else ("",):
-        found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING
-    if isinstance(found, dict | list) or found == _MISSING:
+        target = target.get(name, _MISSING) if isinstance(target, dict) else _MISSING
+    if isinstance(target, dict | list) or target == _MISSING:
         raise LookupError(value)
-    return _followed(found, root)
+    return _followed(target, root)
 
 
 def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:
     fields: dict[str, Any] = {}
     entries = settings_of(declaration)
-    if foreign := sorted(values.keys() - entries.keys()):  # it came in by an interpolation of a whole section
+    if foreign := sorted(values.keys() - entries.keys()):  # from an interpolation of a whole section
         context.problems.add(
-            f"{prefix.rstrip('.')}: {', '.join(foreign)} are no settings of {declaration.__name__}; take another section"
+            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; use another section"
         )
         return None
     for name, entry in entries.items():
@@ -241,13 +239,13 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
         try:
             fields[name] = _value(values.get(name, entry.default), entry, path, context)
         except UsageError as error:
-            if path not in context.inherited:  # else it is that of the setting where the value comes from
+            if path not in context.inherited:  # otherwise reported for the setting that it inherits from
                 context.problems.add(str(error))
-    if len(fields) < len(entries) or (context.problems.found and not prefix):
+    if len(fields) < len(entries) or (context.problems.messages and not prefix):
         return None
     try:
         return declaration(**fields)
-    except ValueError as error:  # a check of a user's own class
+    except ValueError as error:  # from a user's class
         context.problems.add(f"{prefix.rstrip('.') or declaration.__name__}: {error}")
         return None
 
@@ -258,8 +256,8 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
     if value is None:
         if entry.nullable:
             return None
-        wanted = {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}
-        raise UsageError(f"{path} must not be null; give {wanted.get(entry.shape, 'it')}, or leave it out")
+        expected = {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}
+        raise UsageError(f"{path} must not be null; set it to {expected.get(entry.shape, 'a value')}, or remove it")
     if entry.shape == "section":
         if not isinstance(value, Mapping):
             raise UsageError(f"{path} {value!r}: expected a mapping of {entry.kind.__name__}'s settings")
@@ -284,22 +282,22 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
     if isinstance(value, bool) and entry.kind is str:
         value = _switch(value, entry, path)
     if isinstance(value, bool) and entry.kind is not bool:
-        raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
+        raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")
     if isinstance(value, list | dict) and entry.shape == "scalar":
         raise UsageError(f"{path} {value!r}: expected one value ({entry.type_text})")
     converted = convert(entry, value, path)
-    for one in converted if entry.shape == "list" else (converted,):
-        if entry.info.choices and one not in entry.info.choices:
+    for item in converted if entry.shape == "list" else (converted,):
+        if entry.info.choices and item not in entry.info.choices:
             choices = ", ".join((*entry.info.choices, *(["null"] if entry.nullable else [])))
-            raise UsageError(f"{path} {one!r} is unknown{nearest(str(one), entry.info.choices)}; choose {choices}")
-        if entry.kind in (int, float) and (problem := entry.number_problem(one, path)):
+            raise UsageError(f"{path} {item!r} is unknown{nearest(str(item), entry.info.choices)}; choose {choices}")
+        if entry.kind in (int, float) and (problem := entry.number_problem(item, path)):
             raise UsageError(problem)
     return list(converted) if entry.shape == "list" else converted
 
 
 def _switch(value: bool, entry: Setting, path: str) -> str:
-    """YAML reads on and off as true and false; a mode may mean either by them."""
+    """Convert a boolean to a choice: YAML reads on and off as true and false."""
     for text in ("on", "online") if value else ("off", "disabled"):
         if text in entry.info.choices:
             return text
-    raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
+    raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")

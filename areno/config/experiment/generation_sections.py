@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, changed, idle, section, setting, settings_of
+from areno.config.experiment.settings import Problems, changed, ineffective, section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
 from areno.errors import UsageError
 
-ADMIN_KEY = "one of its own per run"
-"""What help says about keys: there is no default one that everybody knows."""
+ADMIN_KEY = "random for each run"
+"""Default of keys, as shown in help: there is no well-known one."""
 
-NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove it, or write _version=v1"
-"""Why an engine has no ``_version`` v2."""
+NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove it, or set _version=v1"
+"""Why ``_version`` v2 is rejected."""
 
 of_gateway = partial(setting, no_effect="read by services of _version v2 only")
-"""Declares a setting of those services."""
+"""Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits starting and loading together")
-"""Declares a limit on starting alone."""
+"""Declares a timeout of process start only."""
 
 _NO_BEAMS = "beam search is not supported; remove it, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -36,25 +36,27 @@ _OPENAI_NAMES = {
 
 @dataclass
 class GenerationHyperparameters:
-    """How text is sampled."""
+    """Sampling parameters."""
 
-    n_samples: int = setting(1, "Answers per prompt; they make one group.", minimum=1)
-    max_new_tokens: int = setting(16384, "Most tokens of an answer.", minimum=1)
-    min_new_tokens: int = setting(0, "No end of sequence and no stop before this many tokens.", minimum=0)
-    max_tokens: int = setting(32768, "Most tokens of prompt and answer together.", minimum=1)
+    n_samples: int = setting(1, "Answers per prompt (the group size).", minimum=1)
+    max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
+    min_new_tokens: int = setting(0, "Minimum tokens of an answer: no end of sequence and no stop before.", minimum=0)
+    max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
     greedy: bool = setting(False, "Always take the most likely token.")
-    top_p: float = setting(1.0, "Sample from the most likely tokens with this much mass.", above=0, maximum=1)
-    top_k: int = setting(100_000_000, "Sample from this many most likely tokens.", minimum=1)
-    temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled policy.", above=0)
+    top_p: float = setting(
+        1.0, "Nucleus sampling: keep the most likely tokens of this total probability.", above=0, maximum=1
+    )
+    top_k: int = setting(100_000_000, "Sample from the k most likely tokens.", minimum=1)
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled distribution.", above=0)
     stop_token_ids: list[int] = setting([], "Token ids that end an answer, besides the model's own.", minimum=0)
-    ignore_eos: bool = setting(False, "Go on after an end-of-sequence token.")
-    skip_special_tokens: bool = setting(True, "Leave special tokens out of the decoded text.")
+    ignore_eos: bool = setting(False, "Continue after an end-of-sequence token.")
+    skip_special_tokens: bool = setting(True, "Remove special tokens from the decoded text.")
     stop: list[str] | None = setting(None, "Texts that end an answer.")
     frequency_penalty: float = setting(
         0.0, "Lower a token's logit by this much for each time it was generated.", minimum=-2, maximum=2
     )
     lora_name: str = setting("default_lora", "Name under which the adapter is served.")
-    use_beam_search: bool = setting(False, "Search with beams instead of sampling.", refused=_NO_BEAMS)
+    use_beam_search: bool = setting(False, "Use beam search instead of sampling.", refused=_NO_BEAMS)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with some values changed."""
@@ -67,7 +69,7 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(added)])
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] = (), api_format: str = "completions") -> dict[str, Any]:
-        """Return the values as keyword arguments of an OpenAI client; what it has no name for is named in a warning.
+        """Return the values as keyword arguments of an OpenAI client; warns of settings that it lacks.
 
         Args:
             exclude_args: settings to leave out.
@@ -85,24 +87,24 @@ class GenerationHyperparameters:
         return {name: value for name, value in values.items() if value is not None}
 
     def problems(self) -> Problems:
-        """What is wrong within the section."""
+        """Yield the problems within the section."""
         if self.min_new_tokens > self.max_new_tokens:
             yield "min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; lower it"
         if self.greedy:
-            yield from idle(self, ("temperature", "top_p", "top_k"), "with greedy; leave one of the two out")
+            yield from ineffective(self, ("temperature", "top_p", "top_k"), "with greedy; use only one of them")
             if self.n_samples > 1:
                 yield (
                     "greedy",
-                    f"with n_samples {self.n_samples} gives the same answer again and again; use n_samples 1",
+                    f"with n_samples {self.n_samples} gives the same answer each time; use n_samples 1",
                 )
 
 
 @dataclass
 class AgentConfig:
-    """Agents: how they are run, and how their conversations become rows to train on."""
+    """Agents: how they run, and how their conversations become training rows."""
 
     agent_cls_path: str = setting(
-        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty takes the workflow's."
+        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty uses the workflow's."
     )
     admin_api_key: str = setting(
         "",
@@ -110,103 +112,99 @@ class AgentConfig:
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and ends sessions, which needs no key",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "What the agent's process needs; exactly one.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the agent's process; exactly one entry.")
     mode: str = setting(
         "inline",
         "inline runs agents in the rollout process, subproc in killable processes.",
         choices=("inline", "subproc", "online"),
         refused_values={
-            "online": "sessions from outside (online) are not supported; write mode=inline or mode=subproc, with an agent of "
-            "yours"
+            "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
+            "agent"
         },
     )
-    tool_call_parser: str = setting("qwen", "How tool calls are read from an answer.")
-    reasoning_parser: str = setting("qwen3", "How reasoning is parted from an answer.")
+    tool_call_parser: str = setting("qwen", "Parser of tool calls.")
+    reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
         "hf renders each request with the chat template; concat appends to the tokens of the request before.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
-        None, "Most tokens of prompt and completion in a session; null takes gconfig.max_tokens.", minimum=1
+        None, "Maximum tokens of prompt and completion in a session; null uses gconfig.max_tokens.", minimum=1
     )
-    turn_discount: float = setting(
-        1.0, "Factor by which a turn inherits the reward of the turn after it.", minimum=0, maximum=1
-    )
+    turn_discount: float = setting(1.0, "Discount per turn of the rewards of later turns.", minimum=0, maximum=1)
     export_style: str = setting(
         "individual",
         "individual makes a row of each interaction; concat one of each conversation (needs chat_template_type).",
         choices=("individual", "concat"),
     )
-    subproc_max_workers: int = setting(4, "Most processes of mode subproc.", minimum=1)
-    session_timeout_seconds: int = setting(3600, "A session idle for so long is closed.", minimum=1)
-    set_reward_finish_timeout: float = setting(
-        0.0, "Seconds to wait for further rewards after a session has ended.", minimum=0
-    )
+    subproc_max_workers: int = setting(4, "Maximum processes of mode subproc.", minimum=1)
+    session_timeout_seconds: int = setting(3600, "Idle time after which a session is closed, in seconds.", minimum=1)
+    set_reward_finish_timeout: float = setting(0.0, "Seconds to wait for rewards after a session has ended.", minimum=0)
 
     def problems(self) -> Problems:
-        """What is wrong within the section."""
+        """Yield the problems within the section."""
         yield from worker_problems(self.scheduling_spec, (1,))
         for spec in self.scheduling_spec:
-            because = "for agents, which run in the trainer's process or inherit its environment; leave it out"
-            yield from idle(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
+            because = "for agents, which run in the trainer's process or inherit its environment; remove it"
+            yield from ineffective(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
         if self.mode != "subproc":
-            yield from idle(self, ("subproc_max_workers",), "without processes; set mode to subproc too")
+            yield from ineffective(self, ("subproc_max_workers",), "without processes; set mode to subproc too")
 
 
 @dataclass
 class InferenceEngineConfig:
-    """Rollout: the engine that generates, how far it may run ahead, and the agents on top."""
+    """Rollout: inference engine, staleness, and agents."""
 
-    experiment_name: str | None = setting(None, "Written once, at the top.", inherits="experiment_name")
-    trial_name: str | None = setting(None, "Written once, at the top.", inherits="trial_name")
+    experiment_name: str | None = setting(None, "Set once, at the top level.", inherits="experiment_name")
+    trial_name: str | None = setting(None, "Set once, at the top level.", inherits="trial_name")
     fileroot: str | None = setting(None, "Root of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
-        "Most prompt groups in work at the same time.",
+        "Maximum number of prompt groups generated concurrently.",
         minimum=1,
         inherits="rollout.consumer_batch_size",
         shown="rollout.consumer_batch_size",
     )
     queue_size: int | None = setting(
-        None, "Most finished groups that wait; null is as many as staleness allows.", minimum=1
+        None, "Maximum number of finished groups in the queue; null allows as many as staleness does.", minimum=1
     )
     consumer_batch_size: int = setting(
         0,
-        "Prompt groups that one training step takes.",
+        "Prompt groups per training step.",
         minimum=1,
         inherits="train_dataset.batch_size",
         shown="train_dataset.batch_size",
     )
     max_head_offpolicyness: int = setting(
-        0, "How many versions ahead of training a rollout may be admitted; 0 is synchronous training.", minimum=0
+        0, "Staleness bound on admission: versions that rollout may be ahead of training; 0 is synchronous.", minimum=0
     )
     max_staleness: int | None = setting(
         None,
-        "Exact bound: a trajectory with a token older than this many versions is not trained on; null sets none.",
+        "Exact bound: trajectories with a token older than this many versions are not trained on; null sets none.",
         minimum=0,
     )
     on_stale: str = setting(
         "drop", "What max_staleness does with a trajectory that is too old.", choices=("drop", "regenerate")
     )
     enable_rollout_tracing: bool = setting(False, "Log each generation request.")
-    check_trajectory_format: bool = setting(False, "Check what a workflow returns, with its keys and shapes.")
+    check_trajectory_format: bool = setting(False, "Check keys and shapes of what a workflow returns.")
     tokenizer_path: str = setting("", "Tokenizer of dumps.", inherits="tokenizer_path", shown="tokenizer_path")
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
-    setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
-    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to answer.", above=0)
-    request_timeout: float = setting(3600.0, "Seconds that one generation may take.", above=0)
-    request_retries: int = setting(3, "How often a failed request is repeated.", minimum=0)
+    setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
+    workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
+    request_timeout: float = setting(3600.0, "Timeout of one generation, in seconds.", above=0)
+    request_retries: int = setting(3, "Retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
         "Seconds to wait after generation is paused.",
         minimum=0,
         no_effect="a weight update stops generation between two tokens and drops no request",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "What a rollout worker needs; one or two.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of a rollout worker; one or two entries.")
     backend: str = setting(
         "",
-        "Engine and parallelism, such as areno:d2, vllm:d2t2 or sglang:d2 (areno is the engine here).",
+        "Engine and parallelism, such as areno:d2, vllm:d2t2 or sglang:d2 (areno is the built-in engine).",
         required=True,
     )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether rollout has its own devices.")
@@ -219,7 +217,7 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents on top of the engine.")
     speculate: int = setting(
         0,
-        "Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
+        "Draft tokens of speculative decoding by prompt lookup; answers do not change.",
         minimum=0,
         maximum=63,
     )
@@ -232,7 +230,7 @@ class InferenceEngineConfig:
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
     )
     model: str = of_gateway("default", "Model name that a gateway shows.")
-    routing_strategy: str = of_gateway("round_robin", "How a router spreads requests.")
+    routing_strategy: str = of_gateway("round_robin", "Routing strategy for requests.")
     poll_interval: float = of_gateway(5.0, "Seconds between a router's health checks.", above=0)
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
@@ -242,7 +240,7 @@ class InferenceEngineConfig:
     provider_api_key: str | None = setting(None, "Key of these servers.")
 
     def problems(self) -> Problems:
-        """What is wrong within the section."""
+        """Yield the problems within the section."""
         yield from worker_problems(self.scheduling_spec, (1, 2))
         if self.max_staleness is None:
-            yield from idle(self, ("on_stale",), "without an exact bound; set max_staleness too")
+            yield from ineffective(self, ("on_stale",), "without an exact bound; set max_staleness too")

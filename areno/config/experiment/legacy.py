@@ -1,6 +1,6 @@
-"""The keys of the quickstart: ``main_async_ppo.py key=value ...``, translated to a `PPOConfig` by one table.
+"""Keys of the legacy quickstart, ``main_async_ppo.py key=value ...``, translated to a `PPOConfig` by a table.
 
-Any key of `PPOConfig` itself is understood as well, so that what the table leaves at its default can be set.
+Any setting of `PPOConfig` is accepted too.
 """
 
 import re
@@ -21,7 +21,7 @@ from areno.errors import UsageError
 
 
 class LegacyKey(NamedTuple):
-    """A key of the quickstart: the setting of `PPOConfig` that gets its value, what it does, and its default."""
+    """A legacy key: the setting of `PPOConfig` that gets its value, its help, and its default."""
 
     path: str
     help: str
@@ -30,9 +30,9 @@ class LegacyKey(NamedTuple):
 
 LEGACY_KEYS: dict[str, LegacyKey] = {
     "experiment_name": LegacyKey("experiment_name", "Name of the project, without _ and /.", "async-ppo or sync-ppo"),
-    "trial_name": LegacyKey("trial_name", "Name of this trial, without - and /.", "the time"),
+    "trial_name": LegacyKey("trial_name", "Name of this trial, without - and /.", "current time"),
     "n_nodes": LegacyKey("cluster.n_nodes", "Number of machines.", "1"),
-    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "what this machine has"),
+    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "those of this machine"),
     "allocation_mode": LegacyKey(
         "allocation_mode",
         "Devices of generation + training, as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
@@ -43,52 +43,54 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "ref.type._class": LegacyKey("ref.model_type", "Model family of the reference.", "any"),
     "critic.type._class": LegacyKey("critic.model_type", "Model family of the critic.", "any"),
     "actor.path": LegacyKey("actor.path", "Model folder or repo id of the actor.", "required"),
-    "ref.path": LegacyKey("ref.path", "The same of the reference; without it there is no KL.", "no reference"),
-    "dataset.path": LegacyKey("train_dataset.path", "The data set, a JSONL file.", "required"),
+    "ref.path": LegacyKey("ref.path", "Model of the reference; without it there is no KL term.", "no reference"),
+    "dataset.path": LegacyKey("train_dataset.path", "The dataset, a JSONL file.", "required"),
     "dataset.train_bs_n_seqs": LegacyKey("train_dataset.batch_size", "Prompts per training step.", "1"),
     "group_size": LegacyKey("gconfig.n_samples", "Answers per prompt.", "1"),
     "max_concurrent_rollouts": LegacyKey(
-        "rollout.max_concurrent_rollouts", "Most prompts in generation at the same time.", "dataset.train_bs_n_seqs"
+        "rollout.max_concurrent_rollouts",
+        "Maximum number of prompts generated concurrently.",
+        "dataset.train_bs_n_seqs",
     ),
     "max_head_offpolicyness": LegacyKey(
-        "rollout.max_head_offpolicyness", "How many versions old the data may be; 0 is synchronous.", "0"
+        "rollout.max_head_offpolicyness", "Maximum staleness of the data, in versions; 0 is synchronous.", "0"
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
-        "actor.mb_spec.max_tokens_per_mb", "Most tokens of a micro-batch when the actor is trained.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a micro-batch when training the actor.", "no limit"
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        "actor.mb_spec.max_tokens_per_mb", "The same when it scores; of the two the smaller holds.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb", "The same when the actor scores; the smaller of the two applies.", "no limit"
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "ref.mb_spec.max_tokens_per_mb", "The same when the reference scores.", "no limit"
     ),
-    "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Most tokens of an answer.", "16384"),
+    "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
     "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per batch.", "4"),
     "ppo.recompute_logprob": LegacyKey(
-        "actor.recompute_logprob", "Compute log-probs anew before the update.", "true if asynchronous, else false"
+        "actor.recompute_logprob", "Recompute log-probs before the update.", "true if asynchronous, else false"
     ),
     "ppo.use_decoupled_loss": LegacyKey(
-        "actor.use_decoupled_loss", "Clip against the policy before the update.", "as ppo.recompute_logprob"
+        "actor.use_decoupled_loss",
+        "Decoupled PPO: clip against the policy before the update.",
+        "as ppo.recompute_logprob",
     ),
-    "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalise advantages over the batch.", "true"),
-    "group_adv_norm": LegacyKey("actor.adv_norm", "Normalise advantages within each group instead.", "false"),
-    "success_rate_ub": LegacyKey("success_rate_ub", "Leave out prompts that succeed more often.", "no bound"),
-    "success_rate_lb": LegacyKey("success_rate_lb", "Leave out prompts that succeed less often.", "no bound"),
-    "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the data set.", "1"),
-    "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Keep a checkpoint every so many epochs.", "null"),
-    "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Keep a checkpoint every so many steps.", "null"),
-    "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Keep a checkpoint every so many seconds.", "null"),
-    "exp_ctrl.ckpt_freq_epochs": LegacyKey(
-        "recover.freq_epochs", "Write a restart point every so many epochs.", "null"
-    ),
-    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a restart point every so many steps.", "null"),
-    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a restart point every so many seconds.", "null"),
+    "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
+    "group_adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages within each group instead.", "false"),
+    "success_rate_ub": LegacyKey("success_rate_ub", "Filter out prompts with a higher success rate.", "no bound"),
+    "success_rate_lb": LegacyKey("success_rate_lb", "Filter out prompts with a lower success rate.", "no bound"),
+    "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the dataset.", "1"),
+    "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Save a model every N epochs.", "null"),
+    "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Save a model every N steps.", "null"),
+    "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Save a model every N seconds.", "null"),
+    "exp_ctrl.ckpt_freq_epochs": LegacyKey("recover.freq_epochs", "Write a recovery point every N epochs.", "null"),
+    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery point every N steps.", "null"),
+    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery point every N seconds.", "null"),
     "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
     "tensorboard.path": LegacyKey("stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run's"),
 }
-"""Every key of the quickstart, with the setting that it stands for."""
+"""Legacy keys and the settings that they map to."""
 
-_SWITCHES = ("ppo.adv_norm", "group_adv_norm")  # what they stand for is a section
+_SWITCHES = ("ppo.adv_norm", "group_adv_norm")  # booleans that map to a section
 _LEARNING_RATE = 2e-5
 _UPPER = 5.0
 
@@ -97,30 +99,30 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
     """Read the command line of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
 
     Args:
-        argv: arguments, with or without the program's own name; ``--config FILE`` may give keys too.
-        asynchronous: which of the two programs it is.
-        clock: seconds since 1970, from which the trial is named.
+        argv: arguments, with or without the program's name; ``--config FILE`` may set keys too.
+        asynchronous: True for ``main_async_ppo.py``.
+        clock: returns Unix seconds, for the trial's name.
 
     Raises:
-        UsageError: what is wrong, all problems at once.
-        SystemExit: after ``--help``, with code 0.
+        UsageError: lists all problems.
+        SystemExit: with code 0 after ``--help``.
     """
     args = parse_cli_args(argv)
     if args.help:
         sys.stdout.write(render_legacy_help(asynchronous=asynchronous))
         raise SystemExit(0)
-    keys = given_keys(read_yaml(args.config_file) if args.config_file else {}, args.overrides)
-    return config_from(translated(keys, asynchronous=asynchronous, now=clock()), PPOConfig)
+    keys = legacy_keys(read_yaml(args.config_file) if args.config_file else {}, args.overrides)
+    return config_from(translate(keys, asynchronous=asynchronous, now=clock()), PPOConfig)
 
 
-def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
-    """Collect keys of a file and the command line by dotted name; the last one holds.
+def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
+    """Collect keys of a file and the command line by dotted name; the last value wins.
 
-    Raises UsageError: one is malformed, or neither a key of the quickstart nor of PPOConfig.
+    Raises UsageError if one is malformed, or neither a legacy key nor a setting of PPOConfig.
     """
     problems = Problems()
     keys = {path: value for path, value in leaves(tree) if not isinstance(value, dict)}
-    known = paths_of(PPOConfig)
+    settings = paths_of(PPOConfig)
     for text in overrides:
         try:
             override = parse_override(text)
@@ -131,19 +133,19 @@ def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
         if not override.delete:
             keys[override.path] = override.value
     for path in keys:
-        if path not in LEGACY_KEYS and re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path)) not in known:
-            near = nearest_path(path, [*LEGACY_KEYS, *known])
+        if path not in LEGACY_KEYS and re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path)) not in settings:
+            near = nearest_path(path, [*LEGACY_KEYS, *settings])
             hint = f" (did you mean {near}?)" if near else ""
             problems.add(f"{path} is neither a key of the quickstart nor a setting of PPOConfig{hint}; see --help")
     problems.raise_if_any()
     return keys
 
 
-def translated(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """Turn the keys of the quickstart into a tree of `PPOConfig`. Raises UsageError: two keys exclude each other."""
+def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
+    """Translate legacy keys to a tree of `PPOConfig`. Raises UsageError for conflicting keys."""
     _check_keys(keys)
     tree = _defaults(keys, asynchronous=asynchronous, now=now)
-    for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # PPOConfig's own settings come last
+    for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # settings of PPOConfig come last
         if name in _SWITCHES:
             continue
         path = LEGACY_KEYS[name].path if name in LEGACY_KEYS else ALIASES.get(name, name)
@@ -152,30 +154,30 @@ def translated(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Training and scoring of the actor cut rows alike: both limits hold if the smaller one does."""
+    """Return the value of a key; the two token limits of the actor map to one setting, which gets the smaller one."""
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
-    limits = [one for one in pair if isinstance(one, int)]
+    limits = [limit for limit in pair if isinstance(limit, int)]
     return min(limits) if name.startswith("actor_") and len(limits) == 2 else keys[name]
 
 
 def _check_keys(keys: dict[str, Any]) -> None:
     if keys.get("ppo.recompute_logprob") is False and keys.get("ppo.use_decoupled_loss") is True:
         raise UsageError(
-            "ppo.use_decoupled_loss=true needs log-probs from before the update, and ppo.recompute_logprob is false; leave "
-            "one of the two out"
+            "ppo.use_decoupled_loss=true needs log-probs from before the update, but ppo.recompute_logprob is false; remove "
+            "one of them"
         )
-    idle = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
-    if idle and not keys.get("ref.path"):
-        raise UsageError(f"{idle[0]} has no effect without a reference; give ref.path too, or leave it out")
+    unused = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
+    if unused and not keys.get("ref.path"):
+        raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove it")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
-        raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; leave one of the two out")
+        raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; remove one of them")
     for name in _SWITCHES:
         if not isinstance(keys.get(name, False), bool):
             raise UsageError(f"{name} {keys[name]!r}: expected true or false")
 
 
 def _defaults(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """What the quickstart's programs do where no key says otherwise."""
+    """Return the defaults of the legacy quickstart."""
     recompute = keys.get("ppo.recompute_logprob", keys.get("ppo.use_decoupled_loss") is True or asynchronous)
     decoupled = keys.get("ppo.use_decoupled_loss", recompute)
     in_groups = keys.get("group_adv_norm", False)
@@ -203,7 +205,7 @@ def _defaults(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def render_legacy_help(*, asynchronous: bool) -> str:
-    """Lay out the keys of the quickstart as text, with a newline at the end."""
+    """Format the help on legacy keys, with a final newline."""
     program = "main_async_ppo.py" if asynchronous else "main_sync_ppo.py"
     lines = [f"usage: {program} [--config FILE.yaml] key=value ...", ""]
     for name, key in LEGACY_KEYS.items():
@@ -211,6 +213,6 @@ def render_legacy_help(*, asynchronous: bool) -> str:
         lines += textwrap.wrap(key.help, 110, initial_indent="      ", subsequent_indent="      ")
     lines += [
         "",
-        "Every setting of PPOConfig can be given as well, such as actor.optimizer.lr=1e-5 or gconfig.temperature=0.8.",
+        "Any setting of PPOConfig is accepted too, such as actor.optimizer.lr=1e-5 or gconfig.temperature=0.8.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""Reads an experiment: the command line, its YAML file, overrides, checks.
+"""Loads an experiment from the command line: its YAML file, overrides, and checks.
 
     config, file = load_expr_config(sys.argv[1:], GRPOConfig)
 
-A configuration file is any subset of the settings; names and paths that several sections share are written once.
+A configuration file is any subset of the settings; names and paths that several sections share need to be set only once.
 """
 
 import copy
@@ -29,7 +29,7 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 @dataclass(frozen=True)
 class CliArgs:
-    """The command line of an experiment: the YAML file, overrides as they were written, and whether help is wanted."""
+    """The command line of an experiment: YAML file, raw overrides, and whether to print help."""
 
     config_file: str
     overrides: tuple[str, ...]
@@ -37,7 +37,7 @@ class CliArgs:
 
 
 def parse_cli_args(argv: Sequence[str]) -> CliArgs:
-    """Take the command line apart; a leading ``*.py`` is ignored.
+    """Parse the command line; a leading ``*.py`` is ignored.
 
     Raises UsageError: ``--config`` has no value, or an option is unknown.
     """
@@ -55,8 +55,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params: sizes of an experiment are settings, so that a continued run has the same ones; "
-                    f"`areno plan {file or 'FILE.yaml'} --tune-params` finds them"
+                    "--tune-params: sizes of an experiment are settings, so that a resumed run has the same ones; "
+                    f"find them with `areno plan {file or 'FILE.yaml'} --tune-params`"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
@@ -66,18 +66,18 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
 
 
 def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Config, str]:
-    """Read the configuration of an experiment from its command line.
+    """Load the configuration of an experiment from its command line.
 
     Args:
-        argv: arguments, with or without the program's own name.
-        config_cls: class of the experiment, such as GRPOConfig or a subclass of the user's.
+        argv: arguments, with or without the program's name.
+        config_cls: class of the experiment, such as GRPOConfig or a user's subclass.
 
     Returns:
         The checked configuration, and the path of its file.
 
     Raises:
-        UsageError: what is wrong with it, all problems at once.
-        SystemExit: after ``--help``, with code 0.
+        UsageError: lists all problems.
+        SystemExit: with code 0 after ``--help``.
     """
     args = parse_cli_args(argv)
     if args.help:
@@ -88,9 +88,9 @@ def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Con
 
 
 def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
-    """Find the class of an experiment from what its file says it is: ``train_dataset.type``.
+    """Return the class of an experiment according to ``train_dataset.type``.
 
-    Raises UsageError: the file cannot be read, or names no known type.
+    Raises UsageError: the file cannot be read, or the type is unknown.
     """
     args = parse_cli_args(argv)
     tree = _overridden(_file(args), args)
@@ -98,22 +98,22 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     kind = dataset.get("type") if isinstance(dataset, dict) else None
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
-            f"--config {args.config_file} is a task of a cluster launcher, with keys such as resources and run, which are "
-            "not supported; give the experiment's own YAML file, which its run command names"
+            f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
+            "not supported; pass the experiment's YAML file, which its run command names"
         )
     if kind not in EXPERIMENTS:
-        raise UsageError(f"train_dataset.type {kind!r} names no kind of experiment; choose {', '.join(EXPERIMENTS)}")
+        raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[kind]
 
 
 def config_from(tree: Tree, config_cls: type[Config]) -> Config:
-    """Build a configuration of raw values and check it. Raises UsageError: what is wrong with it, all problems at once."""
+    """Build a configuration from raw values and check it. Raises UsageError with all problems."""
     problems = Problems()
     config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
     for text in check_config(config) if config is not None else ():
         problems.add(text)
     problems.raise_if_any()
-    assert config is not None  # else there are problems
+    assert config is not None  # None implies problems
     return config
 
 
@@ -122,33 +122,33 @@ to_structured_cfg = config_from
 
 
 def settled(config: Config) -> Config:
-    """Return a checked copy of a configuration, also of one that was put together in Python.
+    """Return a checked copy of a configuration, such as one that was built in Python.
 
-    What differs from its default counts as given; the rest is inherited as in a file. Raises UsageError: as in
+    Values that differ from their default count as set; others are inherited as in a file. Raises UsageError like
     `config_from`.
     """
-    return config_from(_given(config), type(config))
+    return config_from(_changed_values(config), type(config))
 
 
-def _given(config: Any) -> Tree:
+def _changed_values(config: Any) -> Tree:
     tree: Tree = {}
     for name, entry in settings_of(type(config)).items():
         value = getattr(config, name)
         if entry.shape == "section":
-            inner = None if value is None else _given(value)
+            inner = None if value is None else _changed_values(value)
             if inner or (value is None) != (entry.default is None):
                 tree[name] = inner
         elif entry.shape == "sections":
-            tree[name] = [_given(item) for item in value]
+            tree[name] = [_changed_values(item) for item in value]
         elif value != entry.default:
             tree[name] = value
     return tree
 
 
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
-    """Give each role the backend that ``allocation_mode`` names for it; the tree is copied.
+    """Return a copy in which each role has its backend according to ``allocation_mode``.
 
-    Raises UsageError: the text is not in the grammar, names a role that the tree lacks, or contradicts a backend.
+    Raises UsageError: its syntax is invalid, it names a role that the tree lacks, or contradicts a backend.
     """
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):
@@ -161,17 +161,17 @@ def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
         raise UsageError(f"allocation_mode {error}") from None
     for role, backend in backends.items():
         if role == "rollout" and role not in settings_of(config_cls) and len(mode.components) == 1:
-            continue  # sizes alone are for all engines that there are
+            continue  # bare sizes apply to all existing engines
         section = tree.setdefault(role, {}) if role in ("rollout", "actor") else tree.get(role)
         if not isinstance(section, dict):
             raise UsageError(
-                f"allocation_mode {text!r} gives {backend} to {role}, and there is no section {role}; name rollout, actor, "
-                "or a section that is there"
+                f"allocation_mode {text!r} assigns {backend} to {role}, but there is no section {role}; name rollout, "
+                "actor, or another existing section"
             )
-        own = section.get("backend") or backend
-        if own != backend and _spec(own) != backend:
+        explicit = section.get("backend") or backend
+        if explicit != backend and _spec(explicit) != backend:
             raise UsageError(
-                f"{role}.backend {own} differs from {backend} of allocation_mode {text}; leave one of the two out"
+                f"{role}.backend {explicit} differs from {backend} of allocation_mode {text}; remove one of them"
             )
         section["backend"] = backend
         if role in shared and shared[role] in settings_of(config_cls):
@@ -188,12 +188,12 @@ def _spec(backend: str) -> str:
 
 def _file(args: CliArgs) -> Tree:
     if not args.config_file:
-        raise UsageError("--config is required; give the experiment's YAML file as --config FILE.yaml")
+        raise UsageError("--config is required; pass the experiment's YAML file as --config FILE.yaml")
     return read_yaml(Path(args.config_file))
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """The tree with the overrides put in; without a class they may begin with any name."""
+    """Apply the overrides to the tree; with a class, check that their first name is one of its settings."""
     problems = Problems()
     for text in args.overrides:
         try:
@@ -209,13 +209,13 @@ def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig
 
 
 def render_help(config_cls: type[BaseExperimentConfig]) -> str:
-    """Lay out all keys of an experiment with their defaults, bounds and meaning as text, with a newline at the end."""
+    """Format the help on all keys of an experiment, with a final newline."""
     doc = " ".join((config_cls.__doc__ or "").split("\n\n")[0].split())
     head = [
         "usage: PROGRAM.py --config FILE.yaml [key=value ...] [~key ...]",
         "",
         f"{config_cls.__name__}: {doc}",
-        "Every key below can stand in the file, and be set on the command line. null is no value; lists are [a, b].",
+        "Set any key in the file or on the command line. null means no value; lists are written [a, b].",
     ]
     return "\n".join([*head, *_section_help(config_cls, "", set())]) + "\n"
 
@@ -226,7 +226,7 @@ def _section_help(declaration: type, prefix: str, shown: set[type]) -> Iterator[
     for name, entry in entries.items():
         text = entry.info.help + (f" One of: {', '.join(entry.info.choices)}." if entry.info.choices else "")
         if entry.is_section and entry.kind in shown:
-            text += f" Keys as those of {entry.kind.__name__} above."
+            text += f" Same keys as {entry.kind.__name__} above."
         yield f"  {prefix}{name}: {entry.type_text}" + (f" = {entry.default_text}" if entry.default_text else "")
         yield from textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""``actor.algorithm``: an algorithm by the name that ``areno train --algo`` knows it by."""
+"""``actor.algorithm``: an algorithm by name, as for ``areno train --algo``."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,21 +14,21 @@ from areno.config.validate import value_problem
 from areno.errors import UsageError
 
 _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
-"""Options of an algorithm that are settings of ``actor`` themselves."""
+"""Options of an algorithm that are settings of ``actor``."""
 
 
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
-    """The algorithm, and its options: ``actor.algorithm_options`` by name, defaults for the rest.
+    """Return the algorithm and its options: ``actor.algorithm_options`` and defaults.
 
-    Raises UsageError: there is none of that name, it learns from other rows, or an option cannot be used.
+    Raises UsageError: the algorithm is unknown, needs another trainer, or an option is invalid.
     """
     spec = get_algorithm(actor.algorithm, option="actor.algorithm")
     trainer, example = (POLICY_TRAINER, "gspo") if isinstance(actor, PPOActorConfig) else (PAIR_TRAINER, "simpo")
     if spec.trainer != trainer or not (spec.default_loss or spec.loss_fn_factory):
         raise UsageError(
-            f"actor.algorithm {actor.algorithm} learns from other rows, or in other steps; name one such as {example}"
+            f"actor.algorithm {actor.algorithm} needs another trainer than this experiment's; use one such as {example}"
         )
-    # Knobs of the policy loss are settings of their own as well.
+    # Options of the policy loss are settings of `actor`.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
     entries = {entry.name: entry for entry in declared if entry.name not in _SETTINGS}
     problems = Problems()
@@ -36,8 +36,8 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
     for name, value in values.items():
         problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
     problems.raise_if_any()
-    own = {name: getattr(actor, setting) for name, setting in _SETTINGS.items() if hasattr(actor, setting)}
-    options = build_options({**values, **own}, spec, explicit=frozenset(values))
+    inherited = {name: getattr(actor, setting) for name, setting in _SETTINGS.items() if hasattr(actor, setting)}
+    options = build_options({**values, **inherited}, spec, explicit=frozenset(values))
     try:
         spec.knobs(options)
     except ValueError as error:
@@ -46,9 +46,9 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 
 
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
-    """The raw configuration with the knobs that ``actor.algorithm`` presets, where it does not give them.
+    """Add the presets of ``actor.algorithm`` to a raw configuration, for settings that it lacks.
 
-    Raises UsageError: there is no algorithm of that name.
+    Raises UsageError: the algorithm is unknown.
     """
     actor = tree.get("actor")
     name = actor.get("algorithm") if isinstance(actor, dict) else None
@@ -59,7 +59,7 @@ def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool = False) -> Iterator[str]:
-    """Say what is wrong with ``actor.algorithm`` and its options, and which settings another loss makes idle."""
+    """Yield the problems of ``actor.algorithm`` and its options, and settings that have no effect with it."""
     if not actor.algorithm:
         if actor.algorithm_options:
             yield "actor.algorithm_options has no effect without an algorithm; set actor.algorithm too"
@@ -76,13 +76,13 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
         names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
         if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
             with_algorithm = f"with actor.algorithm {actor.algorithm}"
-            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; leave it out"
-    because = f"has no effect with actor.algorithm {actor.algorithm}, which has a loss of its own"
-    yield from (f"actor.{name} {because}; leave it out" for name in changed(actor, names))
+            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; remove it"
+    because = f"has no effect with actor.algorithm {actor.algorithm}, which has its own loss"
+    yield from (f"actor.{name} {because}; remove it" for name in changed(actor, names))
     if has_teacher:
-        yield f"teacher {because}; leave one of the two out"
+        yield f"teacher {because}; use only one of them"
 
 
 def is_family(spec: AlgorithmSpec) -> bool:
-    """Whether its knobs are those of the policy loss, which are settings of ``actor`` themselves."""
+    """Whether it is a variant of the policy loss, whose options are settings of ``actor``."""
     return spec.options is not None and issubclass(spec.options, PolicyLossOptions)

@@ -1,4 +1,4 @@
-"""Who does what in an experiment: the engine of each role, and where it runs."""
+"""Roles of an experiment: the engine of each, and where it runs."""
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig
@@ -8,23 +8,23 @@ from areno.config.rollout_options import SERVERS
 from areno.errors import UsageError
 
 CLUSTERS = ("ray", "slurm")
-"""Schedulers that start processes on several machines."""
+"""Multi-machine schedulers."""
 
 
 def engine_of(config: BaseExperimentConfig, role: str) -> TrainEngineConfig | None:
-    """The section of a model that is trained or that scores, if the experiment has one."""
+    """Return the section of a role's model; None if the experiment has none."""
     engine = getattr(config, role, None)
     return engine if isinstance(engine, TrainEngineConfig) else None
 
 
 def takes_turns(config: PPOConfig) -> bool:
-    """Whether the actor's engine also generates, in turn with training."""
+    """Whether rollout and training alternate on the actor's engine."""
     strategies = config.rollout.scheduling_strategy, config.actor.scheduling_strategy
     return any(strategy.type == "colocation" and not strategy.fork for strategy in strategies)
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """The product whose servers generate; empty where areno's own engine does, or nothing, or the backend is malformed."""
+    """Return the product of the inference servers; empty for areno's engine, no rollout, or a malformed backend."""
     if not isinstance(config, PPOConfig):
         return ""
     try:
@@ -35,20 +35,20 @@ def server_of(config: BaseExperimentConfig) -> str:
 
 
 def addresses_of(config: PPOConfig) -> tuple[str, ...]:
-    """Servers that run already, as ``rollout.api_url`` lists them."""
+    """Return the addresses of running servers in ``rollout.api_url``."""
     return tuple(
         address.strip().rstrip("/") for address in (config.rollout.api_url or "").split(",") if address.strip()
     )
 
 
 def same_layout(config: PPOConfig) -> bool:
-    """Whether rollout and actor divide a model in the same way."""
+    """Whether rollout and actor have the same parallelism."""
     rollout, actor = (ModelAllocation.from_str(each.backend).parallel for each in (config.rollout, config.actor))
     return rollout == actor
 
 
 def roles(config: BaseExperimentConfig) -> dict[str, str]:
-    """The ``backend`` of every engine of an experiment, by its section's path."""
+    """Return the ``backend`` of every engine of an experiment, by section path."""
     return {
         path.removesuffix(".backend"): value
         for path, _, value in walk(config)

@@ -1,8 +1,7 @@
-"""Writes a configuration as plain data and as YAML that loads again to the same configuration.
+"""Converts a configuration to plain data and to YAML that loads as the same configuration, without secrets.
 
-Special here: no secret is written. Keys that areno asks for are left out; any other text whose name or form says that it
-is secret, and all environment variables of workers, become ``${oc.env:NAME}``: who loads the file gives them by their
-environment, and is told which one is missing.
+API key settings are omitted. Other values that look like secrets by name or form, and all environment variables of workers,
+become ``${oc.env:NAME}``: whoever loads the file has to set that variable.
 """
 
 import dataclasses
@@ -20,9 +19,9 @@ SECRETS = ("admin_api_key", "provider_api_key", "wandb_api_key", "api_key")
 
 _SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"}
 _SECRET_WORDS |= {"authorization", "bearer", "cookie"}
-# Whose keys are secret; other keys, such as prompt_key, are names of columns.
+# Words before "key" that mark a secret; other keys, such as prompt_key, are names of columns.
 _KEY_OWNERS = {"api", "access", "secret", "private", "admin", "auth", "account", "encryption", "signing"}
-# Whose tokens are text of a vocabulary.
+# Words before "token" that mark a token of a vocabulary.
 _TOKEN_OWNERS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop", "image", "special"}
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
@@ -38,23 +37,19 @@ def config_text(config: BaseExperimentConfig) -> str:
 
 
 def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
-    """:func:`conf_as_dict` without secrets."""
+    """Return :func:`conf_as_dict` without secrets."""
     return dict(_public(conf_as_dict(config)))
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
-    """Write the configuration into a file, or as ``config.yaml`` into a folder; `load_expr_config` reads it again.
-
-    Returns:
-        The file that was written.
-    """
+    """Write the configuration to a file, or to ``config.yaml`` in a folder, for `load_expr_config`; returns the file."""
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
         path = path / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(config_text(config))
-    path.chmod(0o600)  # where it was there before
+    path.chmod(0o600)  # if it existed before
     return path
 
 
@@ -69,7 +64,7 @@ def _public(value: Any, name: str = "") -> Any:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether the value of a setting or variable of this name is one that nobody else should read."""
+    """Whether the name of a setting or variable marks a secret."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
     owner = words[-2] if len(words) > 1 else ""
     return (

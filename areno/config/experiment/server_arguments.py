@@ -1,18 +1,18 @@
-"""Command lines of inference servers from their sections.
+"""Builds the command lines of inference servers from their sections.
 
-A setting is an option of the same name with dashes: true is the option alone; false, null and nothing leave it out; a list is
-its items. What is not so, because a server has renamed or dropped it, or takes it under conditions, is said here.
+A setting becomes an option of the same name with dashes: true is a bare option; false, null and "" omit it; a list becomes its
+items. This module handles the exceptions: options that a server has renamed, dropped or restricted.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.errors import UsageError
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM takes for ``--max-lora-rank``."""
+"""Values that vLLM accepts for ``--max-lora-rank``."""
 
 
 def server_arguments(
@@ -25,9 +25,9 @@ def server_arguments(
     pipeline: int = 1,
     adapter_rank: int | None = None,
 ) -> list[str]:
-    """Arguments of a server of the section's product; see :func:`vllm_arguments` and :func:`sglang_arguments`.
+    """Return the arguments of a server; see :func:`vllm_arguments` and :func:`sglang_arguments`.
 
-    ``tensor`` and ``pipeline`` are the devices that share a model; with ``adapter_rank`` it takes adapters of that rank.
+    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters to serve, if any.
     """
     sizes: tuple[tuple[str, int], ...]
     if isinstance(section, vLLMConfig):
@@ -42,30 +42,30 @@ def server_arguments(
 
 
 def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | None, gpu: bool) -> list[str]:
-    """Arguments of ``vllm serve`` behind the model's name.
+    """Return the arguments of ``vllm serve`` after the model's name.
 
     Args:
         section: the settings.
-        dtype: of the trainer, taken unless the section has another than its default.
-        context_length: the model's; vLLM refuses to start with more.
-        gpu: the server computes on GPUs.
+        dtype: dtype of the trainer, used unless the section sets another one.
+        context_length: the model's; vLLM does not start with more.
+        gpu: whether the server runs on GPUs.
 
-    Raises UsageError: a setting cannot work.
+    Raises UsageError: a setting is invalid.
     """
     default = vLLMConfig()
     values = _values(section)
     values.pop("model")
     if section.dtype == default.dtype:
         values["dtype"] = dtype
-    values["max_model_len"] = _least(section.max_model_len, context_length)
+    values["max_model_len"] = _smallest(section.max_model_len, context_length)
     if section.block_size == default.block_size:
         values["block_size"] = None  # vLLM chooses; on a CPU it does not start with 16
     if not gpu:
-        values["gpu_memory_utilization"] = None  # VLLM_CPU_KVCACHE_SPACE says how much there is
-        # A prompt in chunks ends vLLM 0.32 on a CPU where its request has a seed: "CPU Generator does not use offset".
+        values["gpu_memory_utilization"] = None  # VLLM_CPU_KVCACHE_SPACE sets it
+        # vLLM 0.32 crashes on a CPU at a chunked prefill of a request with a seed: "CPU Generator does not use offset".
         values["no_enable_chunked_prefill"] = True
         if section.enable_sleep_mode:
-            raise UsageError("vllm.enable_sleep_mode=true: vLLM has it on GPUs only; leave it out")
+            raise UsageError("vllm.enable_sleep_mode=true: vLLM supports it on GPUs only; remove it")
     if section.enable_lora:
         values["max_lora_rank"] = _lora_rank(section.max_lora_rank)
     else:
@@ -74,17 +74,17 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
 
 def _lora_rank(rank: int) -> int:
-    """The least that vLLM takes and that is enough."""
-    enough = [taken for taken in _LORA_RANKS if taken >= rank]
-    if not enough:
-        raise UsageError(f"vllm.max_lora_rank={rank}: vLLM takes at most {_LORA_RANKS[-1]}")
-    return enough[0]
+    """Return the smallest sufficient rank that vLLM accepts."""
+    sufficient = [accepted for accepted in _LORA_RANKS if accepted >= rank]
+    if not sufficient:
+        raise UsageError(f"vllm.max_lora_rank={rank}: vLLM accepts at most {_LORA_RANKS[-1]}")
+    return sufficient[0]
 
 
 def sglang_arguments(section: SGLangConfig, *, dtype: str, context_length: int | None) -> list[str]:
-    """Arguments of ``python -m sglang.launch_server``, beside the model, as SGLang 0.5.23 takes them.
+    """Return the arguments of ``python -m sglang.launch_server`` (SGLang 0.5.23), without the model.
 
-    Raises UsageError: a setting has no successor there.
+    Raises UsageError: SGLang has dropped a setting.
     """
     default = SGLangConfig()
     values = _values(section)
@@ -97,23 +97,23 @@ def sglang_arguments(section: SGLangConfig, *, dtype: str, context_length: int |
         values["attn_dp_size"] = values.pop("dp_size")
     if values.pop("enable_multithread_load"):
         values["model_loader_extra_config"] = '{"enable_multithread_load": true}'
-    for name, remedy in _GONE.items():
+    for name, remedy in _DROPPED.items():
         if values.pop(name):
             raise UsageError(f"sglang.{name}: SGLang no longer has this option; {remedy}")
     if section.dtype == default.dtype:
         values["dtype"] = dtype
     if section.attention_backend == default.attention_backend:
-        values["attention_backend"] = None  # the page's is for one kind of GPU; SGLang chooses
-    values["context_length"] = _least(section.context_length, context_length)
+        values["attention_backend"] = None  # the documented default needs a certain GPU; SGLang chooses
+    values["context_length"] = _smallest(section.context_length, context_length)
     if not section.enable_lora:
         values |= dict.fromkeys(("max_lora_rank", "max_loaded_loras", "lora_paths", "lora_backend"))
     return list(_options(values))
 
 
-_GONE = {
+_DROPPED = {
     "enable_ep_moe": "set sglang.ep_size instead",
-    "torchao_config": "leave it out",
-    "enable_nan_detection": "leave it out",
+    "torchao_config": "remove it",
+    "enable_nan_detection": "remove it",
 }
 
 
@@ -121,7 +121,7 @@ def _values(section: Any) -> dict[str, Any]:
     return {entry.name: getattr(section, entry.name) for entry in fields(section) if entry.name != "command"}
 
 
-def _least(*limits: int | None) -> int | None:
+def _smallest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -1,8 +1,7 @@
-"""A configuration before it has types: nested dicts as YAML gives them, and overrides by dotted path.
+"""Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
-Overrides follow the grammar of Hydra as far as a run needs it: ``key=value`` sets any field, ``+key=value`` and
-``++key=value`` the same, ``~key`` takes a key out of the file; values are YAML, so that lists, mappings, null and numbers
-need no quotes of their own. Keys of list items are their numbers: ``actor.scheduling_spec.0.cpu=4``.
+Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, ``~key`` removes a
+key of the file; values are YAML. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 """
 
 import re
@@ -24,7 +23,7 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*")
 
 @dataclass(frozen=True)
 class Override:
-    """One override: ``path`` is dotted, ``delete`` takes the key out, else ``value`` replaces what is there."""
+    """One override: sets the dotted ``path`` to ``value``, or removes it with ``delete``."""
 
     path: str
     value: Any = None
@@ -32,14 +31,14 @@ class Override:
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """Read a YAML file of nested settings; ``${...}`` stays as it is.
+    """Read a YAML file of nested settings without resolving ``${...}``.
 
-    Raises UsageError: the file is missing or unreadable, is not YAML, gives a key twice, or is no mapping.
+    Raises UsageError: the file is missing, unreadable, invalid YAML, has duplicate keys, or is not a mapping.
     """
     path = Path(path).expanduser()
     where = f"--config {path}"
     if not path.is_file():
-        raise UsageError(f"--config file does not exist: {path}; give a YAML file of settings")
+        raise UsageError(f"--config file does not exist: {path}; pass a YAML file of settings")
     try:
         text = path.read_text(encoding="utf-8")
         tree = OmegaConf.to_container(OmegaConf.create(text if text.strip() else "{}"), resolve=False)
@@ -47,7 +46,7 @@ def read_yaml(path: str | Path) -> Tree:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{where} cannot be read: {error}; give a YAML text file") from error
+        raise UsageError(f"{where} cannot be read: {error}; pass a YAML text file") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"{where}: not valid YAML: {error}; fix the file") from error
     if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
@@ -58,7 +57,7 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def parse_override(text: str) -> Override:
-    """Read one override from the command line.
+    """Parse one override from the command line.
 
     Raises UsageError: it is not of the form ``key=value`` or ``~key``, or its value is not YAML.
     """
@@ -66,9 +65,7 @@ def parse_override(text: str) -> Override:
     key, equals, raw = text.removeprefix("~").lstrip("+").partition("=")
     key = key.strip()
     if not _KEY.fullmatch(key) or not (equals or delete):
-        raise UsageError(
-            f"argument {text!r} is not an override; write key=value, or ~key to take a key out of the file"
-        )
+        raise UsageError(f"argument {text!r} is not an override; write key=value, or ~key to remove a key of the file")
     path = re.sub(r"\[(\d+)\]", r".\1", key)
     return Override(path, delete=True) if delete else Override(path, _value(raw, key))
 
@@ -83,49 +80,51 @@ def _value(raw: str, key: str) -> Any:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         if raw.strip()[0] in "[{\"'":
             raise UsageError(f"{key}={raw}: the value is not valid YAML; check its brackets and quotes") from None
-        return raw  # a text such as "@handle" or "a: b"
+        return raw  # a string such as "@handle" or "a: b"
     return loaded["value"] if isinstance(loaded, dict) else raw
 
 
 def apply_override(tree: Tree, override: Override) -> None:
     """Change the tree in place.
 
-    Raises UsageError: the key to take out is not there, or a key on the way holds a single value.
+    Raises UsageError: the key to remove does not exist, or a key on the path is not a mapping or list.
     """
     path = override.path
-    *way, last = path.split(".")
+    *parents, last = path.split(".")
     node: Any = tree
-    for depth, name in enumerate(way):
+    for depth, name in enumerate(parents):
         key = _key(node, name, path)
         child = node.get(key) if isinstance(node, dict) else node[key]
         if child is None or child == "???":
             child = node[key] = {}
         if not isinstance(child, dict | list):
-            done = ".".join(way[: depth + 1])
+            parent = ".".join(parents[: depth + 1])
             raise UsageError(
-                f"{path}: {done} is {child!r}, so a key inside it cannot be set; give {done} as a mapping first"
+                f"{path}: {parent} is {child!r}, so a key inside it cannot be set; set {parent} to a mapping first"
             )
         node = child
     key = _key(node, last, path)
     if not override.delete:
         node[key] = override.value
     elif isinstance(node, dict) and key not in node:
-        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to take out; leave it out")
+        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to remove; omit it")
     else:
         del node[key]
 
 
 def _key(node: Any, name: str, path: str) -> Any:
-    """One step of a path: a key of a dict, or the number of a list's item."""
+    """Return the key of a dict, or the index of a list, for one step of a path."""
     if isinstance(node, dict):
         return name
     if not name.isdigit() or int(name) >= len(node):
-        raise UsageError(f"{path}: {name} is no item of a list of {len(node)}; count from 0, or give the whole list")
+        raise UsageError(
+            f"{path}: {name} is not an index of a list of {len(node)}; count from 0, or set the whole list"
+        )
     return int(name)
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give (dotted path, value) of everything in a tree, mappings before what is in them."""
+    """Yield (dotted path, value) of everything in a tree, mappings before their contents."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value

@@ -1,23 +1,23 @@
-"""Sections that say where workers run and how they find each other: cluster, name resolving, scheduler."""
+"""Sections for workers: cluster, name resolution, scheduler."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, idle, section, setting
+from areno.config.experiment.settings import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""Of the user's own: what is read back from a folder for all, such as /tmp, could have been written by anybody."""
+"""In the user's home: files in a shared folder, such as /tmp, could have been written by other users."""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = (
-    "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME or reward.path=MODEL"
+    "external reward services are not supported; remove it, and set reward.fn=file.py:NAME or reward.path=MODEL"
 )
-ON_CLUSTERS = "read where scheduler.type is ray or slurm"
-ON_SLURM = "read where scheduler.type is slurm"
-ON_RAY = "read where scheduler.type is ray"
+ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
+ON_SLURM = "only read if scheduler.type is slurm"
+ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers with which a setting changes something, by the reason why it does not with others."""
+"""Schedulers that read a setting, by the reason why it has no effect with others."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -31,26 +31,26 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "nfs keeps one file per name, etcd3 asks an etcd server, ray an actor; memory lives in one process.",
+        "nfs uses one file per name, etcd3 an etcd server, ray an actor, memory the process itself.",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder of the files of nfs, seen by all machines.",
+        "Folder of the files of nfs, shared by all machines.",
         documented="/tmp/areal/name_resolve",
         shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: name_resolve below cluster.fileroot)",
     )
-    etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, as every machine reaches it.")
-    ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that holds the names.")
+    etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, reachable from all machines.")
+    ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the names.")
 
 
 @dataclass
 class ClusterSpecConfig:
-    """The machines, and the folder that they share."""
+    """The machines and their shared folder."""
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, "Where workers publish their addresses.")
-    cluster_name: str = _worker("local", "Name of the cluster, written into the run's description.")
-    fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints; every machine must see it.")
+    cluster_name: str = _worker("local", "Name of the cluster, recorded in the run's description.")
+    fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints, shared by all machines.")
     n_nodes: int = setting(
         1,
         "Number of machines.",
@@ -60,7 +60,7 @@ class ClusterSpecConfig:
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "Devices per machine; 0 is a machine without a GPU, where processes share the CPU.",
+        "GPUs per machine; 0 for CPU-only machines.",
         minimum=0,
         documented=8,
         shown="what this machine has (node: 8)",
@@ -69,7 +69,7 @@ class ClusterSpecConfig:
 
 @dataclass
 class SchedulerConfig:
-    """Who starts the worker processes."""
+    """The scheduler that starts worker processes."""
 
     type: str | None = setting(
         None,
@@ -88,43 +88,43 @@ class SchedulerConfig:
 
 @dataclass
 class SchedulingSpec:
-    """What one worker of a role needs."""
+    """Resources of a role's workers."""
 
     cpu: int | None = setting(
-        None, "CPU cores: the threads that the worker computes with.", minimum=1, shown="this machine's share (node: 8)"
+        None, "CPU cores, the number of compute threads of a worker.", minimum=1, shown="this machine's share (node: 8)"
     )
-    gpu: int = _cluster(0, "GPUs of a worker; 0 is one where the nodes have GPUs.", minimum=0)
-    mem: int = _cluster(32, "Memory in GB, for each GPU; 32 asks for a share of the node.", minimum=1)
+    gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
+    mem: int = _cluster(32, "Memory in GB per GPU; 32 requests a proportional part of the node.", minimum=1)
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
     image: str = _slurm("", "Container image; empty runs on the node itself.")
-    task_type: str = _worker("worker", "What the worker runs.", choices=("worker", "engine"))
+    task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
     cmd: str | None = _cluster(
-        None, "Command that starts Python, such as numactl -N0 python3; behind -m stands areno's own worker."
+        None, "Command that starts Python, such as numactl -N0 python3; areno appends -m and its worker module."
     )
-    srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Further arguments of srun.")
+    srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Additional arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
         None, "Shell commands to run before the worker.", no_effect=ON_CLUSTERS
     )
     container_type: str = _slurm("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
     mount: str = _slurm("/storage:/storage", "Mounts of the container.")
-    nodelist: str | None = _cluster(None, "Nodes to use, with commas between them; Ray knows them by their addresses.")
-    exclude: str | None = _slurm(None, "Nodes not to use, with commas between them.")
+    nodelist: str | None = _cluster(None, "Nodes to use, comma-separated; addresses for Ray.")
+    exclude: str | None = _slurm(None, "Nodes to exclude, comma-separated.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How Ray groups the workers of a role: in one placement group, or one for each engine (separate, deferred).",
+        "Ray placement groups of a role: one for all workers (shared), or one per engine (separate, deferred).",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
 
     def environment(self) -> dict[str, str]:
-        """``env_vars`` as a process takes them; null is an empty text."""
+        """Return ``env_vars`` as strings; null is an empty string."""
         return {name: "" if value is None else str(value) for name, value in self.env_vars.items()}
 
 
 @dataclass
 class SchedulingStrategy:
-    """Whether a role has devices of its own."""
+    """Placement of a role's devices."""
 
     type: str = setting(
         "separation",
@@ -133,26 +133,26 @@ class SchedulingStrategy:
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
-        True, "With colocation: a process of its own; false shares the target's engine, in turn with it."
+        True, "With colocation: use a separate process; false alternates with the target in its engine."
     )
 
     def problems(self) -> Problems:
-        """What is wrong within the section."""
+        """Yield the problems within the section."""
         if self.type == "colocation" and not self.target:
-            yield "target", "is missing: name the role whose devices are shared, such as actor"
+            yield "target", "is missing; set the role whose devices are shared, such as actor"
         if self.type == "separation":
-            yield from idle(self, ("target", "fork"), "with type separation; use colocation")
+            yield from ineffective(self, ("target", "fork"), "with type separation; use colocation")
 
 
 def one_spec() -> list[SchedulingSpec]:
-    """The default of a role: one spec, for the worker and the engine inside it."""
+    """Return the default of a role: one entry, for the worker and its engine."""
     return [SchedulingSpec()]
 
 
 def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Problems:
-    """What is wrong with the ``scheduling_spec`` of a role that may have so many entries."""
+    """Yield the problems of a role's ``scheduling_spec``; ``counts`` are the allowed numbers of entries."""
     if len(specs) not in counts:
-        yield "scheduling_spec", f"has {len(specs)} entries; give {' or '.join(map(str, counts))}"
+        yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:
-        because = "in a second entry, because worker and engine are one process; write it into the first"
-        yield from idle(spec, ("env_vars",), because, "scheduling_spec.1.")
+        because = "in a second entry, because worker and engine are one process; move it to the first"
+        yield from ineffective(spec, ("env_vars",), because, "scheduling_spec.1.")

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig
 
 from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.backend_sections import Stages
 from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
 from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.foreign_sections import Stages
 from areno.config.experiment.machine import Machine
 from areno.config.experiment.roles import addresses_of, server_of
 from areno.config.experiment.server_arguments import server_arguments

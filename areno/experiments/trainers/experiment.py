@@ -20,7 +20,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
-from areno.config.experiment.places import DATASETS, data_problems, held_out_is_trained
+from areno.config.experiment.path_checks import DATASETS, data_problems, held_out_is_trained
 from areno.config.experiment.run_sections import LOADER, SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.parser import Problems

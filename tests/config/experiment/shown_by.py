@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 
 _CHECKS = "tests/config/experiment/test_checks.py::"
 _SERVERS = "tests/config/experiment/test_servers.py::"

@@ -63,7 +63,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             "does not clip",
             {"actor.use_sapo_loss": True, "actor.eps_clip": 0.3},
         ),
-        ({"actor.use_sapo_loss": True, "actor.use_cispo_loss": True}, "two losses", {"actor.use_cispo_loss": True}),
+        (
+            {"actor.use_sapo_loss": True, "actor.use_cispo_loss": True},
+            "mutually exclusive",
+            {"actor.use_cispo_loss": True},
+        ),
         ({"actor.m2_threshold": 0.04}, "set use_decoupled_loss", {"actor.m2_threshold": 0.04} | DECOUPLED),
         (
             {"actor.overlong_reward_penalty": True},
@@ -77,9 +81,9 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ({"actor.overlong_tokens": 8}, "without the penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
         # parts of rewards
-        ({"reward.weights": {"a": -1}}, "reward.weights 'a=-1' is no part's weight", {"reward.weights": {"a": 0}}),
-        ({"reward.weights": {"a": "b"}}, "reward.weights 'a=b' is no part's weight", {"reward.weights": {"a": 0.5}}),
-        ({"reward.weights": {"1 a": 1}}, "reward.weights '1 a=1' is no part's weight", {}),
+        ({"reward.weights": {"a": -1}}, "reward.weights 'a=-1' is not a valid weight", {"reward.weights": {"a": 0}}),
+        ({"reward.weights": {"a": "b"}}, "reward.weights 'a=b' is not a valid weight", {"reward.weights": {"a": 0.5}}),
+        ({"reward.weights": {"1 a": 1}}, "reward.weights '1 a=1' is not a valid weight", {}),
         # reward models
         (
             {"reward.path": "m", "reward.weights": {"a": 1}},
@@ -93,13 +97,13 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ),
         (
             {"reward.path": "m", "workflow.path": "multi_turn"},
-            "multi_turn, which gives rewards itself",
+            "multi_turn, which computes rewards itself",
             {"reward.path": "m"},
         ),
-        ({"reward.path": "m", "success_rate_lb": 0.1}, "reward.path gives it later", {"success_rate_lb": 0.1}),
+        ({"reward.path": "m", "success_rate_lb": 0.1}, "reward.path computes it later", {"success_rate_lb": 0.1}),
         # rejection sampling
         (DECOUPLED | {"actor.rejection_sampling.lower": 6.0}, "is above upper", DECOUPLED),
-        (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "give more than 1", DECOUPLED),
+        (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "use more than 1", DECOUPLED),
         (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
@@ -117,7 +121,7 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             DECOUPLED | {"actor.rejection_sampling": {"agg": "max", "level": "sequence"}},
         ),
         # sampling
-        ({"gconfig.greedy": True}, "the same answer again", {"gconfig.greedy": True, "gconfig.n_samples": 1}),
+        ({"gconfig.greedy": True}, "the same answer each time", {"gconfig.greedy": True, "gconfig.n_samples": 1}),
         (
             {"eval_gconfig": {"greedy": True, "top_p": 0.5}} | VALID,
             "with greedy",
@@ -130,15 +134,15 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"rollout.on_stale": "regenerate", "rollout.max_staleness": 2},
         ),
         # evaluation
-        ({"evaluator.freq_steps": 5}, "nothing to evaluate on", VALID),
+        ({"evaluator.freq_steps": 5}, "evaluator has no data", VALID),
         ({"eval_gconfig": {}}, "without valid_dataset", {"eval_gconfig": {}} | VALID),
         (VALID | {"valid_dataset.type": "sft"}, "make them equal", VALID),
         # engines
         ({"actor.optimizer": None}, "nothing would be trained", {}),
-        ({"critic": {}}, "the critic would not learn", {"critic.optimizer.lr": 1e-4}),
+        ({"critic": {}}, "the critic would not be trained", {"critic.optimizer.lr": 1e-4}),
         (
             {"ref": {"gradient_checkpointing": True}},
-            "ref.gradient_checkpointing true has no effect: ref lives in the actor's engine",
+            "ref.gradient_checkpointing true has no effect: ref runs in the actor's engine",
             {"ref": {"optimizer": "${actor.optimizer}"}},
         ),
         ({"ref": {"eps_clip": 0.3}}, "ref.eps_clip 0.3 has no effect", {"ref": "${actor}"}),
@@ -147,7 +151,7 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ({"actor.lora_rank": 8}, "set use_lora", {}),
         (
             {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["linear_qkv"]}},
-            "linear_qkv are layers of Megatron; write [q_proj, k_proj",
+            "linear_qkv are layer names of Megatron; write [q_proj, k_proj",
             {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["q_proj"]}},
         ),
         (
@@ -166,11 +170,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"actor.optimizer": {"min_lr_ratio": 0.1, "lr_scheduler_type": "cosine"}},
         ),
         ({"actor.optimizer": {"type": "sgd", "beta1": 0.5}}, "with type sgd", {"actor.optimizer.type": "sgd"}),
-        ({"actor.scheduling_spec": []}, "has 0 entries; give 1 or 2", {"actor.scheduling_spec": [{}, {}]}),
-        ({"rollout.agent.scheduling_spec": [{}, {}]}, "has 2 entries; give 1", {}),
+        ({"actor.scheduling_spec": []}, "has 0 entries; use 1 or 2", {"actor.scheduling_spec": [{}, {}]}),
+        ({"rollout.agent.scheduling_spec": [{}, {}]}, "has 2 entries; use 1", {}),
         (
             {"actor.scheduling_strategy.type": "colocation"},
-            "name the role",
+            "set the role",
             {"actor.scheduling_strategy": {"type": "colocation", "target": "rollout"}},
         ),
         (
@@ -194,11 +198,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             "without a standard deviation",
             {"actor.adv_norm": {"std_level": None}},
         ),
-        ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "normalises nothing", {}),
+        ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "normalizes nothing", {}),
         ({"actor.ppo_n_minibatches": 33}, "more than the 32 rows of a step", {"actor.ppo_n_minibatches": 32}),
         (
             {"success_rate_lb": 0.9, "success_rate_ub": 0.1},
-            "exchange them",
+            "swap them",
             {"success_rate_lb": 0.1, "success_rate_ub": 0.9},
         ),
         (
@@ -219,7 +223,7 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             TEACHER,
         ),
         # the kind of experiment
-        ({"train_dataset.type": "sft"}, "is for SFTConfig, and this is GRPOConfig", {}),
+        ({"train_dataset.type": "sft"}, "is for SFTConfig, not GRPOConfig", {}),
         ({"train_dataset.type": "rll"}, "did you mean rl?", {}),
     ],
 )
@@ -261,7 +265,7 @@ def test_a_section_cannot_have_another_name(section, name):
 
 def test_only_checkpoints_may_have_another_root():
     for section in ("evaluator", "stats_logger", "perf_tracer", "rollout"):
-        assert "only checkpoints may lie elsewhere" in refused({f"{section}.fileroot": "/other"})
+        assert "only checkpoints may be elsewhere" in refused({f"{section}.fileroot": "/other"})
     config = accepted({"saver.fileroot": "/big", "recover.fileroot": "/fast"})
     assert (config.saver.fileroot, config.recover.fileroot) == ("/big", "/fast")
 
@@ -271,9 +275,7 @@ def test_what_the_actor_repeats_must_be_equal():
     assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
     assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
     assert accepted({"gconfig.temperature": 0.5}).actor.temperature == 0.5
-    with pytest.raises(
-        UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment that samples nothing"
-    ):
+    with pytest.raises(UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment without rollouts"):
         config_from(changed(SFT, {"actor.temperature": 0.7}), SFTConfig)
 
 
@@ -311,11 +313,11 @@ def test_pairs_of_an_algorithm_by_name_have_no_reference():
     assert accepted(named, DPO, DPOConfig).ref.path == DPO["actor"]["path"]
     assert "ref.path other has no effect" in refused(named | {"ref.path": "other"}, DPO, DPOConfig)
     assert "actor.beta has no effect" in refused(named | {"actor.beta": 0.2}, DPO, DPOConfig)
-    assert "actor.algorithm gspo learns from other rows" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
+    assert "actor.algorithm gspo needs another trainer" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
 
 
 def test_weights_go_nowhere_in_an_experiment_without_rollout():
-    assert "generates nothing" in refused({"actor.weight_update_mode": "disk"}, SFT, SFTConfig)
+    assert "without rollouts" in refused({"actor.weight_update_mode": "disk"}, SFT, SFTConfig)
     accepted({"actor.weight_update_mode": "disk"})
 
 
@@ -347,26 +349,26 @@ def test_allocation_mode_gives_each_role_its_backend():
         ({"rollout.backend": "areno:d2p2"}, "parallelism of 2 are not supported; write rollout.backend=areno:d4"),
         (
             {"actor.backend": "archon:p2", "actor.use_lora": True},
-            "actor.use_lora with actor.backend archon:p2: stages of",
+            "actor.use_lora with actor.backend archon:p2: pipeline parallelism",
         ),
         (
             {"actor.backend": "megatron:p2", "rollout.scheduling_strategy.type": "colocation"}
             | {"rollout.scheduling_strategy.target": "actor", "rollout.scheduling_strategy.fork": False},
-            "with actor.backend megatron:p2 the actor generates nothing",
+            "with actor.backend megatron:p2 the actor cannot generate",
         ),
         (
             {"actor.backend": "archon:d2", "actor.archon.fp8_config.mode": "blockwise"},
-            "fp8_config.mode blockwise: 8-bit",
+            "fp8_config.mode blockwise: FP8",
         ),
         ({"actor.backend": "megatron:(attn:d2t2|ffn:d4)"}, "must be a multiple of t = 2 and divide d x c x t = 4; use"),
         (
             {"actor.backend": "fsdp:c2t2", "actor.use_lora": True},
-            "fsdp:t2c2, which shards weights, with actor.use_lora: adapters of layers that t cuts are not sharded",
+            "fsdp:t2c2, which shards weights, with actor.use_lora: adapters of tensor-parallel layers are not sharded",
         ),
         ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
         ({"actor.offload_activations": True}, "has no effect without gradient_checkpointing"),
         *(
-            ({"actor.use_lora": True, "actor.load_in_4bit": True} | cut, "weights in 4 bits cannot be cut; use d alone")
+            ({"actor.use_lora": True, "actor.load_in_4bit": True} | cut, "4-bit weights cannot be sharded")
             for cut in ({"actor.backend": "fsdp:t2"}, {"rollout.backend": "areno:t2"})
         ),
         ({"rollout.backend": "areno:t2", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend areno:t2"),
@@ -376,22 +378,22 @@ def test_allocation_mode_gives_each_role_its_backend():
             for more, words in (
                 (
                     {"actor.use_lora": True, "actor.load_in_4bit": True},
-                    "with actor.load_in_4bit: weights in 4 bits are",
+                    "with actor.load_in_4bit: 4-bit weights are",
                 ),
             )
         ),
-        ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),
-        ({"rollout.backend": "fsdp:d1"}, "trains; give one such as areno:d1"),
+        ({"actor.backend": "areno:d1"}, "generates; use one such as fsdp:d1"),
+        ({"rollout.backend": "fsdp:d1"}, "trains; use one such as areno:d1"),
         ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
-        ({"ref.backend": "fsdp:d2"}, "ref lives on the actor's ranks"),
+        ({"ref.backend": "fsdp:d2"}, "ref runs on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
         ({"rollout._version": "v2"}, "_version v2) are not supported"),
         ({"cluster.n_nodes": 2}, "only scheduler.type=ray and slurm use several machines; set one of them"),
-        ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null: say how many GPUs of a node"),
+        ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null: set the number of GPUs per node"),
         ({"scheduler.type": "ray", "cluster.name_resolve.type": "memory"}, "use nfs or etcd3"),
         (
             {"scheduler.type": "slurm", "cluster.n_gpus_per_node": 0, "cluster.name_resolve.type": "ray"},
-            "name_resolve.type=ray does not go with scheduler.type=slurm",
+            "name_resolve.type=ray does not work across the processes of scheduler.type=slurm",
         ),
         ({"scheduler.type": "ray", "actor.weight_update_mode": "shm"}, "machines share no memory; use xccl, or disk"),
         ({"rollout.agent.mode": "online"}, "online) are not supported"),
@@ -428,7 +430,7 @@ def test_what_another_section_decides_is_said():
     for path, value in cases.items():
         role = path.partition(".")[0]
         given = {path: value, "actor.dtype": "bfloat16"} | ({"critic.optimizer": {}} if role == "critic" else {})
-        assert f"has no effect: {role} lives in the actor's engine" in refused(given), path
+        assert f"has no effect: {role} runs in the actor's engine" in refused(given), path
     accepted({"ref": "${actor}", "actor.gradient_checkpointing": True})
     accepted({"ref.mb_spec.max_tokens_per_mb": 64})
 
@@ -441,7 +443,7 @@ def test_a_model_has_one_tokenizer():
 
 def test_an_evaluation_takes_all_rows():
     given = VALID | {"valid_dataset.batch_size": 3, "valid_dataset.shuffle": True}
-    assert "  batch_size, shuffle of valid_dataset: an evaluation takes all rows" in notice(accepted(given))
+    assert "  batch_size, shuffle of valid_dataset: an evaluation uses all rows" in notice(accepted(given))
     no_rest = VALID | {"valid_dataset.drop_last": True, "train_dataset.drop_last": False}
     assert "valid_dataset.drop_last true has no effect" in refused(no_rest)
 
@@ -449,7 +451,7 @@ def test_an_evaluation_takes_all_rows():
 def test_environments_are_those_of_processes_that_are_started():
     assert "env_vars" in refused({"rollout.agent.scheduling_spec.0.env_vars": {"A": "1"}})
     given = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
-    assert "write them into actor.scheduling_spec.0.env_vars" in refused(given)
+    assert "move them to actor.scheduling_spec.0.env_vars" in refused(given)
     accepted(given | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
     assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
@@ -476,7 +478,7 @@ def test_conversations_go_on_by_their_own_tokens_in_any_case():
     agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
     assert notice(accepted(agent)) == ""
     given = agent | {"rollout.agent.chat_template_type": "concat"}
-    assert "  rollout.agent.chat_template_type: conversations go on" in notice(accepted(given))
+    assert "  rollout.agent.chat_template_type: conversations always continue" in notice(accepted(given))
 
 
 def test_settings_of_agents_change_nothing_without_an_agent():
@@ -489,7 +491,9 @@ def test_settings_of_agents_change_nothing_without_an_agent():
 
 def test_async_training_must_agree_with_how_far_rollout_runs_ahead():
     ahead = {"rollout.max_head_offpolicyness": 2}
-    assert "async_training: rollout.max_head_offpolicyness says" in notice(accepted(ahead | {"async_training": True}))
+    assert "async_training: rollout.max_head_offpolicyness controls" in notice(
+        accepted(ahead | {"async_training": True})
+    )
     accepted({"async_training": False})
     assert "contradicts rollout.max_head_offpolicyness 0" in refused({"async_training": True})
     assert "contradicts rollout.max_head_offpolicyness 2" in refused(ahead | {"async_training": False})

@@ -157,13 +157,13 @@ def test_mistakes_are_named(word, words):
 
 
 def test_keys_that_exclude_each_other():
-    assert "leave one of the two out" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
+    assert "remove one of them" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
     assert "contradict" in problem(*SHORT, "group_adv_norm=True", "ppo.adv_norm=False")
 
 
 def test_a_reference_needs_a_path():
     for word in ("ref.type._class=qwen3", "ref_inf.mb_spec.max_tokens_per_mb=64"):
-        assert "give ref.path too" in problem(*SHORT, word)
+        assert "set ref.path too" in problem(*SHORT, word)
         assert load(*SHORT, word, "ref.path=a/ref").ref is not None
 
 

@@ -245,7 +245,7 @@ def test_an_override_of_any_field_needs_no_plus(tmp_path):
 def test_a_key_can_be_taken_out_of_the_file(tmp_path):
     tree = changed(RL, {"sglang.mem_fraction_static": 0.5, "gconfig.top_p": 0.5})
     assert load(tmp_path, "~sglang", "~gconfig.top_p", tree=tree).gconfig.top_p == 1.0
-    assert "nothing to take out" in problem(tmp_path, "~saver.mode")
+    assert "nothing to remove" in problem(tmp_path, "~saver.mode")
 
 
 def test_the_short_spelling_of_the_learning_rate(tmp_path):
@@ -254,7 +254,7 @@ def test_the_short_spelling_of_the_learning_rate(tmp_path):
         tmp_path, tree=changed(SFT, {"actor": {**SFT["actor"], "lr": 3e-5, "optimizer": {"eps": 1e-6}}}), cls=SFTConfig
     )
     both = changed(SFT, {"actor.lr": 1.0})
-    assert "actor.lr and actor.optimizer.lr are both given" in problem(tmp_path, tree=both, cls=SFTConfig)
+    assert "actor.lr and actor.optimizer.lr are the same setting" in problem(tmp_path, tree=both, cls=SFTConfig)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text("ab ", max_size=4), st.lists, max_leaves=5))
@@ -273,10 +273,10 @@ def test_an_override_sets_what_was_written(value):
         (["n_samples=3"], "did you mean gconfig.n_samples?"),
         (["lr=3"], "did you mean actor.optimizer.lr?"),
         (["zzz=1"], "zzz is not a setting of GRPOConfig; remove it, or declare"),
-        (["seed=x"], "seed 'x': expected a whole number"),
+        (["seed=x"], "seed 'x': expected an integer"),
         (["seed=null"], "seed must not be null"),
         (["seed=[1]"], "seed [1]: expected one value"),
-        (["seed=1.5"], "seed 1.5: expected a whole number"),
+        (["seed=1.5"], "seed 1.5: expected an integer"),
         (["dynamic_bs=3"], "dynamic_bs 3: expected true or false"),
         (["gconfig.top_p=1.5"], "gconfig.top_p must be at most 1, got 1.5"),
         (["gconfig.temperature=.nan"], "gconfig.temperature nan is not a finite number"),
@@ -287,24 +287,27 @@ def test_an_override_sets_what_was_written(value):
         (["gconfig=3"], "gconfig 3: expected a mapping of the settings of GenerationHyperparameters"),
         (["actor.scheduling_spec=3"], "actor.scheduling_spec 3: expected a list of mappings"),
         (["train_dataset.dataset_kwargs=3"], "train_dataset.dataset_kwargs 3: expected a mapping"),
-        (["gconfig.stop_token_ids=[1,x]"], "gconfig.stop_token_ids 'x': expected a whole number"),
-        (["actor.path=${actor.pth}"], "actor.path: ${actor.pth} names no setting (did you mean actor.path?)"),
+        (["gconfig.stop_token_ids=[1,x]"], "gconfig.stop_token_ids 'x': expected an integer"),
+        (["actor.path=${actor.pth}"], "actor.path: ${actor.pth} is not a setting (did you mean actor.path?)"),
         (["actor.path=${tokenizer_path}"], "interpolation cannot be resolved"),
-        (["ref=${rollout}"], "are no settings of PPOActorConfig"),
+        (["ref=${rollout}"], "PPOActorConfig has no settings"),
         (["~actor.path"], "actor.path is required"),
         (["~actor.backend"], "actor.backend is required"),
         (["~experiment_name"], "experiment_name is required"),
         (["~train_dataset.path"], "train_dataset.path is required"),
         (["actor.behave_imp_weight_cap=5"], "actor.behave_imp_weight_cap is now rejection_sampling.upper"),
         (["actor.behave_imp_weight_mode=token_mask"], "action: mask"),
-        (["actor.recompute_logprobs=true"], "is spelt recompute_logprob"),
+        (["actor.recompute_logprobs=true"], "is spelled recompute_logprob"),
         (["actor.group_size=8"], "actor.group_size is gconfig.n_samples here"),
-        (["actor.dynamic_sampling=true"], "actor.dynamic_sampling is not a setting here: workflow.dynamic_filter_fn"),
+        (
+            ["actor.dynamic_sampling=true"],
+            "actor.dynamic_sampling is not a setting here; use workflow.dynamic_filter_fn",
+        ),
         (["recover.mode=fault"], "recover.mode 'fault' is unknown"),
         (["seed"], "argument 'seed' is not an override; write key=value"),
         (["--seed=3"], "--seed is not an option; settings are written as key=value"),
         (["gconfig.stop=[a"], "not valid YAML"),
-        (["actor.scheduling_spec.3.cpu=1"], "actor.scheduling_spec has 4 entries; give 1 or 2"),
+        (["actor.scheduling_spec.3.cpu=1"], "actor.scheduling_spec has 4 entries; use 1 or 2"),
         (["actor.scheduling_spec=[{cpus: 1}]"], "did you mean actor.scheduling_spec.0.cpu?"),
         (["actor.scheduling_spec.0.cpus=1"], "did you mean actor.scheduling_spec.0.cpu?"),
     ],

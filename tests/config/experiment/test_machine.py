@@ -83,7 +83,7 @@ def test_where_gpus_are_too_few_for_both_rollout_and_training_take_turns():
     lines = resolve_for_machine(config, Machine(gpus=1))
     assert takes_turns(config)
     assert config.rollout.max_head_offpolicyness == 0
-    assert lines[0] == "rollout and training take turns on 1 GPU, which are too few for both at once"
+    assert lines[0] == "rollout and training alternate on 1 GPU: too few for both at once"
     for gpus in (0, 2):
         config = rl()
         resolve_for_machine(config, Machine(gpus=gpus))
@@ -135,7 +135,7 @@ def test_settings_for_a_gpu_are_refused_on_a_machine_without_one(name):
 
 def test_nothing_is_guessed_ahead_on_a_gpu():
     resolve_for_machine(rl(rollout__speculate=3), CPU)
-    with pytest.raises(UsageError, match=r"rollout\.speculate 3: on a GPU"):
+    with pytest.raises(UsageError, match=r"rollout\.speculate 3: speculative decoding is not supported on GPUs"):
         resolve_for_machine(rl(rollout__speculate=3), NODE)
 
 
@@ -144,7 +144,7 @@ def test_colocated_roles_share_devices_or_take_turns():
     accepted(shared)
     turns = shared | {"rollout.scheduling_strategy.fork": False}
     accepted(turns)
-    assert "both need the same layout" in refused(turns | {"actor.backend": "fsdp:d2"})
+    assert "needs equal layouts" in refused(turns | {"actor.backend": "fsdp:d2"})
     wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
     assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
     for role in ("ref", "critic"):
@@ -190,13 +190,13 @@ def test_no_gpu_is_none():
     resolve_for_machine(config, CPU)
     assert config.cluster.n_gpus_per_node == 0
     with pytest.raises(
-        UsageError, match=r"n_gpus_per_node 0 asks for no GPU, and this machine has 8; .*CUDA_VISIBLE_DEV"
+        UsageError, match=r"n_gpus_per_node 0 requests no GPU, but this machine has 8; .*CUDA_VISIBLE_DEV"
     ):
         resolve_for_machine(rl(cluster__n_gpus_per_node=0), NODE)
 
 
 def test_attention_of_one_kernel_by_two_names_is_said():
-    line = "actor.attn_impl = sdpa computes with the kernels of flash_attention_2 on a GPU"
+    line = "actor.attn_impl = sdpa uses the kernels of flash_attention_2 on a GPU"
     assert line in resolve_for_machine(rl(actor__attn_impl="sdpa"), NODE)
     assert line not in resolve_for_machine(rl(actor__attn_impl="sdpa"), CPU)
 

@@ -16,7 +16,7 @@ from tests.config.experiment.test_checks import accepted, refused
             {"rollout.backend": "sglang:d1", "rollout.return_routed_experts": True},
             "rollout.return_routed_experts true with rollout.backend sglang:d1: areno does not read the routing of servers",
         ),
-        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is of inference servers; give rollout.backend=vllm:dN"),
+        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
         ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is of inference servers"),
         ({"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"}, "rollout.api_url lists 1 servers"),
         ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is no address; write http://HOST:PORT"),

@@ -346,5 +346,5 @@ def test_models_without_a_plan_or_with_too_few_heads_are_refused_by_name(tmp_pat
     with pytest.raises(UsageError, match=r"no tensor-parallel plan for GPT2Config; use --tp-size 1"):
         engine(gpt2, Layout(1, 2))
     few = save_tiny_checkpoint(tmp_path / "few", "llama", heads=2, hidden=64)
-    with pytest.raises(UsageError, match=r"num_key_value_heads 1, which 2 ranks cannot share; use 1"):
+    with pytest.raises(UsageError, match=r"num_key_value_heads 1, which is not divisible by 2; use 1"):
         engine(few, Layout(1, 2))

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.server_arguments import sglang_arguments, vllm_arguments
 from areno.errors import UsageError
 

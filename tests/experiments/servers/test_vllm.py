@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areno.config.experiment.foreign_sections import vLLMConfig
+from areno.config.experiment.backend_sections import vLLMConfig
 from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
@@ -329,5 +329,5 @@ def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
         assert found == pytest.approx(expected, abs=1e-4)
     with pytest.raises(EngineError, match="failed to score a row of 2 tokens: status 4"):
         scorer([[5, 10**6]])
-    with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no server"):
+    with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no OpenAI-compatible server"):
         ServerScorer("http://127.0.0.1:9/v1", "teacher.path", 5.0)

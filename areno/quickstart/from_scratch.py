@@ -1,6 +1,6 @@
-"""``areno quickstart``: data and model from nothing, SFT to a weak start, GSPO until it is good, and the proof.
+"""``areno quickstart``: creates data and a model, trains with SFT and then GSPO, and evaluates on held-out problems.
 
-Both trainings go through the very code path of ``areno train``; the commands that would do the same are printed.
+Both trainings use the code path of ``areno train``; the equivalent commands are printed.
 """
 
 import json
@@ -19,12 +19,10 @@ from areno.storage.run_dir import RunDirectory
 SFT_STEPS, SFT_BATCH = 400, 32
 RL_STEPS, RL_BATCH = 40, 32
 HELD_OUT = 400
-# The held-out problems are the same for every seed, so that runs can be compared.
-_HELD_OUT_SEED = 12345
-_ASKED_AT_ONCE = 250
+_HELD_OUT_SEED = 12345  # the same problems for every seed, to keep runs comparable
+_EVAL_BATCH = 250
 _MAX_NEW_TOKENS = 40
-# Wordings of the demonstrations: "step by step" as often as the two plain ones together.
-_SFT_WORDINGS = (1, 1, 2)
+_SFT_WORDINGS = (1, 1, 2)  # weights of the wordings: "step by step" as often as the two plain ones together
 
 _SFT = {
     "--batch-size": SFT_BATCH,
@@ -53,8 +51,8 @@ _GSPO = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the quickstart achieved; the keys of its ``summary.json``."""
+class QuickstartOutcome:
+    """Result of the quickstart; the keys of its ``summary.json``."""
 
     accuracy_before: float
     accuracy_after: float
@@ -64,36 +62,36 @@ class Outcome:
     checkpoint: str
 
 
-def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
-    """Run everything, print it, and write ``<run>/summary.json``; without ``run_dir`` in ``runs/quickstart-<time>``."""
-    began = time.perf_counter()
+def quickstart(seed: int = 0, run_dir: str | None = None) -> QuickstartOutcome:
+    """Run the quickstart in ``run_dir`` (default ``runs/quickstart-<time>``) and write ``<run>/summary.json``."""
+    start = time.perf_counter()
     root = run_folder(run_dir)
     held_out = draw_problems(_HELD_OUT_SEED, HELD_OUT, held_out=True)
     parameters = _write_inputs(root, seed)
-    print(f"1/4  A task and a model, made just now: {problem_count():,} sums like {held_out[0].question!r},")
-    print(f"     1 in 20 of them never trained on; a Llama with {parameters:,} random parameters.\n")
+    print(f"1/4  Create a task and a model: {problem_count():,} sums like {held_out[0].question!r},")
+    print(f"     1 in 20 of them held out; a Llama with {parameters:,} random parameters.\n")
 
-    print(f"2/4  SFT: imitate {SFT_STEPS * SFT_BATCH:,} correct answers. Some show the work, most do not.")
+    print(f"2/4  SFT on {SFT_STEPS * SFT_BATCH:,} correct answers. Some show the work, most do not.")
     sft = _train("sft", root, root / "model", seed, _SFT)
     before_texts = answers(sft, held_out)
     before = accuracy(held_out, before_texts)
     print(f"     held-out accuracy {before:.1%}\n")
 
-    print(f"3/4  GSPO: {RL_STEPS} steps of trial and error. The reward looks at the final answer only.")
+    print(f"3/4  GSPO for {RL_STEPS} steps. The reward checks the final answer only.")
     checkpoint = _train("gspo", root, sft, seed, _GSPO)
 
-    print("4/4  Load the checkpoint in plain transformers and ask what it has never seen.")
+    print("4/4  Load the checkpoint with plain transformers and evaluate on held-out problems.")
     after_texts = answers(checkpoint, held_out)
     after = accuracy(held_out, after_texts)
-    seconds = time.perf_counter() - began
-    outcome = Outcome(before, after, round(seconds, 1), seed, SFT_STEPS + RL_STEPS, str(checkpoint))
+    seconds = time.perf_counter() - start
+    outcome = QuickstartOutcome(before, after, round(seconds, 1), seed, SFT_STEPS + RL_STEPS, str(checkpoint))
     (root / "summary.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     _report(root, outcome, held_out, before_texts, after_texts)
     return outcome
 
 
 def answers(checkpoint: Path, problems: Sequence[Problem]) -> list[str]:
-    """Greedy completion of each problem by plain ``transformers``, with nothing of areno's engine."""
+    """Complete each problem greedily with plain ``transformers``, without areno's engine."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -102,8 +100,8 @@ def answers(checkpoint: Path, problems: Sequence[Problem]) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     texts: list[str] = []
-    for start in range(0, len(problems), _ASKED_AT_ONCE):
-        chats = [[{"role": "user", "content": p.question}] for p in problems[start : start + _ASKED_AT_ONCE]]
+    for start in range(0, len(problems), _EVAL_BATCH):
+        chats = [[{"role": "user", "content": p.question}] for p in problems[start : start + _EVAL_BATCH]]
         encoded: Any = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
         )
@@ -114,12 +112,12 @@ def answers(checkpoint: Path, problems: Sequence[Problem]) -> list[str]:
 
 
 def accuracy(problems: Sequence[Problem], completions: Sequence[str]) -> float:
-    """Share of right answers."""
+    """Return the fraction of correct answers."""
     return sum(is_right(p, text) for p, text in zip(problems, completions, strict=True)) / len(problems)
 
 
 def _write_inputs(root: Path, seed: int) -> int:
-    """Data, hook files and the random model; returns the model's size."""
+    """Write data, hook files and the random model; returns the number of parameters."""
     data = root / "data"
     data.mkdir(parents=True)
     demonstrations = draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False, weights=_SFT_WORDINGS)
@@ -138,24 +136,26 @@ def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str,
     return train(inputs | dict(settings) | {"--seed": seed, "--world-size": 1, "--run-dir": root / algo})
 
 
-def _report(root: Path, outcome: Outcome, held_out: list[Problem], before: list[str], after: list[str]) -> None:
+def _report(
+    root: Path, outcome: QuickstartOutcome, held_out: list[Problem], before: list[str], after: list[str]
+) -> None:
     rewards = [m["rollout/rewards_mean"] for m in RunDirectory(root / "gspo").read_metrics()]
     print()
     print(text_chart(rewards, width=60, height=8, title="     mean reward of each GSPO step"))
-    print("\nThe same questions, before and after GSPO:")
+    print("\nAnswers to the same questions, before and after GSPO:")
     changed = [i for i, p in enumerate(held_out) if before[i] != after[i] and not p.wording.startswith("Step")]
     for index in changed[:3]:
         problem = held_out[index]
-        print(f"  {problem.question}   (right: {problem.a + problem.b})")
+        print(f"  {problem.question}   (correct: {problem.a + problem.b})")
         print(f"    before  {before[index]}")
         print(f"    after   {after[index]}")
     print(
         f"\nHeld-out accuracy: {outcome.accuracy_before:.1%} after SFT, {outcome.accuracy_after:.1%} after GSPO, "
-        f"on {len(held_out)} problems never trained on, in {outcome.seconds:.0f} s."
+        f"on {len(held_out)} held-out problems, in {outcome.seconds:.0f} s."
     )
     print(f"\n  checkpoint   {outcome.checkpoint}   (Hugging Face format)")
-    print(f"  metrics      {root / 'gspo' / 'metrics.jsonl'}, samples.jsonl and log.txt beside it")
+    print(f"  metrics      {root / 'gspo' / 'metrics.jsonl'}, next to samples.jsonl and log.txt")
     print(f"  curves       tensorboard --logdir {root}")
     print(
-        "\nNext: train a model of yours on a task of yours; `areno train --help` shows how, docs/first-run.md step by step."
+        "\nNext: train your own model on your own task; see `areno train --help`, and docs/first-run.md for a walkthrough."
     )

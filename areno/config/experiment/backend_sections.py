@@ -1,7 +1,7 @@
-"""Sections of other software: the servers of SGLang and vLLM, and the training backends Archon and Megatron.
+"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
-All keep their documented defaults, so that existing files load. areno's engine trains in place of the two backends: layouts and
-the settings that have an equivalent act on it, the others it decides itself.
+All keep their documented defaults, so that existing files load. areno's engine replaces the two training backends: it applies
+layouts and settings with an equivalent, and ignores the others.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from functools import partial
 
 from areno.config.experiment.settings import changed, section, setting
 
-UNUSED_BACKEND = "the section of a backend that is not used"
-OWN_ENGINE = "areno's engine, which trains in place of this backend, decides this itself"
-_RECOMPUTES = "gradient_checkpointing says whether layers are recomputed"
-_STATES = "optimizer.type says in which format the states are"
+UNUSED_BACKEND = "section of an unused backend"
+OWN_ENGINE = "areno's engine, which replaces this backend, decides this itself"
+_RECOMPUTES = "gradient_checkpointing controls recomputation"
+_STATES = "optimizer.type sets the dtype of the states"
 _SHARDED_STATES = "optimizer states are always sharded across replicas"
-_ROUTER = "routers compute in fp32, as transformers has them"
-_EXCHANGE = "tokens reach their experts by an all-to-all exchange"
+_ROUTER = "routers compute in fp32, as in transformers"
+_EXCHANGE = "tokens are dispatched to experts by all-to-all"
 _SGLANG = "Option of SGLang's server with this name."
 _sglang = partial(setting, help=_SGLANG)
 _VLLM = "Option of vLLM's server with this name."
@@ -27,31 +27,26 @@ _MEGATRON = "Setting of Megatron-Core with this name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Setting of Transformer Engine's FP8 with this name.")
 
-NO_STAGES = "there is one stage, as backend has no p"
-ZERO_BUBBLE = (
-    "runs as Interleaved1F1B: layers are recomputed in the backward pass, which cutting it in two would do twice"
-)
+NO_STAGES = "there is one stage, because backend has no p"
+ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
-_NO_FP8 = (
-    "8-bit products need a GPU of compute capability 8.9 or newer, and areno has not been proven on one; leave it out, which "
-    "trains in actor.dtype"
-)
+_NO_FP8 = "FP8 needs a GPU of compute capability 8.9 or newer, and is untested; remove it to train in actor.dtype"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut into the stages of a pipeline."""
+    """How layers are assigned to pipeline stages."""
 
-    interleaved: bool = False  # each stage has several runs of neighbouring layers
-    runs: int | None = None  # of a stage; None follows from the others
+    interleaved: bool = False  # each stage has several runs of consecutive layers
+    runs: int | None = None  # runs per stage; None follows from the others
     layers_per_run: int | None = None
-    less: tuple[int, int] = (0, 0)  # layers that the first and the last run have less than others
+    less: tuple[int, int] = (0, 0)  # layers that the first and the last run have fewer than others
 
 
 @dataclass
 class SGLangConfig:
-    """SGLang servers: options of its command line, passed on as they are."""
+    """SGLang servers: options of the command line, passed through."""
 
     model_path: str = _sglang("")
     random_seed: int = _sglang(1)
@@ -79,9 +74,7 @@ class SGLangConfig:
     enable_memory_saver: bool = _sglang(False)
     allow_auto_truncate: bool = _sglang(False)
     attention_backend: str | None = _sglang("fa3")
-    enable_multimodal: bool = _sglang(
-        False, refused="images are not supported; remove it, and train a model of text on rows of text"
-    )
+    enable_multimodal: bool = _sglang(False, refused="images are not supported; remove it, and train a text model")
     sampling_backend: str | None = _sglang(None)
     context_length: int | None = _sglang(32768)
     mem_fraction_static: float | None = _sglang(0.9)
@@ -114,7 +107,7 @@ class SGLangConfig:
 
 @dataclass
 class vLLMConfig:  # noqa: N801
-    """vLLM servers: options of its command line, passed on as they are."""
+    """vLLM servers: options of the command line, passed through."""
 
     model: str = _vllm("")
     seed: int = _vllm(1)
@@ -138,12 +131,12 @@ class vLLMConfig:  # noqa: N801
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
     lora_modules: list[str] | None = setting(None, _VLLM)
-    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty takes the installed one.")
+    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty uses the installed one.")
 
 
 @dataclass
 class ArchonFP8Config:
-    """8-bit training of the backend archon."""
+    """FP8 training of the backend archon."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
     exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=OWN_ENGINE)
@@ -165,41 +158,40 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With p: 1F1B cuts the layers into one run per stage, the others into two. The zero-bubble schedules run as "
-        "Interleaved1F1B.",
+        "With p: 1F1B has one run of layers per stage, the others two. The zero-bubble schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
-    pp_layers_per_stage: int | None = setting(None, "With p: layers of a run; null is as the schedule says.", minimum=1)
+    pp_layers_per_stage: int | None = setting(None, "With p: layers per run; null lets the schedule decide.", minimum=1)
     pp_first_stage_less_layers: int = setting(
-        1, "With p: what the embedding weighs in the first run, in layers.", minimum=0
+        1, "With p: layers that the first run has fewer, to make up for the embedding.", minimum=0
     )
     pp_last_stage_less_layers: int = setting(
-        1, "With p: what the output layer weighs in the last run, in layers.", minimum=0
+        1, "With p: layers that the last run has fewer, to make up for the output layer.", minimum=0
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether sharded layers are freed between forward and backward; default: without p.",
+        "Whether sharded layers are freed between forward and backward; default frees them without p only.",
         choices=("default", "always", "never"),
     )
-    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "8-bit training.", no_effect=OWN_ENGINE)
+    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms; it warns of operations that have none."
+        False, "Use PyTorch's deterministic algorithms, with a warning for operations without one."
     )
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
     @property
     def stages(self) -> Stages:
-        """How layers are cut with p."""
+        """Pipeline stages."""
         less = self.pp_first_stage_less_layers, self.pp_last_stage_less_layers
         return Stages(self.pp_schedule != "1F1B", None, self.pp_layers_per_stage, less)
 
     def reshards(self, pipeline: int) -> bool:
-        """Whether sharded layers are freed between forward and backward, with so many stages."""
+        """Whether sharded layers are freed between forward and backward, with ``pipeline`` stages."""
         policy = self.reshard_after_forward_policy
         return pipeline == 1 if policy == "default" else policy == "always"
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Settings that change nothing with so many stages, with the reason."""
+        """Yield settings without effect with ``pipeline`` stages, and the reason."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
             yield from ((name, NO_STAGES) for name in changed(self, names))
@@ -207,17 +199,17 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self) -> Iterator[tuple[str, str]]:
-        """Settings that have a value of their own and act on areno's engine, and what they do there."""
+        """Yield changed settings that areno's engine applies, and their effect."""
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
             yield "reshard_after_forward_policy", f"sharded layers are {'freed' if frees else 'kept'} after forward"
         if self.offload_params:
-            yield "offload_params", "parameters wait in host memory, as with fsdp.offload_params"
+            yield "offload_params", "parameters are kept in host memory, as with fsdp.offload_params"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 
     def unsupported(self) -> Iterator[str]:
-        """What areno's engine cannot do of what is asked for, with the reason."""
+        """Yield requested features that areno's engine does not support, with the reason."""
         if self.fp8_config.mode != "disabled":
             yield f"fp8_config.mode {self.fp8_config.mode}: {_NO_FP8}"
 
@@ -239,7 +231,7 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """8-bit training by Transformer Engine."""
+    """FP8 training by Transformer Engine."""
 
     mode: str = _fp8("e4m3")
     recipe: str = _fp8("delayed")
@@ -263,11 +255,11 @@ class MegatronEngineConfig:
 
     wrap_with_ddp: bool = _megatron(True)
     use_torch_fsdp2: bool = setting(False, "Shard weights and gradients across replicas, as fsdp.shard_weights does.")
-    use_custom_fsdp: bool = setting(False, "The same.")
+    use_custom_fsdp: bool = setting(False, "Same as use_torch_fsdp2.")
     ddp: DistributedDataParallelConfig = section(
         DistributedDataParallelConfig, "Data parallelism.", no_effect=OWN_ENGINE
     )
-    virtual_pipeline_parallel_size: int = setting(1, "With p: runs of neighbouring layers per stage.", minimum=1)
+    virtual_pipeline_parallel_size: int = setting(1, "With p: runs of consecutive layers per stage.", minimum=1)
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
     use_precision_aware_optimizer: bool = setting(False, _MEGATRON, no_effect=_STATES)
     main_grads_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
@@ -277,7 +269,7 @@ class MegatronEngineConfig:
     async_save: bool = _megatron(False)
     use_checkpoint_opt_param_scheduler: bool = _megatron(True)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms; it warns of operations that have none."
+        False, "Use PyTorch's deterministic algorithms, with a warning for operations without one."
     )
     recompute_granularity: str | None = setting("full", _MEGATRON, no_effect=_RECOMPUTES)
     recompute_method: str | None = setting("uniform", _MEGATRON, no_effect=_RECOMPUTES)
@@ -289,14 +281,14 @@ class MegatronEngineConfig:
     moe_enable_deepep: bool = setting(False, _MEGATRON, no_effect=_EXCHANGE)
     moe_token_dispatcher_type: str = setting("alltoall", _MEGATRON, no_effect=_EXCHANGE)
     moe_permute_fusion: bool = _megatron(False)
-    fp8_config: FP8EngineConfig | None = section(None, "8-bit training; null is off.", no_effect=OWN_ENGINE)
+    fp8_config: FP8EngineConfig | None = section(None, "FP8 training; null disables it.", no_effect=OWN_ENGINE)
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)
     use_bridge_for_update_weights: bool = _megatron(False)
 
     @property
     def stages(self) -> Stages:
-        """How layers are cut with p."""
+        """Pipeline stages."""
         return Stages(self.virtual_pipeline_parallel_size > 1, self.virtual_pipeline_parallel_size)
 
     @staticmethod
@@ -310,21 +302,21 @@ class MegatronEngineConfig:
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Settings that change nothing with so many stages, with the reason."""
+        """Yield settings without effect with ``pipeline`` stages, and the reason."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
 
     def mapped(self) -> Iterator[tuple[str, str]]:
-        """Settings that have a value of their own and act on areno's engine, and what they do there."""
+        """Yield changed settings that areno's engine applies, and their effect."""
         if (runs := self.virtual_pipeline_parallel_size) > 1:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} runs of layers"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):
             if getattr(self, name):
-                yield name, "weights are sharded as by fsdp.shard_weights"
+                yield name, "weights are sharded as with fsdp.shard_weights"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 
     def unsupported(self) -> Iterator[str]:
-        """What areno's engine cannot do of what is asked for, with the reason."""
+        """Yield requested features that areno's engine does not support, with the reason."""
         if self.fp8_config is not None:
             yield f"fp8_config: {_NO_FP8}"
