@@ -201,7 +201,7 @@ def test_the_limit_of_characters_can_be_set(engine):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("completions", {"prompt": ["x"] * 129}, "129 prompts of 1 samples are more than 128"),
+        ("completions", {"prompt": ["x"] * 129}, "129 prompts with n=1 exceed 128"),
         ("completions", {"prompt": ["x"] * (MAX_VALUES + 1)}, f"more than {MAX_VALUES} strings"),
         ("chat/completions", CHAT | {"tools": [TOOL] * 513}, "at most 512 items"),
         ("chat/completions", CHAT | {"messages": CHAT["messages"] * 10_001}, "at most 10000 items"),
@@ -267,7 +267,7 @@ def test_alternatives_have_one_budget_over_samples_tokens_and_places(server):
     body = {"prompt": "x", "max_tokens": 2000, "n": 16, "logprobs": 20}
     error = error_of(httpx.post(f"{server.base_url}/completions", json=body), 400)
     assert error["code"] == "too_many_logprobs"
-    for part in ("20 for each token", "16 samples", "640000 alternatives", "one request may have 524288"):
+    for part in ("20 alternatives for each", "16 samples", "are 640000", "limit is 524288"):
         assert part in error["message"]
     chat = CHAT | {"max_tokens": 2000, "n": 16, "logprobs": True, "top_logprobs": 20}
     error_of(httpx.post(f"{server.base_url}/chat/completions", json=chat), 400)
