@@ -28,7 +28,7 @@ from areno.config.validate import check_length
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
-from areno.observability.display import Progress
+from areno.observability.display import ProgressDisplay
 from areno.observability.logs import setup_logging
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import is_run
@@ -51,7 +51,7 @@ def run_training(
     *,
     reward_fn: Callable[..., Any] | None = None,
     loader_fn: Callable[..., Any] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
     """Train; returns the exit code: 0, or 128 plus the signal that stopped the run.

@@ -14,7 +14,7 @@ from areno.api.records import with_texts
 from areno.engine.backend import Backend
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.text.chat import encode_generation_prompt
 from areno.types import Request, RolloutResult, SamplingParams
 from areno.types.routing import RoutingRecord
@@ -62,7 +62,7 @@ class StepClock:
         ended = ended or time.perf_counter()
         rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
         self._rollout_s, self._train_s, self._step_start = 0.0, 0.0, None
-        lifecycle.backend_time(logger, rollout, train, total)
+        log_lines.backend_time(logger, rollout, train, total)
         return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
 
 

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     options = parse_serve(argv)
     require_packages("serve", "areno serve needs")
-    from areno.serving.server import ServerProcess, listen
+    from areno.serving.server import ForegroundServer, listen
     from areno.serving.service import Service, ServingConfig
 
     shared = {
@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     sock = listen(options.host, options.port)
     _check_checkpoint(options)
     with setup_logging(None):
-        ServerProcess(
+        ForegroundServer(
             Service(config),
             lambda: load_engine(options),
             sock,

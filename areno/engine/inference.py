@@ -3,7 +3,7 @@
 import logging
 import time
 
-from areno.observability import lifecycle
+from areno.observability import log_lines
 
 logger = logging.getLogger("areno.engine.inference")
 
@@ -27,7 +27,7 @@ class DecodeProgress:
         self._tokens += active
         elapsed = now - self._since
         if elapsed >= self.interval_s:
-            lifecycle.decode_progress(logger, self.rank, self.size, active, cuda_graph, self._tokens / elapsed)
+            log_lines.decode_progress(logger, self.rank, self.size, active, cuda_graph, self._tokens / elapsed)
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:

@@ -1,5 +1,4 @@
-"""What a run shows and leaves behind: logs, TensorBoard events, terminal display, health warnings.
+"""Logs, metrics, traces, the terminal display and health warnings of a run.
 
-The submodules are imported one by one, so that a command that only logs pays for nothing else; none of them imports
-torch when it is itself imported.
+Import the submodules individually, so that a command that only logs stays cheap; none imports torch at import time.
 """

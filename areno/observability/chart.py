@@ -1,7 +1,7 @@
-"""Curves as text: a line chart for the end of a run, a sparkline for the live display, one-line previews of texts.
+"""Text charts: a line chart for the end of a run, a sparkline for the live display, one-line previews of text.
 
-Everything falls back to ASCII where the stream cannot show Unicode, and model text is made safe to print: a control
-character that a model wrote never reaches the terminal.
+Everything falls back to ASCII if the stream cannot encode Unicode. Control characters in model text never reach the
+terminal.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart; ``down`` and ``up`` hold two each, where a move starts and where it ends."""
+    """Characters of a chart; ``down`` and ``up`` are pairs: the start and the end of the segment."""
 
     flat: str
     down: str
@@ -27,22 +27,22 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKS_ASCII = "_.-~=+*#"
 
 
-def speaks_unicode(stream: IO[str]) -> bool:
-    """Whether the stream's encoding is one of the UTF family; a stream without an encoding counts as UTF-8."""
+def supports_unicode(stream: IO[str]) -> bool:
+    """Whether the stream's encoding is a UTF encoding; a stream without an encoding counts as UTF-8."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def text_chart(
     values: Sequence[float], *, width: int = 60, height: int = 10, title: str = "", stream: TextIO | None = None
 ) -> str:
-    """Line chart of ``values`` over their index.
+    """Draw a line chart of ``values`` over their index.
 
-    Longer series are averaged into ``width`` columns beside the axis labels; NaN and infinities leave a gap. ``stream``, by
-    default ``sys.stdout``, decides between Unicode and ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
+    Series longer than ``width`` columns are averaged; NaN and infinities leave a gap. The encoding of ``stream``, by default
+    ``sys.stdout``, selects Unicode or ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
-        raise ValueError(f"a chart needs at least 2 columns and 2 rows, got width={width} height={height}")
-    glyphs = _UNICODE if speaks_unicode(stream or sys.stdout) else _ASCII
+        raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
+    glyphs = _UNICODE if supports_unicode(stream or sys.stdout) else _ASCII
     head = [title] if title else []
     columns = _columns(values, width)
     finite = [value for value in columns if value is not None]
@@ -66,7 +66,7 @@ def text_chart(
 
 
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
-    """The series in at most ``width`` characters, scaled from minimum to maximum; NaN and infinities become blanks."""
+    """Draw the series in at most ``width`` characters, scaled from minimum to maximum; non-finite values become blanks."""
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))
     finite = [value for value in columns if value is not None]
@@ -77,25 +77,25 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
 
 
 def printable(text: str) -> str:
-    """``text`` with Python's escape sequences for whatever a terminal would obey; line breaks and tabs stay."""
+    """Escape control characters as in Python literals, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
-    """``text`` on one line, at most ``limit`` characters, with nothing in it that a terminal would obey.
+    """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark, other unprintable characters a replacement; with ``unicode`` off, everything
-    beyond ASCII too.
+    Line breaks become a visible mark, other unprintable characters a replacement character; without ``unicode``, so do
+    all characters outside ASCII.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
-    # Cut before cleaning, so that a megabyte of text costs nothing.
+    # Truncate first: the text may be a megabyte.
     clean = text[: limit + 1].replace("\r\n", "\n").replace("\n", newline).replace("\t", " ")
     safe = "".join(c if c.isprintable() and (unicode or c.isascii()) else unknown for c in clean)
     return safe if len(safe) <= limit and len(text) <= limit else safe[: limit - len(more)] + more
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Mean of the finite values behind each column; None where there are none."""
+    """Mean of the finite values of each column; None if there are none."""
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width
@@ -106,12 +106,12 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """Row of ``value``, 0 at the bottom; a constant series lies in the middle."""
+    """Row of ``value``, from 0 at the bottom; a constant series is in the middle."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
 
 
 def _draw(rows: Sequence[int | None], height: int, glyphs: _Glyphs) -> list[list[str]]:
-    """Canvas of ``height`` lines, top first, with the curve drawn from column to column."""
+    """Draw the curve on a canvas of ``height`` lines, top first."""
     canvas = [[" "] * len(rows) for _ in range(height)]
     previous: int | None = None
     for x, row in enumerate(rows):

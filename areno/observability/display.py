@@ -1,8 +1,8 @@
-"""Progress of a run for people: a live display on a terminal, one plain line per step everywhere else.
+"""Progress of a run: a live display on a terminal, one log line per step elsewhere.
 
-Special here: the live display only draws; what it shows is in ``log.txt`` and ``metrics.jsonl`` too. Its own thread
-redraws it, so the phase clock runs while a step does, and log lines pass above it. The cursor comes back whatever ends
-the run: the ``with`` block calls ``stop``, and so does the interpreter's exit if nobody did.
+The live display shows nothing that is not also in ``log.txt`` or ``metrics.jsonl``. A separate thread redraws it, so the
+phase clock advances during a step; log lines scroll above it. The cursor is restored however the run ends: by the
+``with`` block, or by an exit handler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areno.observability.chart import one_line, sparkline, speaks_unicode
+from areno.observability.chart import one_line, sparkline, supports_unicode
 from areno.observability.logs import BESIDE_DISPLAY, route_console
 
 _log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ _REDRAWS_PER_S = 4
 _SAMPLE_CHARS = 200
 
 
-class Progress:
-    """What a trainer tells about its run. Use it as a context manager, so that it stops whatever happens.
+class ProgressDisplay:
+    """Progress reports of a trainer. Use it as a context manager, so that it always stops.
 
-    ``stats`` of a step may hold ``reward_mean``, ``loss``, ``logp_abs_diff_mean`` and ``tokens_per_second``; what is
-    missing is not shown.
+    The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``logp_abs_diff_mean`` and ``tokens_per_second``; missing
+    ones are not shown.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class Progress:
         self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0) -> None:
-        """Begin a run of ``total_steps``; ``done_steps`` of them were done before it was resumed."""
+        """Start a run of ``total_steps``, of which ``done_steps`` were done before it was resumed."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 
     def phase(self, name: str) -> None:
-        """The run is now doing ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
+        """Enter the phase ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
 
     def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Step ``step`` (from 0) is finished: log ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+        """Log a finished step (from 0) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
         A live display also shows the beginning of ``sample``, a completion of the step.
         """
@@ -63,40 +63,40 @@ class Progress:
         _log.info("step %d/%d%s %s", *line, extra={BESIDE_DISPLAY: True})
 
     def evaluated(self, text: str) -> None:
-        """The model was measured on held-out data; a live display shows ``text`` until the next time."""
+        """Report an evaluation on held-out data; a live display shows ``text`` until the next one."""
 
     def warn(self, text: str) -> None:
-        """Show a warning, and log it."""
+        """Show and log a warning."""
         _log.warning("%s", text)
 
     def stop(self) -> None:
-        """End the display; a second call does nothing."""
+        """Stop the display; idempotent."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
 
-def create_progress(stream: TextIO | None = None) -> Progress:
-    """A ``LiveProgress`` on a terminal that can move its cursor, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``."""
+def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
+    """Create a ``LiveProgress`` on an interactive terminal, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``."""
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)
     return LiveProgress(console) if target.isatty() and console.is_interactive else PlainProgress()
 
 
-class PlainProgress(Progress):
-    """One log line per step and nothing else; the trainer's own log lines tell the phases."""
+class PlainProgress(ProgressDisplay):
+    """One log line per step; the trainer logs the phases."""
 
 
-class LiveProgress(Progress):
-    """A few lines at the bottom of the terminal that redraw themselves."""
+class LiveProgress(ProgressDisplay):
+    """A live display of a few lines at the bottom of the terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
-        self._unicode = speaks_unicode(console.file)
+        self._unicode = supports_unicode(console.file)
         self._lock = RLock()
         self._phase, self._phase_start = "starting", time.monotonic()
         self._stats: dict[str, float] = {}
@@ -107,10 +107,10 @@ class LiveProgress(Progress):
         self._live: Live | None = None
 
     def start(self, total_steps: int, done_steps: int = 0) -> None:
-        """Begin drawing; the arguments are those of ``Progress.start``."""
+        """Start drawing; arguments as in ``ProgressDisplay.start``."""
         super().start(total_steps, done_steps)
         self.phase("starting")
-        # Redirect only what reaches this terminal: `areno train > file` must keep writing to the file.
+        # Redirect only terminal output: `areno train > file` must keep writing to the file.
         self._live = Live(
             get_renderable=self._render,
             console=self._console,
@@ -128,7 +128,7 @@ class LiveProgress(Progress):
             self._phase, self._phase_start = name, time.monotonic()
 
     def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Log the step as ``Progress`` does, which puts one line above the display, and show its numbers and its sample."""
+        """Log the step, as one line above the display, and show its numbers and sample."""
         super().step_done(step, stats, sample)
         with self._lock:
             self._stats = dict(stats)
@@ -143,13 +143,13 @@ class LiveProgress(Progress):
             self._evaluation = text
 
     def warn(self, text: str) -> None:
-        """Count the warning and print it above the display, through the log."""
+        """Count the warning, and log it above the display."""
         with self._lock:
             self._warnings += 1
         super().warn(text)
 
     def stop(self) -> None:
-        """Leave the last picture on the screen and give the cursor back; a second call does nothing."""
+        """Keep the last frame on the screen and restore the cursor; idempotent."""
         with self._lock:
             live, self._live = self._live, None
         if live is None:
@@ -157,7 +157,7 @@ class LiveProgress(Progress):
         self.phase("finished" if self._pace.done >= self.total_steps else "stopped")
         route_console(None)
         atexit.unregister(self.stop)
-        # Where the terminal is gone there is no cursor to give back, and the run must not end for it.
+        # A closed terminal must not end the run.
         with contextlib.suppress(OSError):
             live.stop()
 
@@ -210,11 +210,11 @@ class LiveProgress(Progress):
 
 
 class _Pace:
-    """Seconds per step over the last steps, and what they promise for the rest."""
+    """Average time of the last steps, and the estimated time left."""
 
     def __init__(self, done_steps: int = 0) -> None:
         self.done = done_steps
-        # A tuple, because another thread reads it while it draws.
+        # An immutable tuple, because the drawing thread reads it.
         self._durations: tuple[float, ...] = ()
         self._last = time.monotonic()
 
@@ -235,5 +235,5 @@ class _Pace:
 
 
 def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    seconds = int(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -1,8 +1,8 @@
-"""Early warnings when a run cannot learn, each with the reason and what to try.
+"""Early warnings when a run cannot learn, each with its cause and a remedy.
 
-Special here: a warning is given once per episode. An episode begins when its condition has held long enough and ends
-after ``window`` steps without it, so a condition that flickers does not flood the log. The state is plain JSON and goes
-into the checkpoint: a resumed run warns exactly as an uninterrupted one would.
+A warning is issued once per episode. An episode starts when its condition has held long enough and ends after ``window``
+steps without it, so an intermittent condition does not flood the log. The state is plain JSON in the checkpoint: a
+resumed run warns exactly as an uninterrupted one.
 """
 
 import math
@@ -17,20 +17,20 @@ import numpy as np
 from areno.types import part_columns
 
 LOGPROB_GAP_LIMIT = 0.05
-"""Mean |rollout - train log-prob| that is worth a warning in bf16."""
+"""Mean |rollout - train log-prob| above which a bf16 run warns."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""The same when both sides compute in fp32."""
+"""The same when both sides use fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
-"""Steps over which the means of a reward's parts are compared."""
-_OPPOSED = -0.7  # correlation of two parts' means; by chance one in a few thousand windows has such a one
-_RISES = 0.5  # correlation of the reward's mean with the step
-_REWARD = ""  # the name of the mean reward among those of its parts
+"""Number of steps over which the means of reward parts are compared."""
+_OPPOSED = -0.7  # correlation of two parts' means; reached by chance in one of a few thousand windows
+_RISES = 0.5  # correlation of the mean reward with the step
+_REWARD = ""  # key of the mean reward beside those of its parts
 
 
 @dataclass(slots=True)
 class _Episode:
-    """One condition's history: steps in a row with it and without it, and whether it was warned about."""
+    """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""
 
     held: int = 0
     absent: int = 0
@@ -38,14 +38,14 @@ class _Episode:
 
 
 class HealthMonitor:
-    """Watches each step's statistics and says what is wrong.
+    """Watches the statistics of each step and issues warnings.
 
     Args:
-        window: steps in a row with equal rewards before that is a warning, and without a condition before it is one again.
+        window: consecutive steps with equal rewards before a warning, and without a condition before its next warning.
         logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
-        grouped: advantages compare the samples of a prompt, so that they sum to zero.
-        max_new_tokens: limit of a response; None where it is not known.
-        settings: what options of ``areno train`` that warnings name are called in this run, where that differs.
+        grouped: advantages are relative to the group, so that they sum to zero.
+        max_new_tokens: response length limit; None if unknown.
+        settings: maps ``areno train`` options in the warnings to the names of this run's settings.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -68,7 +68,7 @@ class HealthMonitor:
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
         self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
-        self._loss_explained = not grouped  # the explanation is of grouped advantages
+        self._loss_explained = not grouped  # the explanation applies to grouped advantages only
 
     def observe(
         self,
@@ -78,15 +78,15 @@ class HealthMonitor:
         groups: Sequence[int] = (),
         truncated: Sequence[bool] = (),
     ) -> list[str]:
-        """Warnings to show after a finished step, most often none.
+        """Process a finished step; return the warnings to show, usually none.
 
         Args:
             step: step index, for the messages.
-            stats: of it ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors``
-                (samples dropped because their reward function failed) are read; what is missing is not judged.
-            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty for algorithms without.
+            stats: ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (samples dropped
+                because their reward function failed) are read; missing ones are not checked.
+            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if there are none.
             groups: prompt index of each sample, aligned with ``rewards``.
-            truncated: whether each response ended at the token limit.
+            truncated: whether each response reached the token limit.
 
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.
@@ -103,7 +103,7 @@ class HealthMonitor:
         return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
-        """Once in a run, why a loss near 0 is no problem; else an empty text. Arguments as for :meth:`observe`."""
+        """Explain a loss near 0, once per run; otherwise return an empty string. Arguments as in :meth:`observe`."""
         loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
         if self._loss_explained or not rewards or loss is None or grad_norm is None:
             return ""
@@ -111,8 +111,8 @@ class HealthMonitor:
             return ""
         self._loss_explained = True
         return (
-            f"step {step}: the loss is near 0, and this is normal for group-normalised policy gradients: advantages of "
-            f"a group sum to zero, so the value cancels and the gradient does not (norm {grad_norm:.3g}). Watch the "
+            f"step {step}: the loss is near 0, which is normal for group-normalised policy gradients: the advantages of "
+            f"a group sum to zero, so the loss cancels but the gradient does not (norm {grad_norm:.3g}). Watch the "
             "reward instead"
         )
 
@@ -122,7 +122,7 @@ class HealthMonitor:
         return {"episodes": episodes, "loss_explained": self._loss_explained, "parts": [*self._parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+        """Restore the state of ``state_dict``."""
         self._episodes = {
             name: _Episode(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
@@ -150,75 +150,74 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """By name: whether it is met (None: the step has no evidence), and the warning; ``{n}`` is the steps it has held."""
+        """Each condition: whether it holds (None: no evidence in this step), and the warning, with ``{n}`` for its steps."""
         tied = _all_tied(rewards, groups)
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
         length, gap = stats.get("response_len"), stats.get("logp_abs_diff_mean")
-        by_context = length is not None and self._max_new_tokens is not None and length < self._max_new_tokens
-        limit, remedy = ("the token limit", "--max-new-tokens")
-        if by_context:
-            limit, remedy = "the context length", "--max-context-len (or take shorter prompts, --max-prompt-tokens)"
+        limit, remedy = "the token limit", "--max-new-tokens"
+        if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
+            limit, remedy = "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         grad_norm, dropped = stats.get("grad_norm"), stats.get("reward_errors")
-        seen = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
-        bad = ", ".join(f"{name} is {value}" for name, value in seen.items() if not math.isfinite(value))
+        checked = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
+        bad = ", ".join(f"{name} is {value}" for name, value in checked.items() if not math.isfinite(value))
         return {
             "equal_rewards": (
                 tied,
-                f"{equal}, for {{n}} steps: nothing can be learned, because advantages compare the samples of a prompt "
-                "and here they are all zero. If this is the best reward the task is solved: stop, or use harder "
-                "problems. If not, call the reward function on an answer that you know is right, try easier problems, "
-                "a better starting model (SFT first), a higher --temperature or a larger --n-samples",
+                f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. If this is the maximum "
+                "reward, the task is solved: stop, or use harder problems. If not, test the reward function on a correct "
+                "answer, and try easier problems, a better starting model (SFT first), a higher --temperature or a larger "
+                "--n-samples",
             ),
             "all_truncated": (
                 all(truncated) if truncated else None,
-                f"every response ({len(truncated)}) was cut at {limit}: none came to its end, so most rewards cannot be "
-                f"right. Raise {remedy}; if the model never stops, check its EOS token and chat template, or teach it "
-                "to stop with SFT first",
+                f"every response ({len(truncated)}) was truncated at {limit}, so most rewards are unreliable. Raise "
+                f"{remedy}; if the model never stops, check its EOS token and chat template, or teach it to stop with "
+                "SFT first",
             ),
             "zero_gradient": (
-                # Equal rewards explain a zero gradient, and have a warning of their own.
+                # Equal rewards explain a zero gradient, and have their own warning.
                 None if grad_norm is None or tied else grad_norm == 0,
-                "the gradient is exactly zero: the weights do not move. Check that some response tokens are trained on "
-                "(loss mask), that the advantages are not all zero, and that the loss is not clipped everywhere",
+                "the gradient is exactly zero, so the weights do not change. Check that the loss mask selects response "
+                "tokens, that the advantages are not all zero, and that the loss is not clipped everywhere",
             ),
             "non_finite": (
-                bool(bad) if seen else None,
-                f"{bad}: the update is unusable, and so are later checkpoints. Begin a new run from the last checkpoint "
+                bool(bad) if checked else None,
+                f"{bad}: this update and all later checkpoints are unusable. Start a new run from the last checkpoint "
                 "before this step, with a lower --lr, a lower --grad-clip-norm, or --dtype float32",
             ),
             "short_responses": (
                 None if length is None else length <= 1,
-                f"responses have collapsed to {length} tokens on average: the model stops at once. Check that the "
-                "reward does not favour an empty answer, and lower --lr",
+                f"responses have collapsed to {length} tokens on average: the model stops immediately. Check that the "
+                "reward does not favour empty responses, and lower --lr",
             ),
             "logprob_gap": (
                 None if gap is None else gap > self._gap_limit,
-                f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the policy that is trained is "
-                "not the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) "
-                "or a lower learning rate; if it is so from the first step, try --dtype float32",
+                f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the trained policy differs from the "
+                "sampling policy. Use fewer optimizer steps per batch (omit --gradient-accumulation-steps) or a lower "
+                "learning rate; if the gap exists from the first step, try --dtype float32",
             ),
             "opposed_parts": _opposed(self._parts),
             "reward_errors": (
                 None if dropped is None else dropped > 0,
-                f"the reward function failed on {dropped or 0:g} samples, which were dropped; the log names each record",
+                f"the reward function failed on {dropped or 0:g} samples, which were dropped; see the log for each record",
             ),
         }
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update of a step was skipped, or its loss or gradient is not finite."""
+    """Whether an update of the step was skipped, or its loss or gradient is not finite."""
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
     return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether the part that rises most and the one that falls most oppose each other while the reward rises; the warning."""
+    """Whether the most rising and the most falling part are anticorrelated while the reward rises, and the warning."""
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
         return None, ""
     columns = np.array([[means[name] for means in history] for name in names])
-    with np.errstate(divide="ignore", invalid="ignore"):  # what does not vary correlates with nothing
+    with np.errstate(divide="ignore", invalid="ignore"):  # a constant correlates with nothing
         correlation = np.nan_to_num(np.corrcoef([*columns.round(9), range(PARTS_WINDOW)]))
     trends = correlation[-1, 1:-1]
     up, down = 1 + int(trends.argmax()), 1 + int(trends.argmin())
@@ -226,19 +225,19 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
         return False, ""
     halves = columns.reshape(len(names), 2, -1).mean(2)
     rising, falling = names[up], names[down]
-    rose, fell = ("{:.3g} to {:.3g}".format(*halves[place]) for place in (up, down))
+    rise, fall = ("{:.3g} to {:.3g}".format(*halves[part]) for part in (up, down))
     return True, (
-        f"parts of the reward move against each other: over {PARTS_WINDOW} steps `{rising}` rose ({rose}, means of the halves) "
-        f"and `{falling}` fell ({fell}; correlation {correlation[up, down]:.2f}), while the reward as a whole rose. The policy "
-        f"may be exploiting `{rising}`: read late samples where it is high and `{falling}` low (areno inspect RUN), then close "
-        f"what they exploit or lower its weight (--reward-weights {rising}=...)"
+        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps `{rising}` rose ({rise}, means of the halves) "
+        f"and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The policy "
+        f"may be exploiting `{rising}`: read late samples where it is high and `{falling}` is low (areno inspect RUN), then "
+        f"fix the loophole or lower its weight (--reward-weights {rising}=...)"
     )
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
-    """Whether no group has two different rewards; groups of one compare across the batch; None without evidence."""
+    """Whether rewards are equal within every group, or across the batch if all groups have one sample; None if unknown."""
     if len(rewards) != len(groups):
-        raise ValueError(f"{len(rewards)} rewards need as many group indices, got {len(groups)}")
+        raise ValueError(f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}")
     members: dict[int, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         members.setdefault(group, []).append(reward)

@@ -1,8 +1,8 @@
-"""Logging set-up of the command line.
+"""Logging setup of the command line.
 
-Special here: handlers sit on the logger ``areno`` and only the command line installs them; a program that uses areno as
-a library keeps its own. ``log.txt`` gets every record; the console gets those of ``ARENO_LOG_LEVEL``. While a live
-display owns the terminal, console lines pass through it (``route_console``), so that they never tear it.
+Handlers are attached to the logger ``areno``, and only by the command line; programs that use areno as a library keep
+their own. ``log.txt`` gets every record, the console those of ``ARENO_LOG_LEVEL``. While a live display owns the
+terminal, console lines go through it (``route_console``), so that they do not corrupt it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from areno.storage.run_dir import RunDirectory
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 BESIDE_DISPLAY = "areno_beside_display"
-"""Attribute of records that a live display lets through whatever their level, as a bare message."""
+"""Attribute of records that are shown above a live display regardless of their level, as a bare message."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Console lines: to the stream, or those from ``live_level`` up through the live display while there is one."""
+    """Writes to the stream, or, while a live display is active, records from ``live_level`` up through the display."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 
@@ -34,7 +34,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         self.live_level = live_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; a failing stream is reported the way ``logging`` does, and ends nothing."""
+        """Write one record; a failing stream is handled by ``logging`` and does not raise."""
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
@@ -46,7 +46,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class LoggingSetup:
-    """Handlers on the logger ``areno``; made by ``setup_logging``, at most one is active."""
+    """The installed handlers of the logger ``areno``; created by ``setup_logging``, at most one is active."""
 
     active: ClassVar[LoggingSetup | None] = None
 
@@ -61,17 +61,17 @@ class LoggingSetup:
             logger.addHandler(handler)
         logger.setLevel(level)
         files = [h.stream for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
-        self._gives_stacks = bool(files)
-        if self._gives_stacks:  # kill -USR1 shows where a run hangs
+        self._dumps_stacks = bool(files)
+        if self._dumps_stacks:  # kill -USR1 shows where a run hangs
             faulthandler.register(signal.SIGUSR1, file=files[0].fileno(), all_threads=True)
         LoggingSetup.active = self
 
     def close(self) -> None:
-        """Take the handlers off and close them; does nothing when that is done, or a later set-up did it."""
+        """Remove and close the handlers, unless that has been done or a later setup replaced them."""
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
-        if self._gives_stacks:
+        if self._dumps_stacks:
             faulthandler.unregister(signal.SIGUSR1)
         logger = logging.getLogger("areno")
         for handler in self._handlers:
@@ -87,26 +87,25 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by name in any case; None reads ``ARENO_LOG_LEVEL``, else INFO. Raises UsageError: no such level."""
+    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO. Raises UsageError: unknown level."""
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
     if name.upper() not in LEVELS:
         source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"
-        raise UsageError(f"{source}: {name!r} is not a level; use one of {', '.join(LEVELS)}")
+        raise UsageError(f"{source}: unknown level {name!r}; use one of {', '.join(LEVELS)}")
     return int(getattr(logging, name.upper()))
 
 
 def setup_logging(
     run_dir: RunDirectory | None, *, level: str | None = None, stream: TextIO | None = None
 ) -> LoggingSetup:
-    """Install the command line's handlers on the logger ``areno``; handlers of an earlier set-up are replaced.
+    """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
 
-    The ``log.txt`` of a run directory gets every record. With one, and without a console level asked for (by ``level``
-    or by ``ARENO_LOG_LEVEL``), a live display lets only warnings and errors through. Raises UsageError: the level is
-    unknown, or the run directory cannot be made.
+    The ``log.txt`` of a run directory gets every record. With a run directory, and unless ``level`` or ``ARENO_LOG_LEVEL``
+    sets a console level, a live display shows only warnings and errors. Raises UsageError: the level is unknown, or the
+    run directory cannot be created.
     """
     console_level = log_level(level)
-    asked_for = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
-    quiet = run_dir is not None and not asked_for
+    quiet = run_dir is not None and level is None and not os.environ.get("ARENO_LOG_LEVEL")
     console = ConsoleHandler(stream or sys.stderr, max(console_level, logging.WARNING) if quiet else console_level)
     console.setLevel(console_level)
     handlers: list[logging.Handler] = [console]
@@ -116,5 +115,5 @@ def setup_logging(
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines through ``writer`` (the live display), or with None straight to the stream again."""
+    """Send console lines to ``writer`` (a live display), or with None to the stream."""
     ConsoleHandler.writer = writer

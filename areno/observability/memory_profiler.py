@@ -1,8 +1,8 @@
-"""Snapshots of a GPU's memory: every allocation of a chosen step, with the code that made it.
+"""CUDA memory snapshots: every allocation of selected steps, with its stack trace.
 
-    {logs}/memory_snapshots/step_{n}/r{rank}.pickle     opened by https://docs.pytorch.org/memory_viz
+    {logs}/memory_snapshots/step_{n}/r{rank}.pickle     open with https://docs.pytorch.org/memory_viz
 
-It is CUDA's allocator that keeps this history; a CPU's keeps none, so that asking for it there is refused.
+Only the CUDA allocator records this history, so profiling on a CPU is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from areno.errors import UsageError
 
 
 class MemoryProfiler:
-    """Snapshots of chosen steps (from 0), each of at most ``max_entries`` events. Raises UsageError: no CUDA device."""
+    """Records selected steps (from 0), each with at most ``max_entries`` events. Raises UsageError: no CUDA device."""
 
     def __init__(
         self, logs: str | Path, profile_steps: Sequence[int], max_entries: int = 100_000, rank: int = 0
@@ -28,13 +28,13 @@ class MemoryProfiler:
 
         if not torch.cuda.is_available():
             raise UsageError(
-                f"memory_profiler.profile_steps={sorted(self._steps)} needs a CUDA device, and there is none: the CPU's "
-                "allocator keeps no history of allocations; leave memory_profiler out"
+                f"memory_profiler.profile_steps={sorted(self._steps)} requires a CUDA device; on the CPU, remove the "
+                "memory_profiler section"
             )
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Record the block's memory where its step was asked for; what fails is told too, out of memory above all."""
+        """Record the block's memory if its step is selected; a step that fails, such as out of memory, is recorded too."""
         if global_step not in self._steps:
             yield
             return

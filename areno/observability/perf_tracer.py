@@ -1,11 +1,11 @@
-"""Where the time of a step goes, as Chrome trace events: one file per role and rank, which Perfetto opens when converted.
+"""Performance traces as Chrome trace events: one file per role and rank, which Perfetto opens after conversion.
 
     {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
     python -m areno.tools.perf_trace_converter ... out.json
 
-Special here: events of all processes share one time axis (the system clock at the start, a steady clock from there on).
-Scopes of asyncio tasks overlap, and a trace viewer can draw only nested ones on a track; so each task that is inside a
-scope has a track of its own, used again by later tasks. A tracer that is off costs one test per scope.
+All processes share one time axis: the system clock at the start, a monotonic clock from there on. Scopes of asyncio tasks
+overlap, but a trace viewer draws only nested scopes on a track, so each task inside a scope gets its own track, which
+later tasks reuse. A disabled tracer costs one branch per scope.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from areno.errors import ArenoError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_FIRST_LANE = 1_000_000_000
-"""Tracks of asyncio tasks; above every thread id of the operating system."""
+_FIRST_TASK_TRACK = 1_000_000_000
+"""Tracks of asyncio tasks start here, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Recorded while our clock is read; it says how far the profiler's time, which has a beginning of its own, is from ours."""
+"""Event recorded when our clock is read; it gives the offset between the profiler's clock and ours."""
 
 
 class Category(StrEnum):
-    """What kind of work an event is."""
+    """Category of an event."""
 
     IO = "io"
     SCHEDULER = "scheduler"
@@ -50,11 +50,11 @@ class Category(StrEnum):
 
 
 Args = Mapping[str, Any] | None
-"""Shown with an event."""
+"""Arguments shown with an event."""
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines; none make no file. Raises ArenoError: the file cannot be written."""
+    """Append records as JSON lines; without records no file is created. Raises ArenoError: the file cannot be written."""
     if not records:
         return
     try:
@@ -67,15 +67,15 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str)
 
 
 def trace_path(logs: Path, role: str, rank: int) -> Path:
-    """File of a role's rank below the run directory."""
+    """Trace file of a role and rank."""
     return logs / "perf_tracer" / role / f"traces-r{rank}.jsonl"
 
 
 class PerfTracer:
-    """Gathers events and appends them to a file.
+    """Collects events and appends them to a file; if disabled, it does nothing.
 
-    ``save_interval``: events are written at each step whose number, counted from 1, is a multiple of it; 0 and less mean 1.
-    ``profile_steps``: global steps to run the torch profiler in. One that is off does nothing and makes no file.
+    ``save_interval``: write the events every so many steps; values below 1 mean 1.
+    ``profile_steps``: global steps in which to run the torch profiler.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class PerfTracer:
         self._lock = threading.Lock()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._tracks: set[int] = set()
-        self._free_lanes: list[int] = []
-        self._lanes = 0
-        self._lane: ContextVar[tuple[Any, int] | None] = ContextVar("track of the task", default=None)
+        self._free_task_tracks: list[int] = []
+        self._task_tracks = 0
+        self._task_track: ContextVar[tuple[Any, int] | None] = ContextVar("track of the task", default=None)
         self._pid = os.getpid()
         self._metadata("process_name", 0, {"name": f"{role} {rank}"})
         self._metadata("process_sort_index", 0, {"sort_index": rank})
@@ -120,34 +120,34 @@ class PerfTracer:
 
     @asynccontextmanager
     async def atrace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
-        """:meth:`trace_scope` for a block that waits."""
+        """:meth:`trace_scope` for asynchronous blocks."""
         if not self.enabled:
             yield
             return
-        task, held = asyncio.current_task(), self._lane.get()
-        if held is not None and held[0] is task:  # inside another scope of this task
+        task, current = asyncio.current_task(), self._task_track.get()
+        if current is not None and current[0] is task:  # inside another scope of this task
             with self.trace_scope(name, category, args):
                 yield
             return
-        lane = self._take_lane()
-        token = self._lane.set((task, lane))
+        track = self._take_task_track()
+        token = self._task_track.set((task, track))
         try:
             with self.trace_scope(name, category, args):
                 yield
         finally:
-            self._lane.reset(token)
+            self._task_track.reset(token)
             with self._lock:
-                heapq.heappush(self._free_lanes, lane)
+                heapq.heappush(self._free_task_tracks, track)
 
     def instant(self, name: str, category: str = Category.MISC, args: Args = None) -> None:
-        """Record a moment."""
+        """Record an instant event."""
         if self.enabled:
             event = {"name": name, "ph": "i", "s": "t", "ts": self._us(time.perf_counter_ns()), "cat": str(category)}
             self._add({**event, "pid": self._pid, "tid": self._track(), "args": {**self._common, **(args or {})}})
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Number the block's events with its global step, and profile it with torch where that was asked for."""
+        """Tag the block's events with its global step, and run the torch profiler if the step is selected."""
         if not self.enabled:
             yield
             return
@@ -164,7 +164,7 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the events to the file, where ``save_interval`` says so for ``step`` or by ``force``. Raises ArenoError."""
+        """Append the events to the file if ``save_interval`` is due at ``step``, or with ``force``. Raises ArenoError."""
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
         with self._lock:
@@ -182,33 +182,33 @@ class PerfTracer:
         self._add({"name": name, "ph": "M", "ts": 0, "pid": self._pid, "tid": track, "args": dict(args)})
 
     def _track(self) -> int:
-        """The track of the running task, or of the thread."""
-        held = self._lane.get()
-        if held is not None:
-            with suppress(RuntimeError):  # no loop runs in this thread
-                if held[0] is asyncio.current_task():
-                    return held[1]
+        """The track of the current task or thread."""
+        current = self._task_track.get()
+        if current is not None:
+            with suppress(RuntimeError):  # no event loop in this thread
+                if current[0] is asyncio.current_task():
+                    return current[1]
         track = threading.get_native_id()
         if track not in self._tracks:
             self._tracks.add(track)
             self._metadata("thread_name", track, {"name": threading.current_thread().name})
         return track
 
-    def _take_lane(self) -> int:
+    def _take_task_track(self) -> int:
         with self._lock:
-            if self._free_lanes:
-                return heapq.heappop(self._free_lanes)
-            self._lanes += 1
-            lane = _FIRST_LANE + self._lanes
-        self._metadata("thread_name", lane, {"name": f"task {self._lanes}"})
-        return lane
+            if self._free_task_tracks:
+                return heapq.heappop(self._free_task_tracks)
+            self._task_tracks += 1
+            track = _FIRST_TASK_TRACK + self._task_tracks
+        self._metadata("thread_name", track, {"name": f"task {self._task_tracks}"})
+        return track
 
 
 def traced(function: Function, name: str | None, category: str, tracer: Callable[[], PerfTracer]) -> Function:
-    """``function`` with each call recorded by the tracer that ``tracer`` returns at that time."""
-    shown = name or function.__qualname__
+    """Wrap ``function`` so that the current ``tracer()`` records each call."""
+    scope = name or function.__qualname__
     return wrapped(
-        function, lambda: tracer().trace_scope(shown, category), lambda: tracer().atrace_scope(shown, category)
+        function, lambda: tracer().trace_scope(scope, category), lambda: tracer().atrace_scope(scope, category)
     )
 
 
@@ -217,7 +217,7 @@ def wrapped(
     scope: Callable[[], AbstractContextManager[None]],
     async_scope: Callable[[], AbstractAsyncContextManager[None]],
 ) -> Function:
-    """``function`` with each call inside a new ``scope``, or ``async_scope`` where it is a coroutine function."""
+    """Wrap ``function`` so that each call runs inside a new ``scope``, or ``async_scope`` for a coroutine function."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -237,7 +237,7 @@ def wrapped(
 
 @contextmanager
 def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
-    """Profile the block with torch, CPU and GPU; afterwards ``events`` get what it found, in microseconds of ``now_us``."""
+    """Profile the block with torch, CPU and GPU; append the events to ``events``, on the clock of ``now_us``."""
     from torch import profiler
 
     with profiler.profile() as profile:
@@ -248,23 +248,23 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "torch.json")
         profile.export_chrome_trace(str(path))
-        events.extend(_moved(json.loads(path.read_text())["traceEvents"], marked, pid))
+        events.extend(_realigned(json.loads(path.read_text())["traceEvents"], marked, pid))
 
 
-def _moved(found: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
-    """The profiler's events with our times and track numbers, after one metadata event for each track."""
-    begin = next((event["ts"] for event in found if event.get("name") == _MARKER), None)
+def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
+    """Convert profiler events to our clock and tracks; each track starts with a metadata event."""
+    begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
     if begin is None:
         return
     tracks: dict[tuple[Any, Any], int] = {}
-    for event in found:
+    for event in profile:
         if event.get("ph") not in ("X", "i") or event["name"] == _MARKER:
             continue
-        place = (event.get("pid"), event.get("tid"))
-        if place not in tracks:
-            tracks[place] = -len(tracks) - 1
-            name = {"name": f"torch profiler {place[1]}"}
-            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": pid, "tid": tracks[place], "args": name}
-        kept: dict[str, Any] = {key: event[key] for key in ("name", "ph", "cat", "args", "s") if key in event}
+        source = (event.get("pid"), event.get("tid"))
+        if source not in tracks:
+            tracks[source] = -len(tracks) - 1
+            name = {"name": f"torch profiler {source[1]}"}
+            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": pid, "tid": tracks[source], "args": name}
+        fields: dict[str, Any] = {key: event[key] for key in ("name", "ph", "cat", "args", "s") if key in event}
         span = {"dur": max(1.0, float(event.get("dur", 0)))} if event["ph"] == "X" else {"s": "t"}
-        yield {"cat": "instr", **kept, **span, "ts": event["ts"] - begin + marked, "pid": pid, "tid": tracks[place]}
+        yield {"cat": "instr", **fields, **span, "ts": event["ts"] - begin + marked, "pid": pid, "tid": tracks[source]}

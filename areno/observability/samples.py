@@ -1,7 +1,7 @@
-"""Completions worth reading: a bounded choice of each step for ``samples.jsonl``, and ``ARENO_LOG_COMPLETIONS``.
+"""Selects samples of each step for ``samples.jsonl``, and logs completions for ``ARENO_LOG_COMPLETIONS``.
 
-Special here: the choice is bounded per step, so that a long run stays readable and small. Of the first eight prompts of
-a step it keeps the best, the worst and the first sample (at most 24 records, texts of at most 8,000 characters each).
+The selection is bounded per step, so that the file of a long run stays small: the best, the worst and the first sample of
+each of the first eight prompts (at most 24 records, with texts of at most 8,000 characters).
 """
 
 import itertools
@@ -19,15 +19,15 @@ MAX_CHARS = 8000
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
 MAX_TOKENS = 8192
-"""Most tokens of a step that are told one by one."""
+"""Maximum tokens per step whose details are recorded."""
 
 Texts = Callable[[int], tuple[str, list[int]]]
-"""Looks the text of a token up, and its bytes."""
+"""Returns the text and the bytes of a token."""
 Decode = Callable[[Sequence[int]], str]
-"""Turns token ids into text, special tokens included."""
+"""Decodes token ids, including special tokens."""
 Segments = list[dict[str, Any]]
 Trajectory = Callable[[], Sequence[Segments]]
-"""Gives the rows that a sample was trained on, as segments of like tokens."""
+"""Returns the training rows of a sample, as segments of tokens with equal attributes."""
 
 
 def sample_records(
@@ -39,24 +39,24 @@ def sample_records(
     max_prompts: int = 8,
     trajectories: Sequence[Trajectory] | None = None,
 ) -> list[dict[str, Any]]:
-    """Records for ``RunDirectory.append_samples``: best, worst and first sample of the step's first prompts.
+    """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
 
     Args:
-        records: all samples of the step; ``metadata`` names prompt, sample and finish reason.
-        trajectories: for each sample the rows that it was trained on as segments of like tokens; asked for kept samples
-            only, and written until `MAX_TOKENS` tokens of the step are told.
+        records: all samples of the step; ``metadata`` has prompt, sample and finish reason.
+        trajectories: the training rows of each sample; evaluated for selected samples only, and recorded up to
+            `MAX_TOKENS` tokens per step.
 
     Returns:
-        One dictionary per kept sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
-        it was kept: ``first``, ``best``, ``worst``), ``reward``, ``reward_parts`` where it has parts, ``advantage,
-        finish_reason, response_len, logprob_mean`` (over tokens that are trained on; None where there are none), ``prompt,
-        completion``; of an agent also ``messages``; and ``rows``, where there is room for them.
+        One dictionary per selected sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
+        it was selected: ``first``, ``best``, ``worst``), ``reward``, ``reward_parts`` if it has parts, ``advantage,
+        finish_reason, response_len, logprob_mean`` (over trained tokens; None if there are none), ``prompt, completion``;
+        for agents also ``messages``; and ``rows``, within the token limit.
 
     Raises:
         ValueError: the sequences differ in length.
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
-        raise ValueError(f"{len(records)} samples need as many rewards and advantages, got {len(rewards)} rewards")
+        raise ValueError(f"{len(records)} samples require as many rewards and advantages, got {len(rewards)} rewards")
     groups: dict[int, list[int]] = {}
     for i, record in enumerate(records):
         groups.setdefault(record.metadata.get("prompt_index", 0), []).append(i)
@@ -65,7 +65,7 @@ def sample_records(
         best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
         for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
             picked.setdefault(i, []).append(why)
-    found = [
+    samples = [
         {
             "step": step,
             "prompt_index": records[i].metadata.get("prompt_index", 0),
@@ -83,14 +83,14 @@ def sample_records(
         }
         for i in sorted(picked)
     ]
-    _add_rows(found, [trajectories[i] for i in sorted(picked)] if trajectories is not None else [])
-    return found
+    _add_rows(samples, [trajectories[i] for i in sorted(picked)] if trajectories is not None else [])
+    return samples
 
 
 def row_records(
     step: int, prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, texts: Texts
 ) -> list[dict[str, Any]]:
-    """:func:`sample_records` of rows alone, each of them one sample; ``prompts`` are the numbers of the groups' prompts."""
+    """:func:`sample_records` for training rows, one sample each; ``prompts`` are the prompt indices of the groups."""
     counts: Counter[int] = Counter()
     records, advantages = [], []
     for row in rows:
@@ -109,39 +109,39 @@ def row_records(
                 metadata=metadata,
             )
         )
-        used = [a for a, counted in zip(row.advantages[begin:], trained, strict=False) if counted]
-        advantages.append(sum(used) / len(used) if used else 0.0)
-    shown = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
-    return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=shown)
+        masked = [a for a, counted in zip(row.advantages[begin:], trained, strict=False) if counted]
+        advantages.append(sum(masked) / len(masked) if masked else 0.0)
+    trajectories = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
+    return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=trajectories)
 
 
 def row_segments(
     row: TrainSequence, texts: Texts, roles: Sequence[str] | None = None, turns: Sequence[int] | None = None
 ) -> Segments:
-    """A row as runs of like tokens, as ``rows`` of a sample holds them.
+    """Split a row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
 
     Args:
-        roles: of each token; None tells only ``text``, which was sampled, from ``given``.
-        turns: which turn of the sample each token belongs to; None counts the sampled parts.
+        roles: role of each token; None distinguishes only sampled tokens (``text``) from others (``given``).
+        turns: turn of each token; None numbers the sampled spans.
 
     Returns:
-        Segments: ``role, turn, trained, version`` that all of their tokens share, and the lists ``tokens, texts, logprobs,
+        Segments with the shared attributes ``role, turn, trained, version`` and the lists ``tokens, texts, logprobs,
         advantages``.
     """
     versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
     sampled = [version >= 0 for version in versions]
-    roles = ["text" if own else "given" for own in sampled] if roles is None else roles
+    roles = ["text" if flag else "given" for flag in sampled] if roles is None else roles
     if turns is None:
-        ends = [before and not own for before, own in zip([False, *sampled], sampled, strict=False)]
+        ends = [previous and not current for previous, current in itertools.pairwise([False, *sampled])]
         turns = list(itertools.accumulate(map(int, ends)))
-    kinds = zip(roles, turns, row.trainable(), versions, strict=True)
+    keys = zip(roles, turns, row.trainable(), versions, strict=True)
     segments: Segments = []
     last: tuple[Any, ...] | None = None
-    for kind, token, logprob, advantage in zip(kinds, row.tokens, row.logprobs, advantages, strict=True):
-        if kind != last:
-            segments.append(dict(zip(("role", "turn", "trained", "version"), kind, strict=True)))
+    for key, token, logprob, advantage in zip(keys, row.tokens, row.logprobs, advantages, strict=True):
+        if key != last:
+            segments.append(dict(zip(("role", "turn", "trained", "version"), key, strict=True)))
             segments[-1] |= {"tokens": [], "texts": [], "logprobs": [], "advantages": []}
-            last = kind
+            last = key
         segments[-1]["tokens"].append(token)
         segments[-1]["texts"].append(texts(token)[0])
         segments[-1]["logprobs"].append(round(logprob, 6))
@@ -149,22 +149,22 @@ def row_segments(
     return segments
 
 
-def _add_rows(found: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> None:
-    room = MAX_TOKENS
-    for record, trajectory in zip(found, trajectories, strict=False):
+def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> None:
+    budget = MAX_TOKENS
+    for record, trajectory in zip(samples, trajectories, strict=False):
         rows = trajectory()
-        room -= sum(len(segment["tokens"]) for row in rows for segment in row)
-        if room < 0:
+        budget -= sum(len(segment["tokens"]) for row in rows for segment in row)
+        if budget < 0:
             return
         record["rows"] = rows
 
 
 def completions_to_log() -> int:
-    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS``; 0 by default. Raises UsageError: no whole number from 0 up."""
+    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS``; 0 by default. Raises UsageError: not an integer >= 0."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(
-            f"environment variable ARENO_LOG_COMPLETIONS: {value!r} is no whole number from 0 up; "
+            f"environment variable ARENO_LOG_COMPLETIONS: {value!r} is not a non-negative integer; "
             "set the number of samples to log per step, or 0 for none"
         )
     return int(value)
@@ -178,7 +178,7 @@ def log_completions(
     decode: Decode,
     limit: int,
 ) -> None:
-    """Log the first ``limit`` samples, one line each."""
+    """Log the first ``limit`` samples, one per line."""
     for record, tokens in list(zip(records, prompt_tokens, strict=True))[:limit]:
         logger.info(
             "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
@@ -194,7 +194,7 @@ def log_completions(
 
 
 class LoggedRow(Protocol):
-    """A row of an agent's sample, as far as it is logged."""
+    """The logged attributes of a row of an agent's sample."""
 
     tokens: list[int]
     sampled: list[bool]
@@ -202,7 +202,7 @@ class LoggedRow(Protocol):
 
 
 def log_trajectory(logger: Logger, record: RewardRecord, *, rows: Sequence[LoggedRow], decode: Decode) -> None:
-    """Log one sample of an agent, in one line."""
+    """Log one sample of an agent on one line."""
     row = rows[0] if rows else None
     tokens, mask = (row.tokens, row.trained) if row is not None else ([], [])
     prompt = tokens[: row.sampled.index(True)] if row is not None and True in row.sampled else tokens
@@ -228,14 +228,14 @@ def log_trajectory(logger: Logger, record: RewardRecord, *, rows: Sequence[Logge
 
 def _logprob_mean(record: RewardRecord) -> float | None:
     mask = record.loss_mask or [True] * len(record.logprobs)
-    kept = [logprob for logprob, keep in zip(record.logprobs, mask, strict=True) if keep]
-    return sum(kept) / len(kept) if kept else None
+    trained = [logprob for logprob, trainable in zip(record.logprobs, mask, strict=True) if trainable]
+    return sum(trained) / len(trained) if trained else None
 
 
 def _bounded(text: str) -> str:
-    """Head and tail of a long text: where it starts and how it ends are what a reader looks at."""
+    """Keep the head and the tail of a long text."""
     if len(text) <= MAX_CHARS:
         return text
-    mark = f"\n[... {len(text) - MAX_CHARS} or more characters left out ...]\n"
+    mark = f"\n[... {len(text) - MAX_CHARS} or more characters omitted ...]\n"
     half = (MAX_CHARS - len(mark)) // 2
     return text[:half] + mark + text[len(text) - half :]

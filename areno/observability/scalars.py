@@ -1,8 +1,8 @@
-"""The scalars of one step, under their documented names: ``rollout/*``, ``train/*``, ``time/*``.
+"""The scalars of a step under their documented names: ``rollout/*``, ``train/*``, ``time/*``.
 
-Special here: statistics of advantages and log-probs are over *trainable* response tokens (``TrainSequence.trainable``),
-so a loss mask counts; and a key appears only where it means something (an SFT row has no reward). Plain lists are
-flattened through ``array`` and ``numpy``: 512 rows of 200 tokens take about 13 ms.
+Statistics of advantages and log-probs cover the *trainable* response tokens (``TrainSequence.trainable``), so they respect
+the loss mask. Keys without meaning are absent (an SFT row has no reward). Lists are flattened with ``array`` and
+``numpy``: 512 rows of 200 tokens take about 13 ms.
 """
 
 from array import array
@@ -27,10 +27,10 @@ def step_scalars(
     """All scalars of a step by tag.
 
     Args:
-        train_stats: what the backend and the loss returned; entries that are no scalars are left out.
-        timings: seconds by stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: prompts passed over in this step because they are too long; ``total_`` since the start of the pass.
-        rewards: one reward per sample; None where there are none.
+        train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
+        timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
+        skipped_long: prompts skipped in this step because they are too long; ``total_`` since the start of the epoch.
+        rewards: one per sample; None if there are none.
     """
     scalars = {
         **_length_scalars(rows),
@@ -48,7 +48,7 @@ def step_scalars(
 
 
 def _number(value: Any) -> float | None:
-    """``value`` as a Python number; None for anything that is no scalar."""
+    """``value`` as a Python number; None if it is not a scalar."""
     if isinstance(value, int | float):
         return value
     if hasattr(value, "item") and (value.numel() if hasattr(value, "numel") else value.size) == 1:
@@ -78,7 +78,7 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
 
 def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
     scalars: dict[str, float] = {}
-    # A row that lacks a list is left out of that list's statistics.
+    # Rows without advantages or log-probs are excluded from those statistics.
     masked = [(row, bytes(row.trainable())) for row in rows if row.advantages or row.logprobs]
     advantages = _masked([(row.advantages, mask) for row, mask in masked if row.advantages])
     if advantages.size:
@@ -91,11 +91,11 @@ def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _masked(pairs: Sequence[tuple[list[float], bytes]]) -> NDArray[np.float64]:
-    """Values where the mask (one byte per token) is true, all rows in one flat array."""
+    """The values of all rows whose mask (one byte per token) is set, as a flat array."""
     if not pairs:
         return np.empty(0)
     flat = array("d")
     for values, _ in pairs:
-        flat.fromlist(list(values))  # rows made by a user may hold tuples
+        flat.fromlist(list(values))  # user-made rows may hold tuples
     keep = np.frombuffer(b"".join(mask for _, mask in pairs), dtype=np.bool_)
     return np.frombuffer(flat, dtype=np.float64)[keep]

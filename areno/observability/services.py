@@ -1,8 +1,8 @@
-"""Experiment tracking services: TensorBoard, Weights & Biases, SwanLab and Trackio, each behind the same three methods.
+"""Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab and Trackio.
 
-Special here: a service's package is imported when a run uses it and not before, and one that is missing is said with the
-command that installs it. A service that keeps its own history continues it: what a resumed run does again is shown after
-what it did before the crash, because none of these services can take a point back.
+A service's package is imported only if a run uses it; a missing one is an error with the install command. On resume, a
+service with its own history continues it: repeated steps appear after those before the crash, because these services
+cannot delete points.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _log = logging.getLogger(__name__)
 Section = Mapping[str, Any] | None
 
 
-class Service(Protocol):
-    """Somewhere that statistics are sent to."""
+class TrackingService(Protocol):
+    """A destination of statistics."""
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one step; a service whose history is longer moves the step behind it."""
+        """Send the numbers of one step; a service with a longer history shifts the step behind it."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and close."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """What services call a run."""
+    """Names and configuration of a run, for services."""
 
-    experiment: str  # name of the experiment
-    trial: str  # name of the trial
-    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, as plain data and without secrets
+    experiment: str
+    trial: str
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, plain data without secrets
 
     def run_id(self, suffix: str | None) -> str:
-        """``{experiment}_{trial}_{suffix}``, in characters that services accept: the same after each restart."""
+        """``{experiment}_{trial}_{suffix}`` in characters that services accept; the same after each restart."""
         parts = [self.experiment, self.trial, *([suffix] if suffix else [])]
         return plain("_".join(parts))
 
 
 def plain(name: str) -> str:
-    """A name in the characters that every service accepts."""
+    """Replace characters that some service does not accept."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
@@ -67,16 +67,16 @@ def open_services(
     swanlab: Section = None,
     tensorboard: Section = None,
     trackio: Section = None,
-) -> list[Service]:
-    """Open the services that are not disabled; ``folder`` is the run's. Raises UsageError: one cannot be used."""
-    services: list[Service] = []
+) -> list[TrackingService]:
+    """Open the enabled services; ``folder`` is the run's directory. Raises UsageError: one cannot be used."""
+    services: list[TrackingService] = []
     if tensorboard and tensorboard.get("path"):
         services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
     if not (wandb or swanlab or trackio):
         return services
     from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig  # loads OmegaConf
 
-    makers: list[tuple[str, Callable[..., Service], Any, tuple[str, ...]]] = [
+    makers: list[tuple[str, Callable[..., TrackingService], Any, tuple[str, ...]]] = [
         ("wandb", _wandb, WandBConfig(**wandb or {}), ("online", "offline", "shared")),
         ("swanlab", _swanlab, SwanlabConfig(**swanlab or {}), ("cloud", "local", "offline")),
         ("trackio", _trackio, TrackioConfig(**trackio or {}), ("online", "local")),
@@ -87,8 +87,8 @@ def open_services(
             if mode in modes:
                 services.append(make(run, folder, mode, section))
             elif mode != "disabled":
-                known = ", ".join((*modes, "disabled"))
-                raise UsageError(f"{name}.mode={section.mode!r} is not a mode; use one of {known}")
+                supported = ", ".join((*modes, "disabled"))
+                raise UsageError(f"{name}.mode={section.mode!r} is unknown; use one of {supported}")
     except BaseException:
         for service in services:
             service.close()
@@ -97,28 +97,28 @@ def open_services(
 
 
 class ServiceGroup:
-    """Services that all get the same numbers; one that fails is left out, and ``kept_in`` named as what has all values."""
+    """Sends the same numbers to several services, and drops a service that fails; ``metrics_path`` has all values."""
 
-    def __init__(self, services: Iterable[Service], kept_in: Path) -> None:
-        self._services, self._kept_in = list(services), kept_in
+    def __init__(self, services: Iterable[TrackingService], metrics_path: Path) -> None:
+        self._services, self._metrics_path = list(services), metrics_path
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send the numbers of one step."""
         for service in list(self._services):
             try:
                 service.log(step, numbers)
-            except Exception as error:  # a service's own failure, of whatever type
+            except Exception as error:  # services raise arbitrary types
                 self._services.remove(service)
-                _log.error("%s is left out from now on: %s; %s has all values", service.name, error, self._kept_in)
+                _log.error("%s failed and is disabled: %s; %s has all values", service.name, error, self._metrics_path)
 
     def close(self) -> None:
-        """Close all; a second call does nothing."""
+        """Close all services; idempotent."""
         services, self._services = self._services, []
         for service in services:
             try:
                 service.close()
-            except Exception as error:  # a service's own failure, of whatever type
-                _log.error("%s did not end properly: %s; %s has all values", service.name, error, self._kept_in)
+            except Exception as error:  # services raise arbitrary types
+                _log.error("closing %s failed: %s; %s has all values", service.name, error, self._metrics_path)
 
 
 def _package(section: str, package: str, pip_name: str) -> Any:
@@ -126,48 +126,48 @@ def _package(section: str, package: str, pip_name: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"{section}.mode needs the package {package}, which cannot be imported ({error}); "
+            f"{section}.mode requires the package {package}, which cannot be imported ({error}); "
             f"pip install {pip_name!r}, or set {section}.mode=disabled"
         ) from error
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """What a service's ``init`` returns; its refusals are the user's to solve."""
+    """Call a service's ``init``. Raises UsageError: it fails."""
     try:
         return opening()
     except Exception as error:
         raise UsageError(
-            f"{section} cannot be started: {error}; check its login and address, or set {section}.mode=disabled"
+            f"{section} failed to start: {error}; check its login and address, or set {section}.mode=disabled"
         ) from error
 
 
 class _TrackedRun:
-    """A run of a service with a package of its own; ``next_step`` gives the least step that it takes after the last one."""
+    """A run of a service's client library; ``next_step`` returns the smallest step that it accepts after the last one."""
 
     def __init__(
         self,
         name: str,
         run: Any,
         next_step: Callable[[int], int] = lambda last: last + 1,
-        takes: Callable[[float], bool] = lambda value: True,
+        accepts: Callable[[float], bool] = lambda value: True,
         **options: Any,
     ) -> None:
         self.name, self._run, self._options = name, run, options
-        self._next_step, self._takes, self._last = next_step, takes, -1
+        self._next_step, self._accepts, self._last = next_step, accepts, -1
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._last = max(step, self._next_step(self._last))
-        sent = {name: value for name, value in numbers.items() if self._takes(value)}
-        self._run.log(sent, step=self._last, **self._options)
+        accepted = {name: value for name, value in numbers.items() if self._accepts(value)}
+        self._run.log(accepted, step=self._last, **self._options)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Service:
-    """Weights & Biases, resumed under the run's name after a restart; without an API key the login is left to W&B."""
+def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
+    """Weights & Biases; a restart resumes the run. Without an API key, W&B handles the login."""
     wandb = _package("wandb", "wandb", "wandb")
-    settings = {"console": "off", "silent": True}  # it would take the terminal's output for itself
+    settings = {"console": "off", "silent": True}  # do not capture the terminal output
     settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
     settings |= {"base_url": section.wandb_base_url} if section.wandb_base_url else {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,14 +193,14 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Servi
     return _TrackedRun("W&B", opened, lambda _: opened.step, commit=True)
 
 
-def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> Service:
-    """SwanLab, which draws finite numbers only; without an API key the login is left to it."""
+def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:
+    """SwanLab, which accepts finite numbers only. Without an API key, SwanLab handles the login."""
     swanlab = _package("swanlab", "swanlab", "swanlab")
     if mode == "local":
         _package("swanlab", "swanboard", "swanlab[dashboard]")
     if mode == "cloud" and section.api_key:
         _opened("swanlab", lambda: swanlab.login(api_key=section.api_key))
-    # Only its cloud can continue a run; on this machine a restart is a run of its own, of the same name.
+    # Only the cloud can resume a run; locally, a restart creates a new run of the same name.
     resumed = {"id": run.run_id(None), "resume": "allow"} if mode == "cloud" else {}
     opened = _opened(
         "swanlab",
@@ -213,13 +213,13 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> S
             **resumed,
         ),
     )
-    return _TrackedRun("SwanLab", opened, takes=math.isfinite)
+    return _TrackedRun("SwanLab", opened, accepts=math.isfinite)
 
 
-def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> Service:
-    """Trackio: a local data base where ``TRACKIO_DIR`` says, or a Hugging Face Space."""
+def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
+    """Trackio: a local database in ``TRACKIO_DIR``, or a Hugging Face Space."""
     if (mode == "online") != bool(section.space_id):
-        remedy = "give trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
+        remedy = "set trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
         raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
     trackio = _package("trackio", "trackio", "trackio")
     opened = _opened(
@@ -233,5 +233,5 @@ def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> S
             embed=False,
         ),
     )
-    # The run knows how far its history goes, and says so only by what it gives a step without a number.
+    # A resumed run exposes the length of its history only as its next automatic step.
     return _TrackedRun("Trackio", opened, lambda last: getattr(opened, "_next_step", 0) if last < 0 else last + 1)

@@ -1,9 +1,9 @@
-"""The life of each rollout session: when it was submitted, generated, called tools, was rewarded, and how it ended.
+"""Traces the lifecycle of rollout sessions: submission, generation, tool calls, reward and outcome.
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
 
-A task (a prompt) has one session per sample. Special here: the session is known to whatever runs inside its context, also
-in tasks started there, so that an engine or a tool need not be handed it.
+A task (a prompt) has one session per sample. The session is a context variable, so that code running inside it, including
+child tasks, need not be passed the session.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
-"""Phases whose seconds are told as ``{phase}_s``; others may be recorded beside them."""
+"""Phases whose seconds are reported as ``{phase}_s``; others may be recorded as well."""
 
 
 @dataclass(slots=True)
@@ -37,27 +37,29 @@ class _Session:
     counters: dict[str, int] = field(default_factory=dict)
 
     def record(self, common: dict[str, Any]) -> dict[str, Any]:
-        spent = {name: sum(span["end_ts"] - span["start_ts"] for span in spans) for name, spans in self.phases.items()}
-        derived: dict[str, Any] = {f"{name}_s": spent.get(name, 0.0) for name in PHASES}
+        seconds = {
+            name: sum(span["end_ts"] - span["start_ts"] for span in spans) for name, spans in self.phases.items()
+        }
+        derived: dict[str, Any] = {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
         derived["total_s"] = None if self.finalized_ts is None else self.finalized_ts - self.submit_ts
         return {**asdict(self), **common, **derived}
 
 
-Held = tuple[Any, _Session] | None
-"""A session with its tracer, to be handed to who works for it elsewhere; None outside of one."""
+SessionHandle = tuple[Any, _Session] | None
+"""A session with its tracer, for work in another context; None outside a session."""
 
-_current: ContextVar[Held] = ContextVar("rollout session", default=None)
+_current: ContextVar[SessionHandle] = ContextVar("rollout session", default=None)
 
 
-def current_session() -> Held:
-    """The session that this runs in."""
+def current_session() -> SessionHandle:
+    """The current session."""
     return _current.get()
 
 
 @contextmanager
-def in_session(held: Held) -> Iterator[None]:
-    """Work for a session that was opened elsewhere: phases and counters of the block are its own."""
-    token = _current.set(held)
+def in_session(handle: SessionHandle) -> Iterator[None]:
+    """Run the block in a session that was opened elsewhere."""
+    token = _current.set(handle)
     try:
         yield
     finally:
@@ -65,7 +67,7 @@ def in_session(held: Held) -> Iterator[None]:
 
 
 class SessionTracer:
-    """Gathers sessions; appends ended ones to a file once they are ``flush_threshold`` (0 and less mean 1)."""
+    """Collects sessions; appends ended ones to a file in batches of ``flush_threshold`` (values below 1 mean 1)."""
 
     def __init__(
         self,
@@ -88,9 +90,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task; phases and counters of the block, and of tasks started in it, are the session's.
+        """Open a session of a task for the block and the asyncio tasks started in it.
 
-        A session whose block raises has failed, whatever becomes of its task.
+        A session whose block raises counts as failed, regardless of the outcome of its task.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -108,7 +110,7 @@ class SessionTracer:
 
     @contextmanager
     def trace_session_phase(self, phase: str) -> Iterator[None]:
-        """Record the block as a phase of the session that it runs in; outside of one, nothing."""
+        """Record the block as a phase of the current session, if any."""
         session = self._session()
         if session is None:
             yield
@@ -122,24 +124,24 @@ class SessionTracer:
 
     @asynccontextmanager
     async def atrace_session_phase(self, phase: str) -> AsyncIterator[None]:
-        """:meth:`trace_session_phase` for a block that waits."""
+        """:meth:`trace_session_phase` for asynchronous blocks."""
         with self.trace_session_phase(phase):
             yield
 
     def trace_session_event(self, name: str, count: int = 1) -> None:
-        """Add to a counter of the session that this runs in; outside of one, nothing."""
+        """Increment a counter of the current session, if any."""
         session = self._session()
         if session is not None:
             with self._lock:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """End the sessions of a task, failed ones aside; an unknown task is passed over. Write where that is enough.
+        """Set the outcome of a task's sessions, except failed ones, and flush if due; unknown tasks are ignored.
 
-        Raises ValueError: no such status; ArenoError: the file cannot be written.
+        Raises ValueError: unknown status; ArenoError: the file cannot be written.
         """
         if status not in get_args(Status):
-            raise ValueError(f"status {status!r} is none of {', '.join(get_args(Status))}")
+            raise ValueError(f"unknown status {status!r}; use one of {', '.join(get_args(Status))}")
         with self._lock:
             sessions = self._open.pop(task_id, [])
             for session in sessions:
@@ -149,7 +151,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write ended sessions where there are enough or ``force`` says so. Raises ArenoError: the file is not writable."""
+        """Write ended sessions if there are enough, or with ``force``. Raises ArenoError: the file cannot be written."""
         with self._lock:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return
@@ -158,15 +160,15 @@ class SessionTracer:
         append_lines(self.path, records, "perf_tracer.session_tracer.enabled")
 
     def close(self) -> None:
-        """Write everything, sessions that are still under way as ``pending``."""
+        """Write all sessions, unfinished ones as ``pending``."""
         with self._lock:
             self._ended += [session for sessions in self._open.values() for session in sessions]
             self._open.clear()
         self.flush(force=True)
 
     def _session(self) -> _Session | None:
-        held = _current.get()
-        return held[1] if held is not None and held[0] is self else None
+        handle = _current.get()
+        return handle[1] if handle is not None and handle[0] is self else None
 
     def _now(self) -> float:
         return time.perf_counter() + self._offset

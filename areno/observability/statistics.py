@@ -1,32 +1,36 @@
-"""The statistics of experiments by name, with what each means; the docs page is made from this table.
+"""The statistics of experiments with their meaning; the docs page is generated from this table.
 
-Special here: the quickstart knows some of them by shorter names than the code that records them. Both appear: ``SHORT_NAMES``
-says which, and the logger adds them.
+The quickstart documents some of them under shorter names than they are recorded under. The logger adds these aliases,
+which ``SHORT_NAMES`` lists.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Told = Literal["avg, min, max", "number"]
-"""Which numbers of a statistic appear: three, under ``name/avg``, ``name/min`` and ``name/max``, or one under its name."""
+Exported = Literal["avg, min, max", "number"]
+"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one under its name."""
 
 MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
-"""Names that also stand for the mean itself, as they do in the documentation."""
+"""Names that are also exported without ``/avg``, as an alias of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One statistic."""
+    """A documented statistic."""
 
     name: str  # full name
-    told: Told  # which numbers of it appear
-    meaning: str  # in words, with the unit
+    exported: Exported
+    meaning: str  # description with the unit
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of its numbers."""
-        return (self.name,) if self.told == "number" else tuple(f"{self.name}/{part}" for part in ("avg", "min", "max"))
+        """Names of the exported numbers."""
+        return (
+            (self.name,)
+            if self.exported == "number"
+            else tuple(f"{self.name}/{part}" for part in ("avg", "min", "max"))
+        )
 
 
 SHORT_NAMES = {
@@ -34,109 +38,109 @@ SHORT_NAMES = {
     "ppo_actor/actor_clip_ratio": "ppo_actor/update/clip_ratio",
     "ppo_actor/actor_loss": "ppo_actor/update/actor_loss",
 }
-"""The quickstart's name of a statistic to the name that it is recorded under."""
+"""Maps the quickstart's names to the recorded names."""
 
 _Rows = tuple[tuple[str, str], ...]
 
 _ROLLOUT: _Rows = (
     ("reward", "reward of each response"),
-    ("num_turns", "answers of the model in the episode of each response; absent where the workflow has one turn"),
+    ("num_turns", "model turns in the episode of each response; absent for single-turn workflows"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "prompts so far whose episodes a batch may take or has taken"),
-    ("rejected", "prompts so far that failed or that a filter took out"),
+    ("accepted", "prompts so far whose episodes are in a batch or may enter one"),
+    ("rejected", "prompts so far that failed or were filtered out"),
 )
-_EVALUATED: _Rows = (("accepted", "prompts of this evaluation that count"), ("rejected", "and those that failed"))
+_EVALUATED: _Rows = (("accepted", "prompts of this evaluation that succeeded"), ("rejected", "prompts that failed"))
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; it should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
-    ("kl_rewards", "per trained token: minus kl_ctl times the KL estimate to the reference"),
+    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, per trained token"),
     ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
-    ("no_eos_ratios", "1 for a response that was cut off, 0 for one that ended by itself"),
+    ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "tokens of each prompt"),
     ("seq_len", "tokens of each sequence, prompt and response"),
-    ("correct_seq_len", "the same of sequences with a reward above 0"),
-    ("incorrect_seq_len", "and of the others"),
+    ("correct_seq_len", "tokens of each sequence with a reward above 0"),
+    ("incorrect_seq_len", "tokens of each other sequence"),
 )
 _BATCH_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
-    ("correct_n_seqs", "of those, with a reward above 0"),
-    ("incorrect_n_seqs", "and the others"),
-    ("n_tokens", "tokens of the step, prompts counted"),
-    ("n_valid_tokens", "tokens that are trained on"),
-    ("eps_clip", "the clip range that holds"),
-    ("c_clip", "the dual-clip bound that holds; absent without one"),
+    ("correct_n_seqs", "sequences with a reward above 0"),
+    ("incorrect_n_seqs", "sequences without"),
+    ("n_tokens", "tokens of the step, including prompts"),
+    ("n_valid_tokens", "trained tokens"),
+    ("eps_clip", "current clip range"),
+    ("c_clip", "current dual-clip bound; absent without one"),
     ("use_dual_clip", "1 with a dual-clip bound"),
-    ("mask_no_eos_with_zero", "1 where a response that was cut off gets no reward"),
+    ("mask_no_eos_with_zero", "1 if truncated responses get no reward"),
     ("rs_upper", "upper bound of rejection sampling; absent without one"),
     ("rs_lower", "lower bound of rejection sampling; absent without one"),
 )
 _UPDATE: _Rows = (
-    ("importance_weight", "ratio of the policy to the proximal one, per token; near 1"),
-    ("approx_kl", "log-prob of the policy minus that of the proximal one, per token"),
+    ("importance_weight", "ratio of the policy to the proximal policy, per token; near 1"),
+    ("approx_kl", "log-prob of the policy minus that of the proximal policy, per token"),
     ("new_logp", "log-prob of each trained token under the policy"),
-    ("old_logp", "and when it was sampled"),
-    ("entropy", "of the policy's distribution at each trained token, in nats"),
-    ("actor_loss", "the policy loss; shows no trend, and is no measure of success"),
-    ("clip_ratio", "share of kept trained tokens that the clip range leaves without gradient; usually below 0.1"),
+    ("old_logp", "log-prob of each trained token when sampled"),
+    ("entropy", "entropy of the policy at each trained token, in nats"),
+    ("actor_loss", "the policy loss; it shows no trend and does not measure success"),
+    ("clip_ratio", "share of kept trained tokens without gradient because of clipping; usually below 0.1"),
     ("dual_clip_ratio", "share of kept trained tokens at the dual-clip bound"),
-    ("behave_imp_weight", "ratio of the proximal policy to the one that sampled, per token"),
-    ("behave_approx_kl", "log-prob under the proximal policy minus that when sampled"),
+    ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),
+    ("behave_approx_kl", "log-prob under the proximal policy minus that under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
-    ("vocab_min_logits", "least logit of the vocabulary at each trained token, before the temperature"),
-    ("vocab_max_logits", "and the greatest"),
+    ("vocab_min_logits", "minimum logit of the vocabulary at each trained token, before the temperature"),
+    ("vocab_max_logits", "maximum logit of the vocabulary at each trained token, before the temperature"),
     ("rkl_loss", "distillation: reverse KL to the teacher per token"),
     ("sapo_soft_gate", "SAPO: the gate per token"),
     ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
-    ("sapo_scaled_gate_neg", "SAPO: and of the others"),
+    ("sapo_scaled_gate_neg", "SAPO: the scaled gate of the other tokens"),
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
-    ("clipped_tokens", "kept trained tokens that the clip range leaves without gradient"),
-    ("rs_filtered_fraction", "share of trained tokens that rejection sampling takes out, or whose weight it clamps"),
+    ("clipped_tokens", "kept trained tokens without gradient because of clipping"),
+    ("rs_filtered_fraction", "share of trained tokens that rejection sampling drops or clamps"),
     ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
-    ("kl_coef", "and its weight"),
+    ("kl_coef", "with kl_loss_coef: its weight"),
     ("grad_norm", "gradient norm before clipping"),
-    ("lr", "learning rate that was used"),
-    ("update_successful", "1, or 0 where the gradient was not finite and the weights were left alone"),
+    ("lr", "learning rate"),
+    ("update_successful", "1; 0 if the gradient was not finite and the update was skipped"),
     (
         "num_micro_batches",
-        "forward and backward passes of an optimizer step, over all ranks; mean over the update's steps",
+        "forward and backward passes per optimizer step over all ranks, mean over the update's steps",
     ),
 )
 _LOGP: _Rows = (
-    ("prox_logp_gt", "log-prob under the proximal policy, computed"),
-    ("kl_div_direct", "estimate k1 of the KL between the policy that sampled and the proximal one, per token"),
-    ("kl_div_taylor", "estimate k2 of it"),
-    ("kl_div_dual", "estimate k3 of it"),
+    ("prox_logp_gt", "log-prob under the proximal policy, recomputed"),
+    ("kl_div_direct", "k1 estimate of the KL between behavior and proximal policy, per token"),
+    ("kl_div_taylor", "k2 estimate of that KL"),
+    ("kl_div_dual", "k3 estimate of that KL"),
 )
 _APPROXIMATED: _Rows = (
-    ("approx_logp", "proximal log-prob as this method approximates it"),
-    ("behave_imp_weight", "importance weight that follows from it, to the policy that sampled"),
-    ("importance_weight", "importance weight that follows from it, of the policy"),
-    ("abs_error", "absolute error of the log-prob"),
-    ("rel_error", "relative error of the log-prob"),
-    ("squared_error", "squared error of the log-prob"),
-    ("behave_imp_weight_abs_error", "absolute error of that weight"),
-    ("behave_imp_weight_rel_error", "relative error of that weight"),
-    ("importance_weight_abs_error", "absolute error of that weight"),
-    ("importance_weight_rel_error", "relative error of that weight"),
+    ("approx_logp", "proximal log-prob approximated by this method"),
+    ("behave_imp_weight", "resulting ratio of the proximal policy to the behavior policy"),
+    ("importance_weight", "resulting ratio of the policy to the proximal policy"),
+    ("abs_error", "absolute error of approx_logp"),
+    ("rel_error", "relative error of approx_logp"),
+    ("squared_error", "squared error of approx_logp"),
+    ("behave_imp_weight_abs_error", "absolute error of behave_imp_weight"),
+    ("behave_imp_weight_rel_error", "relative error of behave_imp_weight"),
+    ("importance_weight_abs_error", "absolute error of importance_weight"),
+    ("importance_weight_rel_error", "relative error of importance_weight"),
 )
 _VERSIONS: _Rows = (
     *(
-        (f"sample_staleness_{policy}_{part}", f"{words} of the versions that the trained tokens are behind {whom}")
-        for policy, whom in (("proximal", "the proximal policy"), ("theta", "the policy"))
-        for part, words in (("avg", "mean"), ("max", "greatest"), ("min", "least"))
+        (f"sample_staleness_{policy}_{part}", f"{statistic} lag of the trained tokens behind {reference}, in versions")
+        for policy, reference in (("proximal", "the proximal policy"), ("theta", "the policy"))
+        for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
     ),
     ("v_theta", "version of the policy"),
     ("v_proximal", "version of the proximal policy"),
     ("n_valid_generated_tokens", "trained tokens that carry a version"),
 )
 _CRITIC: _Rows = (
-    ("new_value", "prediction during the update, per trained token"),
-    ("old_value", "prediction before it"),
-    ("target_value", "what it is trained towards"),
+    ("new_value", "predicted value during the update, per trained token"),
+    ("old_value", "predicted value before the update"),
+    ("target_value", "regression target"),
     ("critic_loss", "the value loss"),
     ("clip_ratio", "share of trained tokens whose prediction is clipped"),
 )
@@ -144,39 +148,39 @@ _SFT: _Rows = (("loss", "negative log-prob of each trained token, in nats"), ("p
 _SFT_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
     ("n_tokens", "tokens of the step"),
-    ("n_valid_tokens", "tokens that are trained on"),
-    ("prompt_tokens", "and those that are not"),
+    ("n_valid_tokens", "trained tokens"),
+    ("prompt_tokens", "tokens not trained on"),
 )
 _RW: _Rows = (
-    ("correct_ratio", "1 for a pair whose chosen answer has the higher score, else 0"),
-    ("pos_score", "score of chosen answers"),
-    ("neg_score", "score of rejected answers"),
-    ("loss", "the pair loss"),
+    ("correct_ratio", "1 for a pair whose chosen response has the higher score, else 0"),
+    ("pos_score", "score of chosen responses"),
+    ("neg_score", "score of rejected responses"),
+    ("loss", "pairwise loss"),
 )
 _DPO: _Rows = (
-    ("loss", "the pair loss"),
-    ("chosen_reward", "beta times the log-ratio of policy and reference, of chosen answers"),
-    ("rejected_reward", "the same of rejected answers"),
-    ("reward_accuracy", "1 for a pair whose chosen answer has the higher reward, else 0"),
-    ("reward_margin", "difference of the two"),
+    ("loss", "pairwise loss"),
+    ("chosen_reward", "beta times the log-ratio of policy and reference, for chosen responses"),
+    ("rejected_reward", "beta times the log-ratio of policy and reference, for rejected responses"),
+    ("reward_accuracy", "1 for a pair whose chosen response has the higher reward, else 0"),
+    ("reward_margin", "chosen minus rejected reward"),
 )
 _TIMES: _Rows = (
     ("rollout", "waiting for a batch of episodes"),
-    ("rollout_pause", "generation stood still"),
-    ("recompute_logp", "proximal log-probs"),
-    ("ref_logp", "log-probs of the reference"),
-    ("teacher_logp", "log-probs of the teacher"),
-    ("critic_values", "values of the critic"),
-    ("compute_advantage", "advantages"),
-    ("train_step", "the actor's update"),
-    ("critic_train_step", "the critic's update"),
-    ("update_weights", "new weights to the rollout"),
-    ("save", "saving models; with asynchronous saving, the copy"),
+    ("rollout_pause", "generation paused"),
+    ("recompute_logp", "computing proximal log-probs"),
+    ("ref_logp", "computing log-probs of the reference"),
+    ("teacher_logp", "computing log-probs of the teacher"),
+    ("critic_values", "computing the critic's values"),
+    ("compute_advantage", "computing advantages"),
+    ("train_step", "actor update"),
+    ("critic_train_step", "critic update"),
+    ("update_weights", "sending new weights to the rollout"),
+    ("save", "saving models; with asynchronous saving, copying them"),
     ("checkpoint_for_recover", "writing a restart point"),
     ("eval", "evaluation"),
 )
 
-SECTIONS: tuple[tuple[str, str, Told, _Rows], ...] = (
+SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Rollout", "rollout", "avg, min, max", _ROLLOUT),
     ("Rollout", "rollout", "number", _EPISODES),
     ("Evaluation", "eval-rollout", "avg, min, max", _ROLLOUT),
@@ -199,23 +203,23 @@ SECTIONS: tuple[tuple[str, str, Told, _Rows], ...] = (
     ("DPO and IPO", "dpo", "avg, min, max", _DPO),
     ("Seconds", "timeperf", "number", _TIMES),
 )
-"""Title, scope, numbers and rows."""
+"""Title, scope, exported numbers and rows."""
 
 
 def documented() -> Iterator[tuple[str, Statistic]]:
-    """All statistics, each with the title of its section."""
-    for title, scope, told, rows in SECTIONS:
+    """Yield all statistics with the title of their section."""
+    for title, scope, exported, rows in SECTIONS:
         for name, meaning in rows:
-            yield title, Statistic(f"{scope}/{name}", told, meaning)
+            yield title, Statistic(f"{scope}/{name}", exported, meaning)
 
 
 def with_short_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """``numbers`` with those of the quickstart's names, and of :data:`MEANS`, added whose statistic is among them."""
-    added = {
+    """Add the aliases of :data:`SHORT_NAMES` and :data:`MEANS` whose statistics are in ``numbers``."""
+    aliases = {
         f"{short}{end}": numbers[f"{full}{end}"]
         for short, full in SHORT_NAMES.items()
         for end in ("", "/avg", "/min", "/max")
         if f"{full}{end}" in numbers
     }
-    added |= {name: numbers[f"{name}/avg"] for name in MEANS if f"{name}/avg" in numbers}
-    return {**numbers, **added}
+    aliases |= {name: numbers[f"{name}/avg"] for name in MEANS if f"{name}/avg" in numbers}
+    return {**numbers, **aliases}

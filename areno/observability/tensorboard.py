@@ -1,8 +1,8 @@
-"""TensorBoard event files, written behind the training loop's back.
+"""Writes TensorBoard event files in a background thread.
 
-Special here: importing the writer takes from tenths of a second to seconds, so a thread of its own does it at the first
-write; the training loop only fills a queue. Events are flushed after each step, because a run may be killed. The thread
-is no daemon: it ends when the main thread does, after writing what is left, so that nothing is lost without ``close``.
+Importing the writer takes up to seconds, so the thread does it at the first write; the training loop only fills a queue.
+Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, it
+writes what is left, so that nothing is lost without ``close``.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _CLOSE_DEADLINE_S = 60.0
 
 
 class EventWriter:
-    """Scalars of a run, as TensorBoard events.
+    """Writes the scalars of a run as TensorBoard events.
 
-    ``purge_step`` is, on resume, the first step that will be written again; TensorBoard hides old events from there on.
-    ``option`` is what the user chose the folder with; errors name it.
+    ``purge_step`` is the first step that a resumed run writes again; TensorBoard hides earlier events from there on.
+    ``option`` is the option that sets the folder, for error messages.
     """
 
     name = "TensorBoard"
@@ -42,7 +42,7 @@ class EventWriter:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue one step. Raises ArenoError: an earlier write failed, or the writer is closed."""
         if self._closed:
-            raise ArenoError(f"the event writer of {self._log_dir} is closed; make a new one to record step {step}")
+            raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
         self._raise_failure()
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="areno-tensorboard")
@@ -50,14 +50,14 @@ class EventWriter:
                 thread.start()
             except RuntimeError as error:
                 raise ArenoError(
-                    f"no thread could be started to write TensorBoard events: {error}; end other programs, or raise the "
-                    "limit of processes and threads (`ulimit -u`)"
+                    f"cannot start a thread to write TensorBoard events: {error}; end other programs, or raise the limit "
+                    "of processes and threads (`ulimit -u`)"
                 ) from error
             self._thread = thread
         self._queue.put((step, dict(numbers), time.time()))
 
     def close(self) -> None:
-        """Write what is queued and close the file; a second call does nothing. Raises ArenoError: a write failed or hangs."""
+        """Write the queued events and close the file; idempotent. Raises ArenoError: a write failed or hangs."""
         if self._closed:
             return
         self._closed = True
@@ -67,8 +67,8 @@ class EventWriter:
         self._thread.join(_CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             raise ArenoError(
-                f"writing TensorBoard events to {self._log_dir} did not end within {_CLOSE_DEADLINE_S:.0f} s; "
-                "is the disk reachable? metrics.jsonl has the same values"
+                f"writing TensorBoard events to {self._log_dir} did not finish within {_CLOSE_DEADLINE_S:.0f} s; "
+                "check the disk; metrics.jsonl has the same values"
             )
         self._raise_failure()
 
@@ -82,7 +82,7 @@ class EventWriter:
 
     def _work(self) -> None:
         try:
-            # TensorBoard's protobuf and torch are slow to import: not on the training loop's time.
+            # Slow to import, so not in the training loop.
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step)
@@ -92,7 +92,7 @@ class EventWriter:
                     for tag, value in scalars.items():
                         writer.add_scalar(tag, value, step, walltime=wall_time)
                     writer.flush()
-        except Exception as error:  # handed to the next write or close, which raise it with the folder's name
+        except Exception as error:  # raised by the next `log` or `close`
             self._failure = error
             if not threading.main_thread().is_alive():
                 _log.error(
@@ -100,7 +100,7 @@ class EventWriter:
                 )
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
-        """The next step to write; None after ``close``, or when the main thread has ended and nothing is left."""
+        """The next step to write; None after ``close``, or when the main thread has ended and the queue is empty."""
         while True:
             try:
                 return self._queue.get(timeout=_POLL_S)

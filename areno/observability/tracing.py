@@ -1,6 +1,6 @@
-"""The process's own tracers, for code that records without being handed one.
+"""The global tracers of the process.
 
-``configure`` is called once when a process starts; before that, and where nothing is asked for, both tracers are off.
+``configure`` is called once at process start; until then, both tracers are disabled.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _sessions = SessionTracer(".", enabled=False)
 
 
 def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
-    """Start the process's tracers; what earlier ones still hold is written first.
+    """Replace the process's tracers, after flushing the previous ones.
 
     Args:
-        perf: ``enabled``, ``save_interval``, ``profile_steps`` of the ``perf_tracer`` section; None is off.
-        session: ``enabled``, ``flush_threshold`` of its ``session_tracer``; None is off.
+        perf: ``enabled``, ``save_interval``, ``profile_steps`` of the ``perf_tracer`` section; None disables it.
+        session: ``enabled``, ``flush_threshold`` of its ``session_tracer``; None disables it.
     """
     global _perf, _sessions
     _perf.save(force=True)
@@ -50,8 +50,7 @@ def atrace_scope(name: str, category: str = Category.MISC, args: Args = None) ->
 
 
 def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callable[[Function], Function]:
-    """Decorator: each call is recorded by the tracer that the process has by then."""
-
+    """Decorator that records each call with the process's tracer at the time of the call."""
     return partial(traced, name=name, category=category, tracer=perf_tracer)
 
 
@@ -66,8 +65,7 @@ def session_context(task_id: int) -> AbstractContextManager[int]:
 
 
 def trace_session(phase: str) -> Callable[[Function], Function]:
-    """Decorator: each call is a phase of the session that it runs in."""
-
+    """Decorator that records each call as a phase of the current session."""
     return partial(wrapped, scope=partial(trace_session_phase, phase), async_scope=partial(atrace_session_phase, phase))
 
 
@@ -87,6 +85,6 @@ def trace_session_event(name: str, count: int = 1) -> None:
 
 
 def save(step: int | None = None, force: bool = False) -> None:
-    """Write what both tracers hold, where it is time to."""
+    """Write the events of both tracers, if due."""
     _perf.save(step, force)
     _sessions.flush(force)

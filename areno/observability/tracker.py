@@ -1,8 +1,8 @@
-"""Statistics of a step, gathered where they arise and averaged exactly wherever their parts lie.
+"""Collects the statistics of a step and aggregates them exactly across calls and processes.
 
-Special here: what is kept of a tensor is its sum, count, least and greatest value, in float64, so a step may add to a
-statistic any number of times, and statistics of several processes merge exactly: every value weighs the same, wherever
-it was. Scopes belong to the thread or the asyncio task that opened them. Importing this module imports no torch.
+A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may add to a statistic any number of
+times, and statistics of several processes merge exactly, with equal weight for every value. Scopes belong to the thread
+or asyncio task that opened them. Importing this module imports no torch.
 """
 
 import math
@@ -16,11 +16,11 @@ from enum import StrEnum
 from typing import Any
 
 COUNT_SUFFIX = "__count"
-"""Ends the name under which the count of a scalar is exported beside it."""
+"""Suffix of the name under which the count of a scalar is exported."""
 
 
 class ReduceType(StrEnum):
-    """What is told of a statistic; all but the first give one number under the statistic's own name."""
+    """How to reduce a statistic; all but the first yield one number under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``name/avg``, ``name/min`` and ``name/max``."""
@@ -31,51 +31,51 @@ class ReduceType(StrEnum):
     SCALAR = "scalar"
     """Mean of plain numbers, with their count under ``name__count``."""
     TIMING = "timing"
-    """Seconds: added up inside a process, the slowest process among several."""
+    """Seconds: the sum within a process, the maximum across processes."""
 
 
 Part = tuple[str, float, float, float, float]
-"""What one process knows of a statistic: reduce type, sum, count, least, greatest."""
+"""A process's part of a statistic: reduce type, sum, count, minimum, maximum."""
 Parts = dict[str, Part]
-"""All statistics of a process by name; plain data, so that it may travel as JSON."""
+"""All statistics of a process by name; plain data that can be sent as JSON."""
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Running sums of one statistic."""
+class _Accumulator:
+    """Running sum, count and extremes of one statistic."""
 
     reduce_type: ReduceType
     total: float = 0.0
     count: float = 0.0
-    least: float = math.inf
-    greatest: float = -math.inf
+    minimum: float = math.inf
+    maximum: float = -math.inf
 
-    def add(self, total: float, count: float, least: float, greatest: float) -> None:
+    def add(self, total: float, count: float, minimum: float, maximum: float) -> None:
         if not count:
             return
         self.total += total
         self.count += count
-        self.least = _extreme(min, self.least, least)
-        self.greatest = _extreme(max, self.greatest, greatest)
+        self.minimum = _extreme(min, self.minimum, minimum)
+        self.maximum = _extreme(max, self.maximum, maximum)
 
     def part(self) -> Part:
-        return (self.reduce_type.value, self.total, self.count, self.least, self.greatest)
+        return (self.reduce_type.value, self.total, self.count, self.minimum, self.maximum)
 
 
 class StatsTracker:
-    """Gathers the statistics of one step; ``name`` begins all of their names, ``rollout`` for ``rollout/reward``."""
+    """Collects the statistics of one step; ``name`` is the prefix of all names, such as ``rollout`` in ``rollout/reward``."""
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._clock = clock
         self._lock = threading.Lock()
-        self._sums: dict[str, _Sums] = {}
+        self._accumulators: dict[str, _Accumulator] = {}
         self._masks: dict[str, Any] = {}
         self._scopes: ContextVar[tuple[str, ...]] = ContextVar(f"scopes of {name or 'statistics'}", default=())
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Put ``name/`` before the names of the statistics of the block; scopes nest."""
+        """Prefix the names of the block's statistics with ``name/``; scopes nest."""
         token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
@@ -83,14 +83,14 @@ class StatsTracker:
             self._scopes.reset(token)
 
     def scalar(self, **values: float) -> None:
-        """Record plain numbers; of several under one name the mean is told."""
+        """Record numbers; several under one name are averaged."""
         with self._lock:
             for key, value in values.items():
                 number = float(value)
-                self._under(self._full(key), ReduceType.SCALAR).add(number, 1.0, number, number)
+                self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record which elements count (bool tensors) for :meth:`stat`; tells how many. Raises TypeError: one is not bool."""
+        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError: a mask is not bool."""
         import torch
 
         for key, mask in masks.items():
@@ -98,19 +98,19 @@ class StatsTracker:
             if tensor.dtype != torch.bool:
                 raise TypeError(f"denominator {key!r} must be a bool tensor, got {tensor.dtype}; use mask.bool()")
             with self._lock:
-                self._masks[self._full(key)] = tensor.detach()
-                self._push(self._under(self._full(key), ReduceType.SUM), tensor.double(), tensor)
+                self._masks[self._full_name(key)] = tensor.detach()
+                self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
-        """Record the elements of tensors that a denominator counts.
+        """Record the elements of tensors selected by a denominator.
 
         Args:
-            denominator: name given to :meth:`denominator`, in this scope or one around it; its latest mask holds.
+            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; its latest mask applies.
             reduce_type: None is ``AVG_MIN_MAX``.
-            tensors: values by name, each of the mask's shape.
+            tensors: values by name, each with the shape of the mask.
 
         Raises:
-            ValueError: no such denominator, another shape, or a name that was recorded with another reduce type.
+            ValueError: unknown denominator, wrong shape, or a name recorded with another reduce type.
         """
         import torch
 
@@ -120,50 +120,53 @@ class StatsTracker:
             tensor = torch.as_tensor(values).detach()
             if tensor.shape != mask.shape:
                 raise ValueError(
-                    f"statistic {key!r} has shape {tuple(tensor.shape)} and its denominator {denominator!r} "
-                    f"{tuple(mask.shape)}; they must be equal"
+                    f"statistic {key!r} has shape {tuple(tensor.shape)}, but its denominator {denominator!r} has shape "
+                    f"{tuple(mask.shape)}"
                 )
             with self._lock:
-                self._push(self._under(self._full(key), kind), tensor.double(), mask.to(tensor.device))
+                self._add(self._accumulator(self._full_name(key), kind), tensor.double(), mask.to(tensor.device))
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Add the seconds of the block to ``timeperf/{key}``, whatever the scope."""
+        """Add the block's duration in seconds to ``timeperf/{key}``, ignoring scopes."""
         start = self._clock()
         try:
             yield
         finally:
             seconds = self._clock() - start
             with self._lock:
-                self._under(_join(self._name, "timeperf", key), ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
+                name = _join(self._name, "timeperf", key)
+                self._accumulator(name, ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
-        """What this process adds to the statistics, for :func:`merge`; with ``key`` only that statistic or scope."""
+        """This process's parts of the statistics, for :func:`merge`; ``key`` selects one statistic or scope."""
         with self._lock:
-            taken = [name for name in self._sums if key is None or name == key or name.startswith(f"{key}/")]
-            parts = {name: self._sums[name].part() for name in taken}
+            names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
+            parts = {name: self._accumulators[name].part() for name in names}
             if reset:
-                for name in taken:
-                    del self._sums[name]
+                for name in names:
+                    del self._accumulators[name]
                     self._masks.pop(name, None)
         return parts
 
     def export(self, key: str | None = None, reset: bool = True) -> dict[str, float]:
-        """The statistics by full name; arguments are those of :meth:`parts`."""
-        return told(self.parts(key, reset))
+        """The statistics by full name; arguments as in :meth:`parts`."""
+        return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """The statistics over all ranks; ``gather`` is given this one's parts and returns those of all, its own among them."""
-        return told(merge(gather(self.parts(reset=reset))))
+        """The statistics over all ranks; ``gather`` all-gathers the parts of the ranks."""
+        return reduced(merge(gather(self.parts(reset=reset))))
 
-    def _full(self, key: str) -> str:
+    def _full_name(self, key: str) -> str:
         return _join(self._name, *self._scopes.get(), key)
 
-    def _under(self, name: str, kind: ReduceType) -> _Sums:
-        sums = self._sums.setdefault(name, _Sums(kind))
-        if sums.reduce_type is not kind:
-            raise ValueError(f"statistic {name!r} was recorded as {sums.reduce_type}, and now as {kind}; use two names")
-        return sums
+    def _accumulator(self, name: str, kind: ReduceType) -> _Accumulator:
+        accumulator = self._accumulators.setdefault(name, _Accumulator(kind))
+        if accumulator.reduce_type is not kind:
+            raise ValueError(
+                f"statistic {name!r} was recorded as {accumulator.reduce_type}, and now as {kind}; use two names"
+            )
+        return accumulator
 
     def _mask(self, denominator: str) -> Any:
         scopes = self._scopes.get()
@@ -178,19 +181,19 @@ class StatsTracker:
         )
 
     @staticmethod
-    def _push(sums: _Sums, values: Any, mask: Any) -> None:
-        """Add the counted elements."""
+    def _add(accumulator: _Accumulator, values: Any, mask: Any) -> None:
+        """Add the elements selected by ``mask``."""
         import torch
 
         if values.numel():
             total = torch.where(mask, values, 0.0).sum()
-            least = torch.where(mask, values, math.inf).min()
-            greatest = torch.where(mask, values, -math.inf).max()
-            sums.add(*torch.stack([total, mask.double().sum(), least, greatest]).tolist())
+            minimum = torch.where(mask, values, math.inf).min()
+            maximum = torch.where(mask, values, -math.inf).max()
+            accumulator.add(*torch.stack([total, mask.double().sum(), minimum, maximum]).tolist())
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
-    """The parts of several processes as one: each value weighs the same. Raises ValueError: their reduce types differ."""
+    """Merge the parts of several processes, with equal weight for every value. Raises ValueError: reduce types differ."""
     merged: Parts = {}
     for parts in gathered:
         for name, part in parts.items():
@@ -212,25 +215,25 @@ def _merged(name: str, one: Part, other: Part) -> Part:
     )
 
 
-def told(parts: Mapping[str, Part]) -> dict[str, float]:
-    """The numbers of merged parts by name. A mean, least or greatest value of nothing is left out."""
+def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
+    """The numbers of merged parts by name, without means and extremes of zero values."""
     numbers: dict[str, float] = {}
-    for name, (kind, total, count, least, greatest) in parts.items():
+    for name, (kind, total, count, minimum, maximum) in parts.items():
         if kind in (ReduceType.SUM, ReduceType.TIMING):
             numbers[name] = total
         elif not count:
             continue
         elif kind == ReduceType.AVG_MIN_MAX:
-            numbers |= {f"{name}/avg": total / count, f"{name}/min": least, f"{name}/max": greatest}
+            numbers |= {f"{name}/avg": total / count, f"{name}/min": minimum, f"{name}/max": maximum}
         else:
-            numbers[name] = {ReduceType.MIN: least, ReduceType.MAX: greatest}.get(ReduceType(kind), total / count)
+            numbers[name] = {ReduceType.MIN: minimum, ReduceType.MAX: maximum}.get(ReduceType(kind), total / count)
             if kind == ReduceType.SCALAR:
                 numbers[name + COUNT_SUFFIX] = count
     return numbers
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Exported numbers without the counts of scalars, which only help to average."""
+    """Remove the counts of scalars, which are only needed to average further."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 
@@ -247,14 +250,14 @@ _trackers_lock = threading.Lock()
 
 
 def get(name: str = "") -> StatsTracker:
-    """The process's tracker of that name, made when first asked for; ``rollout`` and ``eval-rollout`` are the usual ones."""
+    """The process's tracker of that name, created on first use; ``rollout`` and ``eval-rollout`` are the common ones."""
     with _trackers_lock:
         return _trackers.setdefault(name, StatsTracker(name))
 
 
 def export_all(gather: Callable[[Parts], Iterable[Parts]] | None = None, reset: bool = True) -> dict[str, float]:
-    """The statistics of all named trackers, of all processes where ``gather`` returns their parts."""
+    """The statistics of all named trackers; with ``gather``, over all processes."""
     with _trackers_lock:
         trackers = list(_trackers.values())
     parts = {name: part for tracker in trackers for name, part in tracker.parts(reset=reset).items()}
-    return told(merge(gather(parts)) if gather is not None else parts)
+    return reduced(merge(gather(parts)) if gather is not None else parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areno.config.prepare import prepare_run
 from areno.errors import UsageError
-from areno.observability.display import PlainProgress, Progress, create_progress
+from areno.observability.display import PlainProgress, ProgressDisplay, create_progress
 
 _LINE_EVERY_S = 5.0
 
@@ -51,7 +51,7 @@ def train(settings: Mapping[str, object]) -> Path:
     _print_command(argv)
     run = prepare_run(argv)
     live = create_progress()
-    progress: Progress = BriefLines() if isinstance(live, PlainProgress) else live
+    progress: ProgressDisplay = BriefLines() if isinstance(live, PlainProgress) else live
     logging.getLogger("areno.quickstart").debug("running %s", argv)
     code = run_training(run.options, loader_fn=run.loader_fn, progress=progress, console_level="WARNING")
     if code:

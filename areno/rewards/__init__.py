@@ -1,4 +1,4 @@
-"""Running reward functions: parallel, with deadlines, and with errors that name the record. No torch here."""
+"""Runs reward functions in parallel, with deadlines and errors that name the record. Imports no torch."""
 
 from areno.rewards.runner import RewardOutcome, RewardRunner
 

@@ -1,10 +1,10 @@
-"""A model behind an address as a reward function: any server of the OpenAI protocol grades completions.
+"""LLM as a judge: a reward function that asks any OpenAI-compatible server to grade completions.
 
     from areno.rewards.judge import Judge
 
     reward_fn = Judge("http://HOST:8000/v1", "Grade this answer from 0 to 10.\\n{prompt}\\n{completion}\\nGrade:")
 
-in a file that ``--reward-fn-path`` or ``reward.fn`` names.
+in the file of ``--reward-fn-path`` or ``reward.fn``.
 """
 
 import re
@@ -19,17 +19,16 @@ _TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Asks for a grade, and takes the last number of what is said.
+    """Asks a model for a grade and reads the last number of its response.
 
     Args:
-        url: of the server, with its version.
-        question: text of the request; ``{prompt}``, ``{completion}`` and the columns of a row are replaced, braces that are
-            none of these stay.
-        most: the best grade, which is the reward 1; 0 is the reward 0, and what lies beyond is cut.
-        model: name at the server; None takes the first that it lists.
-        options: further fields of the request, such as ``max_tokens``.
+        url: base URL of the server, with its version.
+        question: the prompt; ``{prompt}``, ``{completion}`` and the columns of the row are filled in, other braces stay.
+        most: the best grade. Grades are divided by it and clipped to [0, 1].
+        model: model name at the server; None takes the first one listed.
+        options: additional request fields, such as ``max_tokens``.
 
-    The key is taken from ``OPENAI_API_KEY``.
+    Reads the API key from ``OPENAI_API_KEY``.
     """
 
     def __init__(
@@ -39,19 +38,19 @@ class Judge:
         self._client, self._options = OpenAIClient(url, _TIMEOUT_S, model), {"temperature": 0, **options}
 
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
-        """The reward of one completion: of a record (``areno train``), or of texts (an experiment).
+        """Grade one completion, passed as a record (``areno train``) or as text (an experiment).
 
-        Raises RewardError: the server does not answer, or gives no number.
+        Raises RewardError: the server does not respond, or the response has no number.
         """
-        if hasattr(prompt, "completion"):  # a record, whose other columns are its metadata
+        if hasattr(prompt, "completion"):  # a RewardRecord
             data = {**(prompt.source_record or {}), "answer": prompt.answer}
             prompt, completions = prompt.prompt, prompt.completion
         values = {**data, "completion": completions, "prompt": prompt}
-        said = self._ask(_FIELD.sub(lambda found: str(values.get(found[1], found[0])), self.question))
-        numbers = _NUMBER.findall(said)
+        response = self._ask(_FIELD.sub(lambda match: str(values.get(match[1], match[0])), self.question))
+        numbers = _NUMBER.findall(response)
         if not numbers:
             raise RewardError(
-                f"the judge at {self._client.url} gave no number: {said[:300]!r}; ask for one in its question"
+                f"the judge at {self._client.url} returned no number: {response[:300]!r}; ask for one in the question"
             )
         return min(max(float(numbers[-1]) / self.most, 0.0), 1.0)
 
@@ -60,4 +59,4 @@ class Judge:
         try:
             return str(self._client.post("chat/completions", body)["choices"][0]["message"]["content"] or "")
         except (ServerError, LookupError, TypeError) as error:
-            raise RewardError(f"the judge at {self._client.url} does not answer: {error}") from error
+            raise RewardError(f"the request to the judge at {self._client.url} failed: {error}") from error

@@ -1,9 +1,8 @@
-"""Reward functions under control: run in parallel, each record with its own deadline, no error turned into a number.
+"""Runs reward functions in parallel, with a deadline per record, and never turns an error into a number.
 
-Functions from a file run in worker processes that import it once, ahead of the first rollout, and that are killed when
-a record takes too long. A plain function has one record per worker. A coroutine function has many at once in each
-worker's event loop; if that loop gets stuck, its unfinished records run again one by one, so that only the guilty one
-fails.
+Functions from a file run in worker processes that import it once, before the first rollout, and are killed when a record
+exceeds its deadline. A plain function scores one record per worker at a time, a coroutine function many in each worker's
+event loop. If the loop blocks, its unfinished records are retried one by one, so that only the culprit fails.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import Any, Literal, NoReturn
 
 from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
-from areno.rewards.lanes import Lane, Pool, RewardProcess, RewardThread
 from areno.rewards.worker import Message, describe_error, is_async, source_file, timeout_text
+from areno.rewards.worker_pool import RewardProcess, RewardThread, WorkerPool, WorkerSlot
 from areno.types import RewardParts, RewardRecord
 
 logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 120.0
-_ASYNC_GRACE_S = 1.0  # the event loop enforces the deadline itself; past this it must be stuck
-_LONGEST_WAIT_S = 60.0
+_ASYNC_GRACE_S = 1.0  # the event loop enforces the deadline itself; after this grace it must be blocked
+_MAX_WAIT_S = 60.0
 _MAX_DEFAULT_WORKERS = 8
-_SHOWN_CHARS = 200
+_PREVIEW_CHARS = 200
 _CHUNK_WORK_S = 0.002
 
 OnError = Literal["stop", "drop"]
@@ -37,30 +36,30 @@ OnError = Literal["stop", "drop"]
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """What became of one record: a finite ``value``, or None and the ``error``."""
+    """The result of one record: a finite ``value``, or None and the ``error``."""
 
     value: float | None
     error: str | None
-    seconds: float  # the function's time
-    lost: bool = False  # the function neither returned nor raised: it was too late, or its process died
+    seconds: float  # duration of the call
+    lost: bool = False  # the function neither returned nor raised: timeout, or its process died
 
 
 class RewardRunner:
     """Runs one reward function over batches of records.
 
     Args:
-        reward_fn: a Python callable, plain or coroutine function. It runs in threads (coroutines in one event loop): a
-            call that hangs is given up at its deadline, but its thread cannot be killed.
-        path: ``file.py`` or ``file.py:function`` instead; runs in processes that can be killed.
-        timeout_s: deadline per record in seconds, from when its call starts.
-        workers: how many processes or threads; default one per CPU, 8 at most.
-        on_error: ``stop`` raises at the first record that fails, ``drop`` gives it an outcome without a value.
-        retries: how often a record runs again whose worker process died, or did not begin with it in time.
-        memory_gb: most data of each process of a reward file, in GiB; None sets no limit.
-        parts: weighs the parts of rewards; several runners of one function share it. None gives each part the weight 1.
+        reward_fn: a plain or coroutine function. It runs in threads (coroutines in one event loop): a call that hangs is
+            abandoned at its deadline, but its thread cannot be killed.
+        path: ``file.py`` or ``file.py:function`` instead; runs in processes, which can be killed.
+        timeout_s: deadline per record in seconds from the start of its call.
+        workers: number of processes or threads; by default one per CPU, at most 8.
+        on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value for it.
+        retries: how often a record is retried after its worker process died or did not start it in time.
+        memory_gb: data limit of each worker process of a reward file, in GiB; None is unlimited.
+        parts: weights of reward parts, shared by all runners of one function. None weighs each part by 1.
 
     Raises:
-        UsageError: not exactly one of ``reward_fn`` and ``path``, or a value out of range.
+        UsageError: not exactly one of ``reward_fn`` and ``path`` is set, or a value is out of range.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class RewardRunner:
         parts: RewardParts | None = None,
     ) -> None:
         if (reward_fn is None) == (path is None):
-            raise UsageError("a reward needs either a function or a file (--reward-fn-path), and not both")
+            raise UsageError("set either a reward function or a reward file (--reward-fn-path), not both or neither")
         if not timeout_s > 0:
             raise UsageError(f"--reward-timeout-s must be above 0, got {timeout_s}")
         if workers is not None and workers < 1:
@@ -100,20 +99,20 @@ class RewardRunner:
             self.name = f"{getattr(reward_fn, '__qualname__', repr(reward_fn))} in {source_file(reward_fn) or 'Python'}"
             size = 1 if is_async(reward_fn) else size
             spawn = partial(RewardThread, reward_fn, timeout_s)
-        self._pool = Pool(spawn, size)
+        self._pool = WorkerPool(spawn, size)
 
     def start(self) -> None:
-        """Wait until the reward file is imported, so that a mistake in it (RewardError) shows before the first rollout."""
+        """Wait until the workers have imported the reward file. Raises RewardError: it cannot be imported."""
         with self._lock:
             batch = self._open([])
-            while not all(lane.ready for lane in self._pool.lanes):
+            while not all(slot.ready for slot in self._pool.slots):
                 self._step(batch)
 
     def run(self, records: list[RewardRecord]) -> list[RewardOutcome]:
-        """Score records; outcomes come in their order.
+        """Score records; the outcomes are in the same order.
 
         Raises:
-            RewardError: the function cannot be imported, or, with ``on_error="stop"``, a record failed; the message
+            RewardError: the function cannot be imported; or, with ``on_error="stop"``, a record failed. The message
                 names the function, the cause with its line, and the record.
         """
         with self._lock:
@@ -122,17 +121,17 @@ class RewardRunner:
                 while batch.unfinished:
                     self._step(batch)
             finally:
-                for lane in self._pool.lanes:
-                    if lane.running or lane.waiting:
-                        self._pool.replace(lane.position)
+                for slot in self._pool.slots:
+                    if slot.running or slot.waiting:
+                        self._pool.replace(slot.position)
             outcomes = [outcome for outcome in batch.outcomes if outcome is not None]
-            for index, outcome in enumerate(outcomes):  # only with all of them is it known which part one lacks
+            for index, outcome in enumerate(outcomes):  # missing parts are known only once all are scored
                 if outcome.value is not None and (problem := self._parts.problem(outcome.value)):
                     self._fail(batch, index, problem, outcome.seconds)
             return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def close(self) -> None:
-        """End the workers; the runner cannot be used afterwards."""
+        """Stop the workers; the runner cannot be used afterwards."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -144,15 +143,15 @@ class RewardRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, records: list[RewardRecord]) -> _Batch:
+    def _open(self, records: list[RewardRecord]) -> _RewardBatch:
         if self._closed:
-            raise RewardError(f"reward function {self.name}: its runner is closed; make a new RewardRunner")
-        batch = _Batch(records)
-        while self._take_in(batch, 0.0):
-            pass  # idle workers that died since the last batch are replaced before they are given records
+            raise RewardError(f"reward function {self.name}: the runner is closed; create a new RewardRunner")
+        batch = _RewardBatch(records)
+        while self._receive(batch, 0.0):
+            pass  # replaces idle workers that died since the last batch
         for index, record in enumerate(records):
             try:
-                batch.payloads.append(self._pool.lanes[0].worker.payload(record))
+                batch.payloads.append(self._pool.slots[0].worker.payload(record))
             except Exception as error:
                 batch.payloads.append(None)
                 self._fail(batch, index, f"the record cannot be sent to a worker: {describe_error(error, '')}", 0.0)
@@ -160,123 +159,124 @@ class RewardRunner:
                 batch.queue.append(index)
         return batch
 
-    def _step(self, batch: _Batch) -> None:
-        """Hand out work, take in what has arrived, and act on deadlines."""
-        for lane in self._pool.lanes:
-            if lane.idle and (chunk := batch.take(lane, len(self._pool.lanes))):
-                lane.waiting, lane.touched = chunk, time.monotonic()
-                lane.worker.deliver([(index, batch.payloads[index]) for index in chunk])
-        timeout_s = self._patience()
-        while self._take_in(batch, timeout_s):
+    def _step(self, batch: _RewardBatch) -> None:
+        """Assign records to idle workers, handle messages, and enforce deadlines."""
+        for slot in self._pool.slots:
+            if slot.idle and (chunk := batch.take(slot, len(self._pool.slots))):
+                slot.waiting, slot.last_activity = chunk, time.monotonic()
+                slot.worker.submit([(index, batch.payloads[index]) for index in chunk])
+        timeout_s = self._time_to_deadline()
+        while self._receive(batch, timeout_s):
             timeout_s = 0.0
-            if any(lane.idle for lane in self._pool.lanes):
-                return  # work for it comes first; deadlines are looked at as soon as no message is left
+            if any(slot.idle for slot in self._pool.slots):
+                return  # assign records first; deadlines are checked once no message is left
         self._expire(batch)
 
-    def _take_in(self, batch: _Batch, timeout_s: float) -> bool:
-        """Handle the messages that have arrived; False if there was none within ``timeout_s``."""
-        any_came = False
-        for lane, message in self._pool.receive(timeout_s):
-            any_came = True
-            lane.touched = time.monotonic()
-            self._handle(batch, lane, message)
-        return any_came
+    def _receive(self, batch: _RewardBatch, timeout_s: float) -> bool:
+        """Handle the messages that arrive within ``timeout_s``; return whether there were any."""
+        received = False
+        for slot, message in self._pool.receive(timeout_s):
+            received = True
+            slot.last_activity = time.monotonic()
+            self._handle(batch, slot, message)
+        return received
 
-    def _handle(self, batch: _Batch, lane: Lane, message: Message) -> None:
+    def _handle(self, batch: _RewardBatch, slot: WorkerSlot, message: Message) -> None:
         kind, *values = message
-        if kind == "ready" and not lane.ready:
-            lane.ready, lane.is_async = True, values[0]
-        elif kind == "broken" and not lane.ready:
-            self._refuse(lane, values[0])
+        if kind == "ready" and not slot.ready:
+            slot.ready, slot.is_async = True, values[0]
+        elif kind == "broken" and not slot.ready:
+            self._fail_import(slot, values[0])
         elif kind == "died":
-            self._lose(batch, lane, values[0])
-        elif kind == "start" and values[0] in lane.waiting:
-            lane.waiting.remove(values[0])
-            lane.running[values[0]] = lane.touched
-        elif kind in ("value", "error") and values[0] in lane.running:
-            index, result, batch.pace_s = values
-            del lane.running[index]
+            self._handle_loss(batch, slot, values[0])
+        elif kind == "start" and values[0] in slot.waiting:
+            slot.waiting.remove(values[0])
+            slot.running[values[0]] = slot.last_activity
+        elif kind in ("value", "error") and values[0] in slot.running:
+            index, result, batch.last_call_s = values
+            del slot.running[index]
             if kind == "error":
-                self._fail(batch, index, result, batch.pace_s)
+                self._fail(batch, index, result, batch.last_call_s)
             else:
-                batch.finish(index, RewardOutcome(self._parts.weigh(result), None, batch.pace_s))
+                batch.finish(index, RewardOutcome(self._parts.weigh(result), None, batch.last_call_s))
         else:
-            self._lose(batch, lane, f"its worker reported {message!r:.80} out of turn, and was stopped")
+            self._handle_loss(batch, slot, f"its worker was stopped because it reported {message!r:.80} out of turn")
 
-    def _patience(self) -> float:
-        """Seconds until the next deadline of any lane, as far as a system call can wait."""
+    def _time_to_deadline(self) -> float:
+        """Seconds until the next deadline of any worker, at most ``_MAX_WAIT_S``."""
         now = time.monotonic()
-        deadlines = [self._deadline(lane) for lane in self._pool.lanes if not lane.idle]
-        return min(max(min(deadlines, default=now) - now, 0.0), _LONGEST_WAIT_S)
+        deadlines = [self._deadline(slot) for slot in self._pool.slots if not slot.idle]
+        return min(max(min(deadlines, default=now) - now, 0.0), _MAX_WAIT_S)
 
-    def _deadline(self, lane: Lane) -> float:
-        if not lane.ready:
-            return lane.touched + IMPORT_TIMEOUT_S
-        started = min(lane.running.values(), default=lane.touched)
-        return started + self.timeout_s + (_ASYNC_GRACE_S if lane.is_async else 0.0)
+    def _deadline(self, slot: WorkerSlot) -> float:
+        if not slot.ready:
+            return slot.last_activity + IMPORT_TIMEOUT_S
+        started = min(slot.running.values(), default=slot.last_activity)
+        return started + self.timeout_s + (_ASYNC_GRACE_S if slot.is_async else 0.0)
 
-    def _expire(self, batch: _Batch) -> None:
+    def _expire(self, batch: _RewardBatch) -> None:
         now = time.monotonic()
-        for lane in list(self._pool.lanes):
-            if lane.idle or self._deadline(lane) > now:
+        for slot in list(self._pool.slots):
+            if slot.idle or self._deadline(slot) > now:
                 continue
-            if not lane.ready:
-                self._refuse(lane, f"no end within {IMPORT_TIMEOUT_S:g} s; move slow work out of the top of the file")
-            self._lose(batch, lane, timeout_text(self.timeout_s), late=bool(lane.running))
+            if not slot.ready:
+                reason = f"the import takes more than {IMPORT_TIMEOUT_S:g} s; move slow code out of the module level"
+                self._fail_import(slot, reason)
+            self._handle_loss(batch, slot, timeout_text(self.timeout_s), late=bool(slot.running))
 
-    def _refuse(self, lane: Lane, reason: str) -> NoReturn:
-        self._pool.replace(lane.position)  # a later attempt imports the file anew
+    def _fail_import(self, slot: WorkerSlot, reason: str) -> NoReturn:
+        self._pool.replace(slot.position)  # a later attempt imports the file again
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
-    def _lose(self, batch: _Batch, lane: Lane, reason: str, late: bool = False) -> None:
-        """A lane hangs or died: replace it, blame the record that it was running, give back the others."""
-        if not lane.ready:
-            self._refuse(lane, reason)
-        self._pool.replace(lane.position)
-        # Nothing running means that it died between two records; charging the next one ensures progress.
-        suspects = list(lane.running) or lane.waiting[:1]
-        batch.queue.extendleft(index for index in reversed(lane.waiting) if index not in suspects)
+    def _handle_loss(self, batch: _RewardBatch, slot: WorkerSlot, reason: str, late: bool = False) -> None:
+        """Replace a worker that hangs or died; fail or retry the record it was running, and requeue the others."""
+        if not slot.ready:
+            self._fail_import(slot, reason)
+        self._pool.replace(slot.position)
+        # If nothing was running, it died between two records; blaming the next one guarantees progress.
+        suspects = list(slot.running) or slot.waiting[:1]
+        batch.queue.extendleft(index for index in reversed(slot.waiting) if index not in suspects)
         if len(suspects) > 1:
             batch.alone.extend(suspects)
             return
         for index in suspects:
             batch.losses[index] += not late
             if not late and batch.losses[index] <= self._retries:
-                logger.warning("a reward worker was replaced, record %d runs again: %s", index + 1, reason)
+                logger.warning("reward worker replaced, retrying record %d: %s", index + 1, reason)
                 batch.alone.append(index)
                 continue
-            again = f" ({batch.losses[index]} times)" if batch.losses[index] > 1 else ""
-            started = lane.running.get(index)
+            times = f" ({batch.losses[index]} times)" if batch.losses[index] > 1 else ""
+            started = slot.running.get(index)
             seconds = 0.0 if started is None else time.monotonic() - started
-            self._fail(batch, index, reason + again, seconds, lost=True)
+            self._fail(batch, index, reason + times, seconds, lost=True)
         if not suspects:
-            logger.warning("an idle reward worker was replaced: %s", reason)
+            logger.warning("idle reward worker replaced: %s", reason)
 
-    def _fail(self, batch: _Batch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
+    def _fail(self, batch: _RewardBatch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
         batch.finish(index, RewardOutcome(None, reason, seconds, lost))
         if self.on_error == "stop":
             raise RewardError(self._message(batch.records[index], index, reason))
 
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
-        place = place_of(record)
+        description = describe_record(record)
         return (
-            f"reward function {self.name} failed on record {index + 1}{f' ({place})' if place else ''}: {reason}\n"
+            f"reward function {self.name} failed on record {index + 1}{f' ({description})' if description else ''}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
             f"  completion: {_shorten(record.completion)}\n"
-            "Make the function return a finite number for this record, or leave failing samples out of training with "
+            "Make the function return a finite number for this record, or drop failing samples with "
             "--on-reward-error drop."
         )
 
 
-def place_of(record: RewardRecord) -> str:
-    """Prompt and sample of a record, as messages name it; empty where they are not known."""
+def describe_record(record: RewardRecord) -> str:
+    """``prompt_index P, sample_index S`` of a record, for messages; empty if unknown."""
     return ", ".join(
         f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
     )
 
 
-class _Batch:
-    """The records of one call: what is queued, what must run alone, what is finished."""
+class _RewardBatch:
+    """The records of one call: queued, to be retried alone, or finished."""
 
     def __init__(self, records: list[RewardRecord]) -> None:
         self.records = records
@@ -284,29 +284,29 @@ class _Batch:
         self.outcomes: list[RewardOutcome | None] = [None] * len(records)
         self.unfinished = len(records)
         self.queue: deque[int] = deque()
-        self.alone: deque[int] = deque()  # suspects of a stuck event loop, and records of a lost worker
-        self.losses = Counter[int]()  # by record: workers that were lost with it
-        self.pace_s: float | None = None  # how long the latest record took
+        self.alone: deque[int] = deque()  # suspects of a blocked event loop, and records of a lost worker
+        self.losses = Counter[int]()  # record -> workers lost on it
+        self.last_call_s: float | None = None  # duration of the latest call
 
     def finish(self, index: int, outcome: RewardOutcome) -> None:
-        """Note the outcome of a record."""
+        """Store the outcome of a record."""
         self.outcomes[index] = outcome
         self.unfinished -= 1
 
-    def take(self, lane: Lane, lanes: int) -> list[int]:
-        """The next records for an idle lane: a share for an event loop, few at a time for a plain function."""
+    def take(self, slot: WorkerSlot, slots: int) -> list[int]:
+        """The next records for an idle worker: an equal share for an event loop, a few for a plain function."""
         if self.alone:
             return [self.alone.popleft()]
-        if lane.is_async:
-            size = -(-len(self.records) // lanes)
-        elif self.pace_s is None:
+        if slot.is_async:
+            size = -(-len(self.records) // slots)
+        elif self.last_call_s is None:
             size = 1
         else:
-            # Tiny calls travel together, as many as make up a few milliseconds, and never so many that others run dry.
-            size = max(1, min(int(_CHUNK_WORK_S / max(self.pace_s, 1e-6)), len(self.queue) // (2 * lanes)))
+            # Batch short calls up to a few milliseconds of work, but leave enough for the other workers.
+            size = max(1, min(int(_CHUNK_WORK_S / max(self.last_call_s, 1e-6)), len(self.queue) // (2 * slots)))
         return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
 
 
 def _shorten(text: str) -> str:
-    text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} … {text[-_SHOWN_CHARS // 2 :]}"
+    text = text if len(text) <= _PREVIEW_CHARS else f"{text[: _PREVIEW_CHARS // 2]} … {text[-_PREVIEW_CHARS // 2 :]}"
     return repr(text)

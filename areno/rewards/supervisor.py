@@ -1,8 +1,8 @@
-"""The supervisor of a worker process: ends everything that the worker has started, whatever ends the worker or the trainer.
+"""The supervisor of a worker process: kills all descendants of the worker when the worker or the trainer ends.
 
-:func:`supervised` forks. The child is the worker. The parent does nothing but wait, and adopts processes whose own parent has
-ended, so that neither ``setsid`` nor a second fork takes a process out of its reach. Without ``/proc`` (outside Linux) only
-the worker's process group is ended.
+:func:`supervised` forks. The child is the worker; the parent only waits, and as a child subreaper adopts orphaned
+descendants, so that neither ``setsid`` nor a double fork escapes it. Without ``/proc`` (outside Linux), only the worker's
+process group is killed.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from areno.frames import Frames
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGCHLD, signal.SIGIO, signal.SIGTERM)
-# Where memory runs out, the kernel is to end a worker rather than the trainer.
+# When memory runs out, the kernel should kill a worker rather than the trainer.
 _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork, and return in the child, which is the worker: its connection to the trainer. Its output goes to stderr.
+    """Fork a supervisor and return the trainer connection in the child, the worker; its stdout goes to stderr.
 
     Args:
-        lifeline: a socket whose other end the trainer holds; everything ends when that is shut or closed, even by SIGKILL.
-        connection: of the worker to the trainer; the supervisor closes it, so that the worker's end shows at once.
+        lifeline: a socket whose other end the trainer holds; the worker ends when it closes, even if the trainer is killed.
+        connection: the worker's connection; the supervisor closes its copy, so that the trainer sees EOF at once.
     """
     fork_supervised(lifeline, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
+    os.dup2(2, 1)  # prints of user code must not mix with the trainer's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return Frames.join(connection)
 
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
-    """Fork, and return in the child, which ends with all that it starts when the lifeline does; see :func:`supervised`."""
+    """Fork and return in the child, which is killed with its descendants when the lifeline closes; see :func:`supervised`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` takes them
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -51,7 +51,7 @@ def fork_supervised(lifeline: int, connection: int | None = None) -> None:
             os.close(connection)
         _supervise(worker, lifeline)
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it has ended before that was set
+    if os.getppid() != supervisor:  # it ended before PDEATHSIG was set
         os._exit(1)
     os.close(lifeline)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -60,20 +60,20 @@ def fork_supervised(lifeline: int, connection: int | None = None) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that a process has started, and those that these have started, as far as they run."""
+    """Running descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
                 children.setdefault(int(fields[1]), []).append(int(entry))
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        following = children.get(waiting.pop(), [])
-        found.update(following)
-        waiting += following
-    return found
+    pids: set[int] = set()
+    pending = [pid]
+    while pending:
+        started = children.get(pending.pop(), [])
+        pids.update(started)
+        pending += started
+    return pids
 
 
 def _supervise(worker: int, lifeline: int) -> NoReturn:
@@ -81,12 +81,12 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
     while status is None and not select.select([lifeline], [], [], 0)[0]:
         status = _reap(worker)
         if status is None and signal.sigwait(_WATCHED) == signal.SIGTERM:
-            _send({worker}, signal.SIGTERM)  # it may have something to put in order
-    _end_descendants()
+            _send({worker}, signal.SIGTERM)  # lets it clean up
+    _kill_descendants()
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
-    if code < 0:  # end in the same way as the worker did
+    if code < 0:  # end by the same signal as the worker
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
@@ -94,24 +94,24 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect processes that have ended; returns the status of the worker if it was among them."""
-    found = None
+    """Reap ended children; return the worker's status if it was among them."""
+    status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found = ended[1] if ended[0] == worker else found
-    return found
+            status = ended[1] if ended[0] == worker else status
+    return status
 
 
-def _end_descendants() -> None:
-    """End all descendants and collect them. All are stopped before any is killed, so that none multiplies meanwhile."""
+def _kill_descendants() -> None:
+    """Kill and reap all descendants; stop all of them first, so that none forks meanwhile."""
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)
     while True:
-        known: set[int] = set()
-        while new := descendants(os.getpid()) - known:
-            known |= new
+        stopped: set[int] = set()
+        while new := descendants(os.getpid()) - stopped:
+            stopped |= new
             _send(new, signal.SIGSTOP)
-        _send(known, signal.SIGKILL)
+        _send(stopped, signal.SIGKILL)
         try:
             os.wait()
         except ChildProcessError:
@@ -125,6 +125,6 @@ def _send(pids: set[int], number: int) -> None:
 
 
 def _control(what: int, value: int) -> None:
-    """``prctl``, where there is one."""
+    """Call ``prctl`` where it exists."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

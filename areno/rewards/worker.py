@@ -1,8 +1,8 @@
-"""The inside of a reward worker: takes records, runs the user's function on them, reports numbers or errors.
+"""The loop of a reward worker: receives records, runs the user's function, and reports rewards or errors.
 
-The same loop serves a process of its own (:func:`main`, for reward files) and a thread (for Python callables). In a
-process the function runs in the main thread, because timeouts built on ``signal.alarm`` work nowhere else. Reports are
-JSON, not pickle: what code under test may write into the pipe is data for the trainer, never code. No torch in here.
+The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process
+the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON rather than pickle,
+so that untrusted code writing to the pipe can never make the trainer execute code. Imports no torch.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from areno.rewards.supervisor import supervised
 from areno.types import RewardRecord
 from areno.types.reward_parts import PartValues
 
-MAX_CONCURRENT = 64  # async calls at once in one event loop
-MESSAGE_BYTES = 1 << 20  # most that a report may have
+MAX_CONCURRENT = 64  # concurrent async calls per event loop
+MESSAGE_BYTES = 1 << 20  # maximum size of a report
 _MAX_ERROR_CHARS = 2000
 
-Job = tuple[int, Any]
+RewardJob = tuple[int, Any]
 Message = list[Any]
 """``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` (a number or
 parts) or ``["error", index, text, seconds]``."""
 
-_SHAPES: dict[Any, set[tuple[type, ...]]] = {
+_MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
     "ready": {(bool,)},
     "broken": {(str,)},
     "start": {(int,)},
@@ -46,48 +46,48 @@ _SHAPES: dict[Any, set[tuple[type, ...]]] = {
 
 
 def parse_message(body: bytes) -> Message:
-    """A report of a worker process; ValueError where it is none."""
+    """Parse a report of a worker process. Raises ValueError: it is invalid."""
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]
-        known = isinstance(message, list) and tuple(map(type, values)) in _SHAPES[kind]
-        if known and kind == "value":
+        valid = isinstance(message, list) and tuple(map(type, values)) in _MESSAGE_TYPES[kind]
+        if valid and kind == "value":
             as_reward(values[1])
     except (ValueError, LookupError, TypeError, RecursionError, RewardError):
-        known = False
-    if not known or not all(math.isfinite(value) for value in values if isinstance(value, float)):
-        raise ValueError(f"{body[:80]!r} is no report of a reward")
+        valid = False
+    if not valid or not all(math.isfinite(value) for value in values if isinstance(value, float)):
+        raise ValueError(f"{body[:80]!r} is not a reward report")
     return list(message)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` gives a coroutine; sees through ``functools.partial`` and callable objects."""
+    """Whether calling ``function`` returns a coroutine; handles ``functools.partial`` and callable objects."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def source_file(function: Callable[..., Any]) -> str:
-    """The file that defines ``function``, or an empty string for built-ins."""
+    """The file that defines ``function``; empty for built-ins."""
     inner = inspect.unwrap(getattr(function, "func", function))
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return code.co_filename if code else ""
 
 
 def describe_error(error: BaseException, source: str) -> str:
-    """``Type: message (file:line)`` with the innermost line of the user's own file."""
+    """``Type: message (file:line)`` with the innermost line in the user's file ``source``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if frame.filename == source] or frames
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    text = f"{type(error).__name__}: {error}"
-    return _cut(text) + where
+    frames = [frame for frame in frames if frame.filename == source] or frames
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return _truncate(f"{type(error).__name__}: {error}") + where
 
 
 def as_reward(value: Any) -> PartValues:
-    """What a reward function returned, as a finite float or a dictionary of them; RewardError for anything else."""
+    """Validate the result of a reward function: a number or a dictionary of numbers. Raises RewardError."""
     if not isinstance(value, Mapping):
         return _as_number(value)
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
         raise RewardError(
-            f"returned parts named {list(value)!r:.80}; name at least one, with letters, digits, `_`, `.`, `-`, no digit first"
+            f"returned parts named {list(value)!r:.80}; use at least one part, and names of letters, digits, `_`, `.` and `-` "
+            "that do not start with a digit"
         )
     return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
 
@@ -106,21 +106,21 @@ def _as_number(value: Any, place: str = "") -> float:
     shown = repr(value)
     raise RewardError(
         f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}){place}; "
-        "a reward must be one finite number, or a dictionary of them by the names of its parts"
+        "a reward must be a finite number, or a dictionary of part names to finite numbers"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The user's function at work."""
+    """Runs the user's function on jobs and reports the results."""
 
     function: Callable[[RewardRecord], Any]
-    timeout_s: float  # deadline per record; enforced here for coroutines, from outside for everything else
-    frames: Frames  # take the reports
-    load: Callable[[Any], RewardRecord]  # makes the record of a payload
+    timeout_s: float  # deadline per record; enforced here for coroutines, by the runner otherwise
+    frames: Frames  # for the reports
+    load: Callable[[Any], RewardRecord]  # decodes the payload of a job
 
-    def serve(self, receive: Callable[[], Sequence[Job] | None]) -> None:
-        """Score jobs, pairs of index and payload, until there are none; a coroutine function scores many at once."""
+    def serve(self, receive: Callable[[], Sequence[RewardJob] | None]) -> None:
+        """Score jobs until ``receive`` returns None; a coroutine function scores many concurrently."""
         concurrent = is_async(self.function)
         self._report("ready", concurrent)
         if not concurrent:
@@ -128,7 +128,7 @@ class Scorer:
                 for job in jobs:
                     self._score(*job)
             return
-        # One loop for all jobs: the function may keep a client session that is bound to it.
+        # One loop for all jobs, because the function may keep a client session bound to it.
         with asyncio.Runner() as runner:
             while (jobs := receive()) is not None:
                 runner.run(self._score_concurrently(jobs))
@@ -143,7 +143,7 @@ class Scorer:
             result = "error", index, self._reason(error)
         self._report(*result, time.perf_counter() - started)
 
-    async def _score_concurrently(self, jobs: Sequence[Job]) -> None:
+    async def _score_concurrently(self, jobs: Sequence[RewardJob]) -> None:
         slots = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def score(index: int, payload: Any) -> None:
@@ -163,7 +163,7 @@ class Scorer:
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, RewardError):
-            return _cut(str(error))
+            return _truncate(str(error))
         limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
         hint = " (--reward-memory-gb)" if limited and isinstance(error, MemoryError) else ""
         return describe_error(error, source_file(self.function)) + hint
@@ -177,14 +177,14 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
-            ``timeout_s``, ``memory_bytes`` (of data per process, None for no limit).
+            ``timeout_s``, ``memory_bytes`` (data limit of the process; None is unlimited).
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"],) * 2)
     sys.argv = [settings["path"]]
 
-    def receive() -> Sequence[Job] | None:
+    def receive() -> Sequence[RewardJob] | None:
         try:
             return pickle.loads(frames.receive())
         except EOFError:
@@ -199,9 +199,9 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def timeout_text(timeout_s: float) -> str:
-    """The error of a record whose deadline passed."""
+    """The error message of a record that exceeded its deadline."""
     return f"no result within {timeout_s:g} s (--reward-timeout-s)"
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…"

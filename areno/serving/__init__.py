@@ -1,1 +1,1 @@
-"""The OpenAI protocol over the engine: request schemas, HTTP server, streaming."""
+"""The OpenAI-compatible HTTP server: request schemas, streaming and the server itself."""

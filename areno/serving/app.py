@@ -1,6 +1,6 @@
-"""The HTTP application: routes, and around them the key, the body limit and the counters.
+"""The HTTP application: routes and middleware.
 
-The same application serves a machine (``areno serve``) and, inside a process, the agents of a rollout session.
+The same application serves ``areno serve`` and, inside a process, the agents of a rollout session.
 """
 
 from collections.abc import Callable
@@ -12,42 +12,42 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from areno import __version__
-from areno.serving.blocks import BlockAnswer
-from areno.serving.chat import ChatAnswer, prepare_chat
-from areno.serving.completions import CompletionAnswer, prepare_completion
+from areno.serving.chat_api import ChatResponse, prepare_chat
+from areno.serving.completions_api import CompletionResponse, prepare_completion
 from areno.serving.errors import ApiError, install_error_handlers
-from areno.serving.guard import TAPE, Guard
-from areno.serving.messages import MessagesAnswer, MessagesRequest
+from areno.serving.messages_api import MessagesRequest, MessagesResponse
+from areno.serving.middleware import TAPE, RequestMiddleware
+from areno.serving.protocol_adapter import ProtocolAdapter
 from areno.serving.recording import sampling_defaults
-from areno.serving.respond import respond, respond_at_once
-from areno.serving.responses import ResponsesAnswer, ResponsesRequest
+from areno.serving.responses_api import ResponsesRequest, ResponsesResponse
 from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody, RewardRequest
 from areno.serving.service import ServedModel, Service
+from areno.serving.streaming import respond, respond_at_once
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in {
-        400: "A field cannot work.",
-        401: "The API key is missing or wrong.",
-        403: "The request was meant for another host.",
-        404: "Another model is served.",
+        400: "A field is invalid.",
+        401: "The API key is missing or invalid.",
+        403: "The Host header is not allowed.",
+        404: "The model is not served.",
         413: "The body is too large.",
         429: "The queue is full.",
-        503: "The model is being loaded, or the server is shutting down.",
-        504: "The request took too long.",
+        503: "The model is loading, or the server is shutting down.",
+        504: "The request timed out.",
     }.items()
 }
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the application."""
+    """Create the application."""
     app = FastAPI(title="areno", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     _add_status(app, service)
     _add_generation(app, service)
     if service.recorder is not None:
         _add_rewards(app, service)
-    app.add_middleware(Guard, service=service)
+    app.add_middleware(RequestMiddleware, service=service)
     if service.config.cors_origins:
         origins = list(service.config.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -58,35 +58,35 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Requests are taken; 503 while the model is loaded, while the server shuts down, and once its engine has failed."""
+        """200 if requests are accepted; 503 while loading, during shutdown and after an engine failure."""
         state = service.state
-        shown = {"ready": "ok", "failed": service.failure}.get(state, state)
-        return JSONResponse({"status": shown}, 200 if state == "ready" else 503)
+        status = {"ready": "ok", "failed": service.failure}.get(state, state)
+        return JSONResponse({"status": status}, 200 if state == "ready" else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """The same as ``/health``, with the name of the state."""
+        """Like ``/health``, with the name of the state."""
         return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/live")
     async def live() -> JSONResponse:
-        """The process can work, even while the model is loaded; 503 once its engine has failed for good."""
+        """200 while the process is alive, even during loading; 503 after an engine failure."""
         failed = service.state == "failed"
         return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Counters in Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """The model, by its name."""
+        """Describe the model by name."""
         service.check_model(name)
         return _model(service)
 
@@ -102,32 +102,32 @@ def _model(service: Service) -> dict[str, Any]:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        return await _chat(service, request, body, lambda answer: answer)
+        """Complete a conversation."""
+        return await _chat(service, request, body, lambda response: response)
 
     @app.post("/v1/responses", responses=_ERRORS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of OpenAI's Responses API."""
-        return await _chat(service, request, body.chat(), lambda answer: ResponsesAnswer(answer, body))
+        """Complete a conversation with OpenAI's Responses API."""
+        return await _chat(service, request, body.chat(), lambda response: ResponsesResponse(response, body))
 
     @app.post("/v1/messages", responses=_ERRORS)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of Anthropic's Messages API."""
-        return await _chat(service, request, body.chat(), MessagesAnswer)
+        """Complete a conversation with Anthropic's Messages API."""
+        return await _chat(service, request, body.chat(), MessagesResponse)
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts or tokens."""
+        """Continue text or tokens."""
         model = _admit(service, body)
         job = await service.prepare(lambda: prepare_completion(service, model.engine, body), body.samples)
-        answer = CompletionAnswer(job, service.config.model_name, model.texts)
-        return await respond(service, request, job, answer)
+        builder = CompletionResponse(job, service.config.model_name, model.texts)
+        return await respond(service, request, job, builder)
 
 
 def _add_rewards(app: FastAPI, service: Service) -> None:
     @app.post("/rl/set_reward", responses=_ERRORS)
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
-        """Reward an answer that was given under this key."""
+        """Reward a response of this API key."""
         try:
             request.scope[TAPE].set_reward(body.reward, body.interaction_id)
         except ValueError as error:
@@ -136,21 +136,24 @@ def _add_rewards(app: FastAPI, service: Service) -> None:
 
 
 async def _chat(
-    service: Service, request: Request, body: ChatRequest, told: Callable[[ChatAnswer], ChatAnswer | BlockAnswer]
+    service: Service,
+    request: Request,
+    body: ChatRequest,
+    adapt: Callable[[ChatResponse], ChatResponse | ProtocolAdapter],
 ) -> Response:
-    """Answer a conversation; ``told`` brings the answer into the form of a protocol."""
+    """Complete a conversation; ``adapt`` converts the response to the protocol of the endpoint."""
     model, tape = _admit(service, body), request.scope.get(TAPE)
     if service.recorder is not None:
         body = body.with_defaults(sampling_defaults(service.recorder.sampling))
     prepared = await service.prepare(lambda: prepare_chat(service, model, body, tape), body.samples)
-    answer = told(ChatAnswer(prepared, service.config.model_name, model.texts, service.metrics))
+    builder = adapt(ChatResponse(prepared, service.config.model_name, model.texts, service.metrics))
     if prepared.job.context_full:
-        return respond_at_once(prepared.job, answer.without_tokens(), answer)
-    return await respond(service, request, prepared.job, answer)
+        return respond_at_once(prepared.job, builder.without_tokens(), builder)
+    return await respond(service, request, prepared.job, builder)
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """What can be refused before any work is refused here."""
+    """Reject a request that needs no preparation to be rejected. Raises ApiError."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)
@@ -158,14 +161,14 @@ def _admit(service: Service, body: GenerationBody) -> ServedModel:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Put the shape of errors into the OpenAPI description, in place of the framework's own."""
+    """Replace the framework's error schema in the OpenAPI description by the actual one."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         page = describe()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        one, some = {"type": "string"}, {"type": ["string", "null"]}
-        fields = {"message": one, "type": one, "param": some, "code": some}
+        required, optional = {"type": "string"}, {"type": ["string", "null"]}
+        fields = {"message": required, "type": required, "param": optional, "code": optional}
         error = {"type": "object", "required": list(fields), "properties": fields}
         schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
         for path in page["paths"].values():

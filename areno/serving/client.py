@@ -1,4 +1,4 @@
-"""A small client for chat completions, with the standard library alone: streams an answer piece by piece."""
+"""A minimal streaming client for chat completions; uses only the standard library."""
 
 import json
 import urllib.error
@@ -12,7 +12,7 @@ _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
 class ChatClient:
-    """Talks to one OpenAI-compatible server; without an ``api_key`` none is sent."""
+    """Client of one OpenAI-compatible server; sends ``api_key`` as a bearer token if set."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/")
@@ -21,17 +21,17 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """Name of the first model that the server lists. Raises ArenoError: it cannot be asked, or has none."""
-        with self._open("/models") as answer:
-            models = json.load(answer).get("data") or []
+        """Name of the first model that the server lists. Raises ArenoError: the server is unreachable or lists none."""
+        with self._open("/models") as response:
+            models = json.load(response).get("data") or []
         if not models:
-            raise ArenoError(f"{self._base} serves no model; name one with --model")
+            raise ArenoError(f"{self._base} lists no models; select one with --model")
         return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The deltas of one answer, as they come. Raises ArenoError: the server refuses, fails, or goes away."""
-        with self._open("/chat/completions", body | {"stream": True}) as answer:
-            for line in answer:
+        """Yield the deltas of one response as they arrive. Raises ArenoError: the request fails."""
+        with self._open("/chat/completions", body | {"stream": True}) as response:
+            for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":
                     continue
@@ -49,7 +49,7 @@ class ChatClient:
         except urllib.error.HTTPError as error:
             raise ArenoError(f"{self._base}{path}: status {error.code}: {_message(error)}") from error
         except urllib.error.URLError as error:
-            raise UsageError(f"--base-url {self._base} cannot be reached: {error.reason}; {_CONNECT}") from error
+            raise UsageError(f"--base-url {self._base} is unreachable: {error.reason}; {_CONNECT}") from error
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -1,5 +1,4 @@
-"""What a connection may cost before anybody has shown a key: how many there are, how large a request's head is, how long
-head and body take to arrive."""
+"""Limits that apply before authentication: open connections, size of the headers, time for headers and body to arrive."""
 
 import asyncio
 import json
@@ -12,86 +11,86 @@ from areno.serving.errors import ApiError
 MAX_HEAD_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 120.0
-# What has arrived while the event loop was busy is read before a connection is given up.
+# Lets a busy event loop read data that arrived in time before the connection is closed.
 _GRACE_S = 0.1
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits; None for ``most_connections`` lets any number in."""
+    """uvicorn's protocol with limits; ``max_connections=None`` is unlimited."""
 
-    def __init__(self, most_connections: int | None, **options: Any) -> None:
+    def __init__(self, max_connections: int | None, **options: Any) -> None:
         super().__init__(**options)
-        self._most_connections = most_connections
+        self._max_connections = max_connections
         self._awaited: Literal["head", "body"] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._unread = 0  # bytes of a head that is not complete
-        self._head = 0  # bytes of the parts of it that are
+        self._unparsed = 0  # bytes received of an incomplete head
+        self._head = 0  # bytes of the head parsed so far
         self._refusal: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Refuse the connection if there are too many, else wait for a request."""
         super().connection_made(transport)
-        if self._most_connections is not None and len(self.connections) > self._most_connections:
-            message = f"{self._most_connections} connections are open, which is the most; try again later"
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            message = f"too many connections (limit {self._max_connections}); retry later"
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
         else:
             self._await("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Stop the timer."""
         self._await(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on."""
+        """Parse data, and limit the size of an incomplete head."""
         in_head = self._awaited == "head" and self._head > 0
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._awaited == "head" and (in_head or self._unread):
-            self._unread += len(data)
-            if self._unread > MAX_HEAD_BYTES:
+        if self._awaited == "head" and (in_head or self._unparsed):
+            self._unparsed += len(data)
+            if self._unparsed > MAX_HEAD_BYTES:
                 self._refuse(_large_head())
         elif self._awaited is None and (self.cycle is None or self.cycle.response_complete):
-            self._await("head")  # bytes that begin nothing must not keep a connection open either
+            self._await("head")  # stray bytes must not keep a connection open either
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start counting the head."""
         super().on_message_begin()
-        self._head, self._unread = 1, 0
+        self._head, self._unparsed = 1, 0
         if self._awaited is None:
             self._await("head")
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
+        """Count a part of the request target."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header is complete."""
+        """Count a header."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request's head is complete."""
+        """Wait for the body."""
         super().on_headers_complete()
-        self._head = self._unread = 0
+        self._head = self._unparsed = 0
         self._await("body")
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Stop the timer: the request has arrived."""
         super().on_message_complete()
         self._await(None)
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be read ends the connection."""
+        """Refuse a request that cannot be parsed."""
         self._refuse(self._refusal or ApiError(400, msg))
 
     def _count(self, length: int) -> None:
         self._head += length
         if self._head > MAX_HEAD_BYTES:
             self._refusal = _large_head()
-            raise self._refusal  # which ends the parsing
+            raise self._refusal  # aborts the parser
 
     def _await(self, what: Literal["head", "body"] | None) -> None:
         if self._deadline is not None:
@@ -106,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self._awaited == "head" and answering:  # of the request before this one
+        if self._awaited == "head" and answering:  # the previous request is still being answered
             self._await("head")
         elif self._awaited == "body" and answering and self.cycle.response_started:
             self.transport.close()
@@ -114,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, and end the connection."""
+        """Send an error without the application, and close the connection."""
         self._await(None)
         body = json.dumps(error.body).encode()
         lines = [f"{name}: {value}" for name, value in (error.headers or {}).items()]

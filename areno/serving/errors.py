@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` with the status that fits."""
+"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}`` with the matching HTTP status."""
 
 import logging
 from typing import Any
@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(ArenoError):
-    """An answer that is an error; ``code`` is a name that programs can test for."""
+    """An error response; ``code`` is a machine-readable name."""
 
     def __init__(
         self,
@@ -39,22 +39,22 @@ class ApiError(ArenoError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
-    """Status 400: the field ``param`` cannot work; the message begins with it, or with the place ``where`` in it."""
+    """Error 400: ``param`` is invalid; the message starts with it, or with the more precise location ``where``."""
     return ApiError(400, f"{where or param}: {message}", param=param, code=code)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let every error that an endpoint raises be answered in OpenAI's shape."""
+    """Return every error that an endpoint raises in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _(_: Request, error: ApiError) -> JSONResponse:
@@ -66,28 +66,28 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, ApiError):  # raised while the body was read
+        if isinstance(error.__cause__, ApiError):  # raised while reading the body
             return error.__cause__.response()
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(error.status_code, message, headers=dict(error.headers or {}) or None).response()
 
 
 def unexpected(error: BaseException) -> ApiError:
-    """What a client is told about an error that nobody foresaw; the log has the traceback."""
-    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
-    return ApiError(500, "the server failed on this request; its log has the cause", code="internal_error")
+    """Log an unexpected error with its traceback, and hide its details from the client."""
+    logger.error("request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError(500, "internal server error; see the server log for the cause", code="internal_error")
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first complaint of the deepest kind: a union reports one per member."""
-    problems = error.errors()
-    first = max(problems, key=lambda problem: len(problem["loc"])) if len(problems) > 1 else problems[0]
+    """Report the most deeply nested error: for a union, pydantic reports one per member."""
+    errors = error.errors()
+    first = max(errors, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     names = [str(part) for part in first["loc"][1:]]
     if not names:
-        return ApiError(400, f"the body cannot be read: {first['msg']}; send a JSON object as application/json")
+        return ApiError(400, f"invalid body: {first['msg']}; send a JSON object as application/json")
     field = names[0]
-    others = {problem["loc"][1] for problem in problems if len(problem["loc"]) > 1} - {field}
+    others = {one["loc"][1] for one in errors if len(one["loc"]) > 1} - {field}
     also = f" (and {', '.join(sorted(map(str, others)))})" if others else ""
     return bad_field(field, f"{first['msg']}{also}", where=".".join(names), code=str(first["type"]))

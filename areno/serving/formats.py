@@ -1,4 +1,4 @@
-"""How a model writes reasoning and tool calls, and what keeps its answers inside a format."""
+"""Reasoning and tool-call formats of a model, and the grammars that constrain its responses."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """How the answer to a rendered prompt is to be read. Raises UsageError: tools or choice make no sense."""
+        """How to parse the response to a rendered prompt. Raises UsageError: the tools or the choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
-        # A format without a pair of markers is made of special tokens altogether.
+        # A reasoning format without a pair of markers consists of special tokens (harmony).
         structured = reasoning.name != "none" and not reasoning.opener
         special = structured or any(token in marker for marker in markers for token in self._special)
         expected = Expectation(reasoning, self._calls, tools, tool_choice, parallel, special)
-        expected.reader()  # says what is wrong with the tools
+        expected.reader()  # validates the tools
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """What the answer is held to; None where it is free. Raises UsageError: a schema is none, or no grammar can say it."""
+        """The grammar of the response; None if unconstrained. Raises UsageError: a schema is invalid or unsupported."""
         make = self._maker(expected, form)
         if make is None:
             return None
         inner, ends = self._with_reasoning(make, expected.reasoning), sorted(self._engine.eos_ids)
-        return lambda: _Contained(inner(), self._engine.vocab_size, ends, expected.failures)
+        return lambda: _IsolatedConstraint(inner(), self._engine.vocab_size, ends, expected.failures)
 
     def _with_reasoning(self, make: Callable[..., ConstraintMaker], reasoning: ReasoningParser) -> ConstraintMaker:
-        """The constraint of the answer, before which the model may reason as its format has it."""
+        """Extend a constraint so that reasoning may precede the constrained response."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         text = reasoning.opener
         ids = self._engine.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         if len(ids) != 1:
             return make()
-        silent, thinking = make(), make(after=reasoning.closer)
-        return lambda: _MayThink(silent(), thinking, ids[0])
+        direct, after_reasoning = make(), make(after=reasoning.closer)
+        return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Makes the constraint of the answer itself, from the marker ``after`` on where one is given."""
+        """A factory for the constraint of the response itself, which starts at the marker ``after`` if that is passed."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
             options |= {"parallel": expected.parallel}
-            what = (tokenizer, expected.calls, expected.tools, expected.tool_choice)
-            return functools.partial(grammar.tool_call_constraint, *what, **options)
+            arguments = (tokenizer, expected.calls, expected.tools, expected.tool_choice)
+            return functools.partial(grammar.tool_call_constraint, *arguments, **options)
         if form is None or form.type == "text":
             return None
         if form.json_schema is None:
@@ -79,13 +79,13 @@ class Formats:
         return functools.partial(grammar.json_schema_constraint, tokenizer, form.json_schema.json_schema, **options)
 
 
-class _Contained:
-    """Keeps what goes wrong in one sample's grammar to that sample; in the engine it would end everybody's."""
+class _IsolatedConstraint:
+    """Confines a grammar error to its sample, which then ends; in the engine it would end all samples."""
 
-    def __init__(self, inner: TokenConstraint, vocabulary: int, ends: Sequence[int], failures: list[str]) -> None:
+    def __init__(self, inner: TokenConstraint, vocabulary: int, eos_ids: Sequence[int], failures: list[str]) -> None:
         self._inner, self._failures, self._failed = inner, failures, False
-        self._only_end = np.zeros(vocabulary, dtype=np.bool_)
-        self._only_end[list(ends)] = True
+        self._eos_only = np.zeros(vocabulary, dtype=np.bool_)
+        self._eos_only[list(eos_ids)] = True
 
     def allowed(self) -> np.ndarray | None:
         if not self._failed:
@@ -93,10 +93,10 @@ class _Contained:
                 mask = self._inner.allowed()
                 if mask is None or mask.any():
                     return mask
-                self._fail("no token of this model can continue the answer")
-            except Exception as error:  # whatever it is, it is this sample's alone
+                self._fail("no token of this model can continue the response")
+            except Exception as error:  # any failure affects this sample only
                 self._fail(str(error))
-        return self._only_end
+        return self._eos_only
 
     def forces(self, token: int) -> bool:
         return self._failed or self._inner.forces(token)
@@ -105,7 +105,7 @@ class _Contained:
         try:
             if not self._failed:
                 self._inner.push(token)
-        except Exception as error:  # as above
+        except Exception as error:
             self._fail(str(error))
 
     @property
@@ -117,55 +117,55 @@ class _Contained:
         self._failures.append(reason)
 
 
-class _MayThink:
-    """A constraint for a model that reasons or not, as it likes: its first token decides."""
+class _OptionalReasoning:
+    """A constraint for a model that may or may not reason: its first token decides."""
 
-    def __init__(self, silent: TokenConstraint, thinking: ConstraintMaker, opener: int) -> None:
-        self._chosen, self._thinking, self._opener = silent, thinking, opener
-        self._begun = False
+    def __init__(self, direct: TokenConstraint, after_reasoning: ConstraintMaker, opener: int) -> None:
+        self._active, self._after_reasoning, self._opener = direct, after_reasoning, opener
+        self._started = False
 
     def allowed(self) -> np.ndarray | None:
-        mask = self._chosen.allowed()
-        if self._begun or mask is None:
+        mask = self._active.allowed()
+        if self._started or mask is None:
             return mask
         mask = mask.copy()
         mask[self._opener] = True
         return mask
 
     def forces(self, token: int) -> bool:
-        return self._begun and self._chosen.forces(token)
+        return self._started and self._active.forces(token)
 
     def push(self, token: int) -> None:
-        if not self._begun and token == self._opener:
-            self._chosen = self._thinking()
-        self._begun = True
-        self._chosen.push(token)
+        if not self._started and token == self._opener:
+            self._active = self._after_reasoning()
+        self._started = True
+        self._active.push(token)
 
     @property
     def finished(self) -> bool:
-        return self._chosen.finished
+        return self._active.finished
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """How one request's answers are read; see :meth:`Formats.expectation`."""
+    """How to parse the responses of one request; see :meth:`Formats.expectation`."""
 
     reasoning: ReasoningParser
     calls: ToolCallParser
     tools: Sequence[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel: bool
-    needs_special_tokens: bool  # markers are special tokens, so the text must have them
-    failures: list[str] = field(default_factory=list)  # what has gone wrong in the grammars of the samples
+    needs_special_tokens: bool  # markers are special tokens, so decoding must keep them
+    failures: list[str] = field(default_factory=list)  # grammar errors of the samples
 
     def reader(self) -> MessageReader:
-        """A fresh reader of one message."""
+        """A new parser for one message."""
         return MessageReader(self.reasoning.stream(), self.calls.stream(self.tools, self.tool_choice), self.parallel)
 
 
 @dataclass(slots=True)
 class MessageReader:
-    """Splits the text of one message into reasoning, content and calls while it comes in."""
+    """Incrementally splits the text of one message into reasoning, content and tool calls."""
 
     _reasoning: ReasoningStream
     calls: StreamingParser
@@ -173,26 +173,27 @@ class MessageReader:
     _called: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; returns what became certain."""
+        """Add text; return the pieces that became final."""
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:
-        """The rest at the end of the message."""
-        return self._read(self._reasoning.finish()) + self._kept(self.calls.finish())
+        """Return the rest at the end of the message."""
+        return self._read(self._reasoning.finish()) + self._drop_extra_calls(self.calls.finish())
 
-    def _read(self, pieces: Sequence[ReasoningDelta | ContentDelta]) -> list[Piece]:
-        found: list[Piece] = []
-        for piece in pieces:
-            found += [piece] if isinstance(piece, ReasoningDelta) else self._kept(self.calls.push(piece.text))
-        return found
+    def _read(self, deltas: Sequence[ReasoningDelta | ContentDelta]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for delta in deltas:
+            reasoning = isinstance(delta, ReasoningDelta)
+            pieces += [delta] if reasoning else self._drop_extra_calls(self.calls.push(delta.text))
+        return pieces
 
-    def _kept(self, pieces: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:
-        """All pieces; without parallel calls nothing of a second one."""
-        kept: list[Piece] = []
-        for piece in pieces:
-            if isinstance(piece, ToolCallDelta):
+    def _drop_extra_calls(self, deltas: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:
+        """Without parallel calls, drop all calls after the first."""
+        pieces: list[Piece] = []
+        for delta in deltas:
+            if isinstance(delta, ToolCallDelta):
                 if self._called and not self._parallel:
                     continue
                 self._called = True
-            kept.append(piece)
-        return kept
+            pieces.append(delta)
+        return pieces

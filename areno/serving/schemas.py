@@ -1,8 +1,8 @@
-"""What clients may send: the fields of OpenAI's two completion endpoints that have a meaning here.
+"""Request schemas of the two OpenAI completion endpoints: the supported fields.
 
-Fields that are not declared are ignored, as OpenAI's own extensions come and go; declared ones are checked strictly. A
-field that is ``null`` counts as not given. Names and ranges are OpenAI's; ``top_k``, ``min_p``, ``repetition_penalty``,
-``return_token_ids`` and ``chat_template_kwargs`` are the extensions that other servers have under the same names.
+Undeclared fields are ignored; declared ones are validated strictly, and ``null`` means unset. Names and ranges are
+OpenAI's; ``top_k``, ``min_p``, ``repetition_penalty``, ``return_token_ids`` and ``chat_template_kwargs`` are common
+extensions of other servers.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -13,30 +13,30 @@ from areno.serving.errors import ApiError
 from areno.types.sampling import MAX_TOP_LOGPROBS
 
 MAX_SAMPLES = 128
-"""Most samples of one request, over all its prompts."""
+"""Maximum samples per request, over all its prompts."""
 
 MAX_TOOLS, MAX_MESSAGES = 512, 10_000
 MAX_DEPTH, MAX_VALUES = 100, 100_000
-"""How deep a request may be nested, and how many texts, lists and objects it may hold."""
+"""Maximum nesting depth of a request, and its maximum number of strings, lists and objects."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=4096)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class Body(BaseModel):
+class StrictSchema(BaseModel):
     """Base of every schema: strict types, finite numbers, unknown fields ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class RequestBody(Body):
-    """Base of what is sent for an answer; measured before anything else is done with it."""
+class RequestBody(StrictSchema):
+    """Base of generation requests; their size is checked before anything else."""
 
     _characters: int = PrivateAttr(0)
 
     @property
     def characters(self) -> int:
-        """Characters of all its texts."""
+        """Total characters of all strings."""
         return self._characters
 
     @model_validator(mode="wrap")
@@ -49,15 +49,17 @@ class RequestBody(Body):
 
 
 def measure(value: Any) -> int:
-    """Characters of all texts in a JSON value. Raises ApiError: 400, it is nested too deeply, or holds too many values."""
+    """Count the characters of all strings in a JSON value. Raises ApiError: 400, too deep or too many values."""
     characters = values = depth = 0
     level = [value]
     while level:
         depth, values = depth + 1, values + len(level)
         if depth > MAX_DEPTH:
-            raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels; flatten it", code="body_too_deep")
+            raise ApiError(
+                400, f"the body is nested more than {MAX_DEPTH} levels deep; flatten it", code="body_too_deep"
+            )
         if values > MAX_VALUES:
-            message = f"the body holds more than {MAX_VALUES} texts, lists and objects; send fewer"
+            message = f"the body has more than {MAX_VALUES} strings, lists and objects; send fewer"
             raise ApiError(400, message, code="body_too_large")
         below: list[Any] = []
         for one in level:
@@ -72,14 +74,14 @@ def measure(value: Any) -> int:
     return characters
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictSchema):
     """``stream_options``."""
 
     include_usage: bool | None = None
 
 
 class GenerationBody(RequestBody):
-    """What both endpoints share: the model, how to sample, and how to answer."""
+    """Fields shared by both endpoints: model, sampling and response options."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -106,17 +108,17 @@ class GenerationBody(RequestBody):
         return self.n or 1
 
     def with_defaults(self, defaults: dict[str, Any]) -> Self:
-        """A copy in which fields that were not given have these values."""
+        """A copy with unset fields filled from ``defaults``."""
         return self.model_copy(update={name: value for name, value in defaults.items() if getattr(self, name) is None})
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """Whether the stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatMessage(Body):
-    """One message; fields that only the model's chat template knows pass through."""
+class ChatMessage(StrictSchema):
+    """One message; extra fields pass through to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -127,14 +129,14 @@ class ChatMessage(Body):
     tool_calls: list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message as a dictionary for chat templates."""
         values = self.model_dump(exclude_unset=True)
         values["role"] = "system" if self.role == "developer" else self.role
         return {"content": None, **values}
 
 
-class FunctionDeclaration(Body):
-    """A function that the model may call."""
+class FunctionDeclaration(StrictSchema):
+    """A function available to the model."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -142,27 +144,27 @@ class FunctionDeclaration(Body):
     strict: bool | None = None
 
 
-class ToolDeclaration(Body):
+class ToolDeclaration(StrictSchema):
     """One of ``tools``."""
 
     type: Literal["function"]
     function: FunctionDeclaration
 
 
-class FunctionName(Body):
+class FunctionName(StrictSchema):
     """The function of a named ``tool_choice``."""
 
     name: str
 
 
-class NamedTool(Body):
-    """``tool_choice`` that asks for one tool."""
+class NamedTool(StrictSchema):
+    """``tool_choice`` that requires one tool."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(StrictSchema):
     """The schema of ``response_format`` ``json_schema``."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
@@ -172,7 +174,7 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(StrictSchema):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -203,8 +205,8 @@ class CompletionRequest(GenerationBody):
     suffix: str | None = None
 
 
-class RewardRequest(Body):
-    """Body of ``POST /rl/set_reward``, which a recording server has."""
+class RewardRequest(StrictSchema):
+    """Body of ``POST /rl/set_reward`` of a recording server."""
 
     reward: float
     interaction_id: str | None = None

@@ -1,4 +1,4 @@
-"""Running the application: in a thread of this process, or as the process itself with signals and an orderly end."""
+"""Runs the application in a thread, or in the main thread with signal handling and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises UsageError: the address cannot be used."""
+    """Open a listening socket; port 0 picks a free port. Raises UsageError: the address is unavailable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for any free one"
+            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for a free one"
         ) from error
     return sock
 
@@ -51,7 +51,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run``, by the faster event loop where it is there: Windows has none."""
+    """``asyncio.run`` with uvloop if available (not on Windows)."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as factory
@@ -60,7 +60,7 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
+    """uvicorn without its signal handlers."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(
@@ -73,25 +73,25 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                proxy_headers=False,  # nothing here asks who the client is
+                proxy_headers=False,  # client addresses are not used
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,  # type: ignore[arg-type]
             )
         )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the process's handlers alone."""
+        """Keep the process's handlers."""
         yield
 
 
 class ServerThread:
-    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError: the address cannot be used."""
+    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError: the address is unavailable."""
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         self.service = service
         self._socket = listen(host, port)
         self.url = address_of(self._socket)
-        self.base_url = f"{self.url}/v1"  # as OpenAI clients take it
+        self.base_url = f"{self.url}/v1"  # for OpenAI clients
         self._server = _Server(service)
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: _run(self._serve()), name="areno-serving", daemon=True)
@@ -108,7 +108,7 @@ class ServerThread:
         await serving
 
     def stop(self) -> None:
-        """Cancel what runs and end the thread; a second call does nothing. Raises EngineError: the thread does not end."""
+        """Cancel running requests and end the thread; idempotent. Raises EngineError: the thread does not end."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -125,22 +125,22 @@ class ServerThread:
 
 
 @dataclass
-class ServerProcess:
-    """Serves as the process itself; its port answers while the model is loaded."""
+class ForegroundServer:
+    """Serves from the main thread until a signal arrives; the port already answers while the model loads."""
 
     service: Service
-    load: Callable[[], Backend]  # makes the engine; runs in a thread
+    load: Callable[[], Backend]  # creates the engine; runs in a thread
     sock: socket.socket
-    drain_timeout_s: float  # how long running requests may take to finish
-    say: Callable[[str], None]  # gets lines about the server's state
+    drain_timeout_s: float  # time for running requests to finish at shutdown
+    print_status: Callable[[str], None]  # receives lines about the server's state
     engine: Backend | None = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT (once: finish what runs; twice: cancel it). Raises ArenoError: no engine."""
+        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests). Raises ArenoError: no engine."""
         _run(self._serve())
         if self._loading.is_alive():
-            # Nothing can interrupt a model that is being loaded, and nothing of it needs an orderly end.
+            # Loading cannot be interrupted, and needs no cleanup.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -155,14 +155,14 @@ class ServerProcess:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._asked = asyncio.Event()  # to end, by a signal or because loading failed
-        self._insisted = asyncio.Event()
+        self._stop_requested = asyncio.Event()  # by a signal, or because loading failed
+        self._cancel_requested = asyncio.Event()  # by a second signal
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled)
-        self.say(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")
+            self._loop.add_signal_handler(number, self._on_signal)
+        self.print_status(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")
         serving = asyncio.create_task(self._server.serve([self.sock]))
         self._loading.start()
-        await self._asked.wait()
+        await self._stop_requested.wait()
         await self._drain()
         self._server.should_exit = True
         await serving
@@ -171,32 +171,34 @@ class ServerProcess:
     async def _drain(self) -> None:
         running = self.service.open_samples
         if running:
-            self.say(f"finishing {running} samples, at most {self.drain_timeout_s:g} s; once more to cancel them")
+            self.print_status(
+                f"finishing {running} samples within {self.drain_timeout_s:g} s; signal again to cancel them"
+            )
         draining = asyncio.create_task(self.service.drain(self.drain_timeout_s))
-        insisting = asyncio.create_task(self._insisted.wait())
-        await asyncio.wait((draining, insisting), return_when=asyncio.FIRST_COMPLETED)
-        insisting.cancel()
+        cancelling = asyncio.create_task(self._cancel_requested.wait())
+        await asyncio.wait((draining, cancelling), return_when=asyncio.FIRST_COMPLETED)
+        cancelling.cancel()
         if not draining.done():
             draining.cancel()
             await self.service.drain(0)
 
-    def _signalled(self) -> None:
-        (self._insisted if self._asked.is_set() else self._asked).set()
+    def _on_signal(self) -> None:
+        (self._cancel_requested if self._stop_requested.is_set() else self._stop_requested).set()
 
     def _load(self) -> None:
         try:
             self.engine = self.load()
             self.service.attach(self.engine)
-            self.say("ready")
+            self.print_status("ready")
         except ArenoError as error:
-            self._give_up(error)
+            self._fail(error)
         except BaseException as error:
-            failure = EngineError(f"the model could not be loaded: {type(error).__name__}: {error}")
+            failure = EngineError(f"loading the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._give_up(failure)
+            self._fail(failure)
 
-    def _give_up(self, error: ArenoError) -> None:
+    def _fail(self, error: ArenoError) -> None:
         self.error = error
         self.service.failure = str(error)
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            self._loop.call_soon_threadsafe(self._asked.set)
+        with contextlib.suppress(RuntimeError):  # the event loop is already closed
+            self._loop.call_soon_threadsafe(self._stop_requested.set)

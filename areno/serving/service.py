@@ -1,6 +1,7 @@
-"""What stands between HTTP and the engine: the state of the server, the bounded queue, and who is being served.
+"""The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-All of it lives in the event loop's thread; from others, :meth:`Service.attach` is called and :attr:`Service.failure` set.
+Everything runs in the event loop's thread, except that other threads call :meth:`Service.attach` and set
+:attr:`Service.failure`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from areno.serving.formats import Formats
 from areno.serving.generation import Generation
 from areno.serving.metrics import ServingMetrics
 from areno.serving.recording import Recorder
-from areno.serving.text import TokenTexts
+from areno.serving.token_text import TokenTexts
 from areno.types import Request
 
 if TYPE_CHECKING:
@@ -32,39 +33,39 @@ State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
 _RETRY = {"Retry-After": "1"}  # seconds
-# Threads that render, encode and compile: one request that takes long must not hold up the others.
-_PREPARING_THREADS = 4
+# Threads that render templates, tokenize and compile grammars, so that a slow request does not block the others.
+_PREPARE_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
-# Beyond this, no text fits: a token of running text has about four characters. Encoding it would take long all the same.
-_CHARS_PER_TOKEN, _LEAST_CHARS = 16, 2**16
+# A token of prose has about four characters: text above this limit cannot fit, and tokenizing it would take long.
+_CHARS_PER_TOKEN, _MIN_CHAR_LIMIT = 16, 2**16
 
-_SELDOM = (50_000, 20, 20)  # thresholds of the garbage collector
-_collector_lock = threading.Lock()
-_usual: list[tuple[int, int, int]] = []  # thresholds before each server that runs
+_SERVING_GC_THRESHOLDS = (50_000, 20, 20)
+_gc_lock = threading.Lock()
+_previous_thresholds: list[tuple[int, int, int]] = []  # one entry per running server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """How a server answers."""
+    """Settings of a server."""
 
-    model_name: str  # the model's name in requests and answers
-    default_max_tokens: int = 1024  # length of an answer whose request names none, in tokens
-    max_queue: int = 256  # most samples that wait while others run; more are refused with status 429
-    api_key: str | None = None  # what clients must send as bearer token; None lets everybody in
-    disable_thinking: bool = False  # pass ``enable_thinking=False`` to chat templates unless a request says otherwise
-    tool_call_parser: str = "auto"  # name of the format of tool calls, or ``auto``
-    reasoning_parser: str = "auto"  # name of the format of reasoning, or ``auto``
+    model_name: str  # model name in requests and responses
+    default_max_tokens: int = 1024  # response length in tokens if the request sets none
+    max_queue: int = 256  # maximum waiting samples; further requests get status 429
+    api_key: str | None = None  # bearer token that clients must send; None disables authentication
+    disable_thinking: bool = False  # pass ``enable_thinking=False`` to chat templates unless the request overrides it
+    tool_call_parser: str = "auto"  # tool-call format, or ``auto``
+    reasoning_parser: str = "auto"  # reasoning format, or ``auto``
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server
-    allowed_hosts: tuple[str, ...] = ()  # besides loopback, by which a server without a key may be called; ``*`` is any
-    max_connections: int | None = None  # most connections that are open; None is any number
-    max_body_bytes: int = 16 * 2**20  # most bytes of a request
-    max_prompt_chars: int | None = None  # of a request; None is 16 for each token of the context, at least 65,536
-    request_timeout_s: float | None = None  # longest that a request may take; None waits as long as the client does
+    allowed_hosts: tuple[str, ...] = ()  # Host names accepted besides loopback when there is no key; ``*`` allows any
+    max_connections: int | None = None  # maximum open connections; None is unlimited
+    max_body_bytes: int = 16 * 2**20  # maximum request body
+    max_prompt_chars: int | None = None  # per request; None is 16 per token of context, at least 65,536
+    request_timeout_s: float | None = None  # maximum duration of a request; None is unlimited
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is loaded: its engine, how it writes, and what its tokens look like."""
+    """A loaded model: its engine, its output formats and the text of its tokens."""
 
     engine: Backend
     formats: Formats
@@ -72,19 +73,22 @@ class ServedModel:
 
 
 class Service:
-    """What the module's text says; ``engine`` is None while it is loaded, a ``recorder`` knows the API keys instead."""
+    """Server state and admission control.
+
+    ``engine`` is None until the model is loaded. With a ``recorder``, its API keys replace the configured one.
+    """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
-        self.failure = ""  # why the engine can serve no more; empty while it can
+        self.failure = ""  # why the engine stopped; empty while it works
         self._draining = False
-        self._open: dict[Generation, int] = {}  # generations that are not over, and their samples
+        self._open: dict[Generation, int] = {}  # running or waiting generations -> number of samples
         self._requests = 0
-        self._in_preparation = 0  # samples
-        # A recorder's tapes are written by one thread.
-        self._preparing = ThreadPoolExecutor(1 if recorder else _PREPARING_THREADS, "areno-serving-prepare")
+        self._preparing_samples = 0
+        # A recorder's tapes must be written by a single thread.
+        self._prepare_pool = ThreadPoolExecutor(1 if recorder else _PREPARE_THREADS, "areno-serving-prepare")
         self._while_serving = contextlib.ExitStack()
         if engine is not None:
             self.attach(engine)
@@ -92,15 +96,15 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """The model is loaded: serve from now on. Raises UsageError: the configuration names a format that does not exist."""
+        """Start serving a loaded model. Raises UsageError: the configuration names an unknown format."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
-        self._while_serving.enter_context(seldom_collections())
+        self._while_serving.enter_context(reduced_gc())
 
     @property
     def state(self) -> State:
-        """Where the server is in its life."""
+        """The state of the server."""
         if self.failure:
             return "failed"
         if self._draining:
@@ -109,90 +113,92 @@ class Service:
 
     @property
     def open_samples(self) -> int:
-        """Samples that run or wait."""
+        """Number of running and waiting samples."""
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The model. Raises ApiError: 503, the server is not in the state to take requests."""
+        """The model. Raises ApiError: 503, the server is not ready."""
         if self.state == "ready" and self._model is not None:
             return self._model
         if self.state == "loading":
-            raise ApiError(503, "the model is still being loaded; try again", code="loading", headers=_RETRY)
+            raise ApiError(503, "the model is still loading; retry later", code="loading", headers=_RETRY)
         if self.state == "draining":
             raise ApiError(503, "the server is shutting down", code="draining", headers=_RETRY)
-        raise ApiError(503, f"the engine has failed: {self.failure}; restart the server", code="engine_failed")
+        raise ApiError(503, f"the engine failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names; none is fine. Raises ApiError: 404, it is another one."""
-        known = self.config.model_name
-        if name is not None and name != known:
-            message = f"model: {name!r} is not served here; this server has {known!r}"
+        """Check the model name of a request, which may be None. Raises ApiError: 404, it is another model."""
+        served = self.config.model_name
+        if name is not None and name != served:
+            message = f"model: {name!r} is not served; this server has {served!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Check that a request's text is not too long to be worth encoding. Raises ApiError: 400, it is."""
+        """Reject requests with too much text before tokenizing them. Raises ApiError: 400, the text is too long."""
         if self.recorder is not None:
-            return  # its clients are this program's own, and are told by an empty answer that the context is full
+            return  # agents of this program: an empty response tells them that the context is full
         engine = self.ready_model().engine
         tokens = min(engine.context_length or engine.kv_tokens, engine.kv_tokens)
-        limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _LEAST_CHARS)
+        limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _MIN_CHAR_LIMIT)
         if characters > limit:
             message = (
-                f"the request has {characters} characters of text, and this server takes {limit} for its context of "
+                f"the request has {characters} characters of text; the limit is {limit} for a context of "
                 f"{tokens} tokens; shorten it"
             )
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in another thread; its samples take room meanwhile. Raises ApiError: 429 full queue, 504 too slow."""
-        self.make_room(samples)
-        self._in_preparation += samples
+        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError: 429, queue full; 504, timeout."""
+        self.check_capacity(samples)
+        self._preparing_samples += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
         try:
             async with asyncio.timeout(limit):
-                return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+                return await asyncio.get_running_loop().run_in_executor(self._prepare_pool, work)
         except TimeoutError as error:
-            message = f"the request was not ready to be answered within {limit:g} s; send less text, tools or schema"
+            message = (
+                f"preparing the request took more than {limit:g} s; send less text, fewer tools or a smaller schema"
+            )
             raise ApiError(504, message, code="timeout") from error
         finally:
-            self._in_preparation -= samples
+            self._preparing_samples -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
-        """Seeds of the samples of a prompt, as the SDK derives them from ``base``; new ones each time without."""
+        """Seeds of a prompt's samples: derived from ``base`` as in the SDK, or fresh ones if it is None."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
         self._requests += 1
         return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
 
-    def make_room(self, samples: int) -> None:
-        """Check that the queue takes so many samples more. Raises ApiError: 429 it is full; 400 none would be long enough."""
+    def check_capacity(self, samples: int) -> None:
+        """Check that the queue can take ``samples`` more. Raises ApiError: 429, it is full; 400, it could never take them."""
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
-            message = f"{samples} samples in one request, but this server takes {limit} at once; send fewer"
+            message = f"{samples} samples in one request exceed this server's limit of {limit}; send fewer"
             raise bad_field("n", message, code="too_many_samples")
-        taken = self.open_samples + self._in_preparation
+        taken = self.open_samples + self._preparing_samples
         if taken + samples > limit:
-            message = f"the queue is full ({taken} samples of at most {limit}); try again later"
+            message = f"the queue is full ({taken} of {limit} samples); retry later"
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating; ``streams``: tokens are wanted as they come. Raises ApiError: full, not ready, or refused."""
+        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError: 429, 503 or 400."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
-        self.make_room(samples)
+        self.check_capacity(samples)
         try:
             generation = Generation(engine, self.metrics, requests, lambda: self._open.pop(generation, None), streams)
         except EngineError as error:
-            raise ApiError(503, f"the engine takes no requests: {error}", code="engine_failed") from error
+            raise ApiError(503, f"the engine rejected the request: {error}", code="engine_failed") from error
         self._open[generation] = samples
         return generation
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Take nothing new, wait for what runs, and cancel after ``timeout_s``; returns how many samples were cancelled."""
+        """Refuse new requests, wait up to ``timeout_s`` for open ones, cancel the rest; return the samples cancelled."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -203,13 +209,13 @@ class Service:
         return cancelled
 
     def close(self) -> None:
-        """Let the helper threads end; the engine is its owner's to close."""
+        """Stop the helper threads; the caller closes the engine."""
         self._while_serving.close()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._prepare_pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, None]) -> Result | None:
-    """Run both; the result of ``work``, or None where ``other`` ended first. What is left over is cancelled."""
+    """Race two coroutines and cancel the loser; return the result of ``work``, or None if ``other`` finished first."""
     main, side = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:
         await asyncio.wait((main, side), return_when=asyncio.FIRST_COMPLETED)
@@ -221,28 +227,28 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
 
 
 @contextlib.contextmanager
-def seldom_collections() -> Iterator[None]:
-    """Let the collector look seldom, and no longer at what existed before: modules, model, tokenizer.
+def reduced_gc() -> Iterator[None]:
+    """Collect garbage less often, and exclude the objects that exist now: modules, model, tokenizer.
 
-    A server makes many small objects that are no garbage yet; going through them, and through a million others in each
-    full collection, was a fifth of its time. Afterwards it looks as often as before: training must not keep dead tensors.
+    A server allocates many small live objects; scanning them, and a million others in each full collection, took a fifth
+    of its time. The old thresholds come back at the end, because training must release dead tensors.
     """
-    _keep_heap_out_of_collections()
-    with _collector_lock:
-        _usual.append(gc.get_threshold())
-        if gc.get_threshold()[0]:  # 0 is how a program turns collections off
-            gc.set_threshold(*_SELDOM)
+    _freeze_heap()
+    with _gc_lock:
+        _previous_thresholds.append(gc.get_threshold())
+        if gc.get_threshold()[0]:  # 0 means that the program turned collection off
+            gc.set_threshold(*_SERVING_GC_THRESHOLDS)
     try:
         yield
     finally:
-        with _collector_lock:
-            before = _usual.pop()
-            if not _usual and gc.get_threshold() == _SELDOM:
-                gc.set_threshold(*before)
+        with _gc_lock:
+            previous = _previous_thresholds.pop()
+            if not _previous_thresholds and gc.get_threshold() == _SERVING_GC_THRESHOLDS:
+                gc.set_threshold(*previous)
 
 
 @functools.cache
-def _keep_heap_out_of_collections() -> None:
-    """Once per process: a second time would keep what has become garbage since."""
+def _freeze_heap() -> None:
+    """Runs once per process: a second freeze would keep objects that have since become garbage."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Text in and out of a model: chat templates, incremental detokenizing, stop strings.
+"""Text processing around the model: chat templates, detokenization, stop strings, reasoning and tool-call parsers.
 
-The submodules import ``transformers`` where they load a tokenizer, so this package itself stays cheap to import.
+Submodules import ``transformers`` only where they need it, so the package stays cheap to import.
 """

@@ -1,7 +1,7 @@
-"""Prompts to token ids: chat templates where the tokenizer has one, plain text where it has not.
+"""Converts prompts to token ids, with the tokenizer's chat template if it has one.
 
-A text prompt becomes one user turn, unless it already carries chat markers. Exactly one BOS token comes out: templates
-write their own, plain text gets the tokenizer's, and a text that starts with it is left alone.
+A text prompt becomes one user turn, unless it already contains chat markers. The result has exactly one BOS token:
+templates write their own, plain text gets the tokenizer's unless it already starts with it.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.text.hub import check_reachable
-from areno.text.messages import shows_objects, template_messages, template_tools, with_tools_as_text
+from areno.text.messages import has_python_arguments, template_messages, template_tools, with_tools_as_text
 
 CHAT_MARKERS = ("<|im_start|>", "<start_of_turn>", "<turn|>", "<|user|>", "<|assistant|>")
 
-# Arguments of `apply_chat_template`, and what the rendered prompt depends on.
-_OWN_VARIABLES = frozenset(
+# Arguments of `apply_chat_template` that areno sets itself.
+_RESERVED_VARIABLES = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "self"}
@@ -27,32 +27,32 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError: there is none, or it cannot be loaded."""
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError: it cannot be loaded."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-        raise UsageError(f"tokenizer: {path} is not a folder; give a checkpoint folder that exists or a hub id")
+        raise UsageError(f"tokenizer: the folder {path} does not exist; use a checkpoint folder or a hub id")
     location = str(Path(path).expanduser()) if path.startswith("~") else path
     check_reachable(location)
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a folder's content or the hub may fail in any way; the cause stays attached
+    except Exception as error:  # transformers raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"no tokenizer could be loaded from {path}: {reason}\n"
-            "Check that the folder holds tokenizer.json and tokenizer_config.json, or that the hub id is right and the "
-            "network is reachable; a tokenizer with code of its own needs --trust-remote-code."
+            f"cannot load a tokenizer from {path}: {reason}\n"
+            "Check that the folder contains tokenizer.json and tokenizer_config.json, or that the hub id is correct and "
+            "the network is reachable; a tokenizer with custom code requires --trust-remote-code."
         ) from error
 
 
 def is_chat_formatted(text: str) -> bool:
-    """Whether a text already carries the markers of a chat template."""
+    """Whether the text already contains the markers of a chat template."""
     return any(marker in text for marker in CHAT_MARKERS)
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The text that a model is asked to continue; ``templated`` says that a chat template wrote it, BOS included."""
+    """A prompt as text; ``templated`` if a chat template rendered it, including BOS."""
 
     text: str
     templated: bool
@@ -67,20 +67,20 @@ def render_generation_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> RenderedPrompt:
-    """Bring a prompt into the form that the model was trained to answer.
+    """Render a prompt with the chat template.
 
     Args:
-        prompt: a text, or a list of ``{"role", "content"}`` messages as OpenAI clients send them: content in text parts,
-            ``tool_calls`` of the assistant and answers of the role ``tool`` included.
-        disable_thinking: pass ``enable_thinking=False`` to templates that take it.
-        tools: what the model may call, in OpenAI's form; a template without a place for tools gets them as text in the
-            system message.
-        chat_template_kwargs: further variables of the template; they win over ``disable_thinking``.
-        add_generation_prompt: open the assistant's turn at the end; without it the text ends where the last message does.
+        prompt: text, or a list of ``{"role", "content"}`` messages in OpenAI's format, including content parts,
+            ``tool_calls`` and messages of the role ``tool``.
+        disable_thinking: pass ``enable_thinking=False`` to templates that support it.
+        tools: available tools in OpenAI's format; if the template does not support tools, they are described in the system
+            message.
+        chat_template_kwargs: additional template variables; they override ``disable_thinking``.
+        add_generation_prompt: open the assistant's turn at the end.
 
     Raises:
-        UsageError: the template refuses the messages, for example because roles do not alternate; or a message holds
-            something other than text; or a variable is one that areno sets itself.
+        UsageError: the template rejects the messages, for example because roles do not alternate; or a message has content
+            other than text; or a variable is reserved.
     """
     if isinstance(prompt, str):
         if not tools and (not tokenizer.chat_template or is_chat_formatted(prompt)):
@@ -96,20 +96,20 @@ def render_generation_prompt(
         if not template:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
             return RenderedPrompt("".join(lines) + ("assistant:" if add_generation_prompt else ""), templated=False)
-        shown = wrapped if "tools" in template else []
+        template_arguments = wrapped if "tools" in template else []
         try:
-            text = _apply_template(tokenizer, messages, shown, variables, add_generation_prompt)
-        except TypeError as error:  # it adds text to the arguments of a call
+            text = _apply_template(tokenizer, messages, template_arguments, variables, add_generation_prompt)
+        except TypeError as error:  # the template concatenates the arguments of a call with text
             if as_text or not any("tool_calls" in message for message in messages):
                 raise _template_error(messages, error) from error
             continue
-        if as_text or not shows_objects(text, messages):
+        if as_text or not has_python_arguments(text, messages):
             break
     return RenderedPrompt(text, templated=True)
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids per prompt, with exactly one BOS where the tokenizer uses one; one call for many prompts is fastest."""
+    """Token ids of each prompt, with exactly one BOS if the tokenizer uses one; fastest with many prompts per call."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)
@@ -121,32 +121,30 @@ def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[l
 
 
 def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: bool = False) -> list[int]:
-    """Token ids of one prompt, ready for generation; arguments and errors as in :func:`render_generation_prompt`."""
+    """Token ids of one prompt for generation; arguments and errors as in :func:`render_generation_prompt`."""
     return encode_rendered(tokenizer, [render_generation_prompt(tokenizer, prompt, disable_thinking)])[0]
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """Every id that ends a response: the tokenizer's EOS and those of a checkpoint's configuration, or a loaded one."""
-    found = _ids(tokenizer.eos_token_id)
+    """All ids that end a response: the tokenizer's EOS and those of the checkpoint's or the loaded configuration."""
+    eos_ids = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):
-            found |= _ids_of_config(_read_json(str(model_path_or_config), name))
+            eos_ids |= _ids_of_config(_read_json(str(model_path_or_config), name))
     else:
-        found |= _ids_of_config(model_path_or_config.to_dict())
-    return frozenset(found)
+        eos_ids |= _ids_of_config(model_path_or_config.to_dict())
+    return frozenset(eos_ids)
 
 
-def _variables(disable_thinking: bool, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    taken = sorted(set(given or {}) & _OWN_VARIABLES)
-    if taken:
-        raise UsageError(
-            f"chat_template_kwargs: {', '.join(taken)} cannot be given, areno sets it itself; leave it out"
-        )
-    return {**({"enable_thinking": False} if disable_thinking else {}), **(given or {})}
+def _variables(disable_thinking: bool, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    reserved = sorted(set(kwargs or {}) & _RESERVED_VARIABLES)
+    if reserved:
+        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} is reserved; remove it")
+    return {**({"enable_thinking": False} if disable_thinking else {}), **(kwargs or {})}
 
 
 def template_source(tokenizer: Any) -> str:
-    """All chat templates of a tokenizer; empty without any."""
+    """The source of all chat templates of a tokenizer; empty if it has none."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else template
 
@@ -164,26 +162,26 @@ def _apply_template(
         try:
             return tokenizer.apply_chat_template(messages, **variables, **options)
         except TypeError:
-            # A tokenizer with an `apply_chat_template` of its own may not know the switch.
+            # A custom `apply_chat_template` may not accept the variable.
             if set(variables) != {"enable_thinking"}:
                 raise
             return tokenizer.apply_chat_template(messages, **options)
     except TypeError:
         raise
-    except Exception as error:  # a template is somebody else's code, and its variables may be anything
+    except Exception as error:  # templates are user code, with arbitrary variables
         raise _template_error(messages, error) from error
 
 
 def _template_error(messages: Sequence[Mapping[str, Any]], error: Exception) -> UsageError:
     roles = ", ".join(str(message.get("role")) for message in messages[:20])
     return UsageError(
-        f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; "
-        "change the messages (a dataset loader can do it), the template's variables or the template"
+        f"the tokenizer's chat template rejects messages with the roles {roles}: {error}; "
+        "change the messages (for example in a dataset loader), the template variables or the template"
     )
 
 
 def _automatic_bos(tokenizer: Any) -> list[int]:
-    # Asked of the tokenizer itself: some have a BOS token that they never add, and some add an EOS token as well.
+    # Ask the tokenizer: some have a BOS token but never add it, and some also add an EOS token.
     first = tokenizer("")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -191,19 +189,19 @@ def _automatic_bos(tokenizer: Any) -> list[int]:
 def _read_json(model_path: str, name: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
-    found = cached_file(
+    path = cached_file(
         model_path,
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if found is None:
+    if path is None:
         return {}
     try:
-        return json.loads(Path(found).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{found} is not valid JSON: {error}; the checkpoint is damaged, fetch it again") from error
+        raise UsageError(f"{path} is not valid JSON: {error}; the checkpoint is damaged, download it again") from error
 
 
 def _ids_of_config(config: Mapping[str, Any]) -> set[int]:

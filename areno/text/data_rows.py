@@ -1,6 +1,6 @@
-"""Rows of data sets: common kinds in the keys that areno trains on, their parts as text and as tokens, and what is wrong.
+"""Dataset rows: converts common formats to areno's keys, extracts and encodes their fields, and reports errors.
 
-Every complaint about a row names the source, the row number (from 1) and the key.
+Every error names the source, the row number (from 1) and the key.
 """
 
 import re
@@ -9,61 +9,61 @@ from typing import Any
 
 from areno.errors import DataError, UsageError
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
-from areno.text.markers import warn_of_markers
+from areno.text.markers import warn_about_markers
 
 _ENCODE_ROWS = 1024
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-_LAST = "\n\nAssistant:"
+_ASSISTANT_TURN = "\n\nAssistant:"
 LOADER_OPTION = "--dataset-loader-fn"
-"""The option of ``areno train`` that names a loader."""
+"""The option of ``areno train`` that sets a dataset loader."""
 Messages = list[dict[str, Any]]
 
 
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """Text or chat messages under a key of a row, without what Arrow filled in. Raises DataError: none, or another type."""
+    """Text or chat messages of a row's key, without Arrow's null fields. Raises DataError: missing, or of another type."""
     value = row.get(key)
     if value is None:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `{key}`; it "
             f"{'is null' if key in row else 'has ' + (', '.join(map(str, row)) or 'no keys')}. "
-            f"Use {loader} to bring rows into shape"
+            f"Use {loader} to convert rows"
         )
     if isinstance(value, str):
         return value
-    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
+    # Arrow gives all messages of a column the same keys, with None for missing ones.
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         messages = [{name: part for name, part in message.items() if part is not None} for message in value]
         if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
             return messages
     raise DataError(
-        f"{named_row(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
+        f"{named_row(source, index)}`{key}` must be text or a list of messages with role and content, got {value!r:.80}"
     )
 
 
 def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """The response text; empty where the row is to be dropped."""
+    """The response text; empty if the row should be dropped."""
     if "response" not in row:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
-            f"Use {loader} to bring rows into shape"
+            f"Use {loader} to convert rows"
         )
     response = row["response"]
     if response is not None and not isinstance(response, str):
-        raise DataError(f"{named_row(source, index)}`response` must be a text, got {response!r:.80}")
+        raise DataError(f"{named_row(source, index)}`response` must be text, got {response!r:.80}")
     return response or ""
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Text or messages; empty where the row is to be dropped."""
+    """Text or messages; empty if the row should be dropped."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`render_generation_prompt` for a row; warns of markers. Raises DataError: the template refuses the row."""
-    warn_of_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
+    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError: the template rejects the row."""
+    warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)
     except UsageError as error:
@@ -73,7 +73,7 @@ def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: s
 def encode_examples(
     tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one."""
+    """Token ids of prompts and responses; an EOS token is appended to responses that do not end with one."""
     eos = ending_token(tokenizer, eos_token_ids)
     for begin in range(0, len(examples), _ENCODE_ROWS):
         prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
@@ -85,23 +85,23 @@ def encode_examples(
 
 
 def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
-    """The id that is appended to a response: the tokenizer's EOS, else the least id that ends one; None without any."""
-    own = tokenizer.eos_token_id
-    return own if own is not None else min(eos_token_ids, default=None)
+    """The id to append to a response: the tokenizer's EOS, else the lowest of ``eos_token_ids``; None if there is none."""
+    eos = tokenizer.eos_token_id
+    return eos if eos is not None else min(eos_token_ids, default=None)
 
 
 def named_row(source: str, index: int | None = None) -> str:
-    """``source, row N: `` as the beginning of a message; rows count from 1."""
+    """The prefix ``source, row N: `` of a message; rows count from 1."""
     row = "" if index is None else f"row {index + 1}"
     name = ", ".join(part for part in (source, row) if part)
     return f"{name}: " if name else ""
 
 
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row for supervised training; one that has its keys already, or is of no known kind, stays as it is.
+    """Convert a row to ``prompt`` and ``response``, unless it has these keys or an unknown format.
 
-    Of ``messages`` the last one, of the assistant, is the response, and those before it are the prompt. ``question`` and
-    ``answer`` are prompt and response.
+    The last of ``messages``, if from the assistant, is the response, and those before it are the prompt. ``question`` and
+    ``answer`` become prompt and response.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -116,31 +116,31 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
-    """A row of a preference pair; transcripts of hh-rlhf become conversations, every other row stays as it is.
+    """Convert the transcripts of an hh-rlhf preference pair to conversations; other rows are returned unchanged.
 
-    A transcript begins with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One without an answer at its end
-    becomes an empty list, which leaves the pair out.
+    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One that does not end with a
+    response becomes an empty list, which drops the pair.
 
-    A row with a ``prompt`` has no transcripts. Without a chat template (``with_template``) the pair stays text, the prompt
-    being the part that the two share, up to an ``Assistant:``.
+    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template``) the pair stays text, and the
+    prompt is the common prefix up to an ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):
         return row
     chosen, rejected = (str(text) for text in texts)
-    talks = {"chosen": _messages(chosen), "rejected": _messages(rejected)}
-    if with_template or not all(talks.values()):
-        return {**row, **talks}
+    conversations = {"chosen": _messages(chosen), "rejected": _messages(rejected)}
+    if with_template or not all(conversations.values()):
+        return {**row, **conversations}
     differs = next((at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
-    cut = chosen.rfind(_LAST, 0, differs)
+    cut = chosen.rfind(_ASSISTANT_TURN, 0, differs)
     if cut < 0:
-        return {**row, "chosen": [], "rejected": []}  # not two answers to one prompt
-    cut += len(_LAST)
+        return {**row, "chosen": [], "rejected": []}  # not two responses to one prompt
+    cut += len(_ASSISTANT_TURN)
     return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
 
 def _messages(transcript: str) -> list[dict[str, str]]:
-    """Turns of a transcript; neighbours of the same role are one."""
+    """Parse a transcript, merging consecutive turns of one role; empty if it does not end with a response."""
     _, *parts = _TURN.split(transcript)
     messages: list[dict[str, str]] = []
     for name, text in zip(parts[::2], parts[1::2], strict=True):

@@ -1,8 +1,8 @@
-"""Token ids to text while they are being generated.
+"""Incremental detokenization.
 
-A token is not a piece of text: it may hold half a UTF-8 character, and a SentencePiece word carries its leading space
-only where it is not the first. So each token is decoded together with the few before it, and text is handed out once no
-later token can change it. The window of decoded tokens stays short, which keeps the cost per token constant.
+A token does not map to text on its own: it may be part of a UTF-8 character, and a SentencePiece word has its leading
+space only if it is not the first. So each token is decoded together with a few preceding ones, and text is emitted once
+no later token can change it. The window of decoded tokens stays short, so the cost per token is constant.
 """
 
 import functools
@@ -17,11 +17,11 @@ _MAX_PENDING_TOKENS = 16
 
 
 class IncrementalDetokenizer:
-    """Turns one token after the other into text that never has to be taken back.
+    """Decodes tokens one by one into text that is never retracted.
 
-    The pieces returned by :meth:`push`, and :meth:`flush` at the end, add up to :attr:`text`, which is what
-    ``tokenizer.decode`` says about all tokens together. (The one exception: a byte-fallback tokenizer decodes a valid
-    character anew as invalid if stray bytes follow it directly; here it stays what it was.)
+    The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of all
+    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow
+    directly; here it remains valid.)
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -29,57 +29,57 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer  # the decoder holds it weakly
         self._hidden = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._parts: list[str] = []
-        self._window: list[int] = []  # tokens of the last finished piece as context, then the unfinished ones
-        self._context = 0  # how many of the window's tokens are context
-        self._shown = 0  # how many characters of the decoded window were handed out
+        self._window: list[int] = []  # tokens of the last emitted piece as context, then the pending ones
+        self._context = 0  # number of context tokens in the window
+        self._emitted = 0  # number of characters of the decoded window already emitted
 
     def push(self, token_id: int) -> str:
-        """Add one token; returns the text that became final with it, often one piece of a word, sometimes nothing."""
+        """Add one token; return the text that became final, which may be empty."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
         decoded = self._decode(self._window)
-        # An unfinished character shows as replacement characters at the end: one, or one per byte.
+        # An incomplete character decodes to trailing replacement characters: one, or one per byte.
         final = len(decoded.rstrip(_REPLACEMENT))
         if final < len(decoded):
             if len(self._window) - self._context > _MAX_PENDING_TOKENS:
                 return self._settle(decoded)
             return self._emit(decoded, final)
-        if final == self._shown > 0:
-            self._window.pop()  # renders as nothing, and would push the real context out of the window
+        if final == self._emitted > 0:
+            self._window.pop()  # decodes to nothing; must not displace the context
             return ""
         new = self._emit(decoded, final)
         if new:
             self._window = self._window[self._context :]
             self._context = len(self._window)
-            self._shown = len(self._decode(self._window))
+            self._emitted = len(self._decode(self._window))
         return new
 
     def flush(self) -> str:
-        """The rest at the end of generation: what an unfinished character renders as; usually nothing."""
+        """Return the rest at the end of generation: an incomplete character as decoded; usually nothing."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
     @property
     def text(self) -> str:
-        """All text so far, an unfinished character at the end included as the tokenizer renders it."""
-        return "".join(self._parts) + self._decode(self._window)[self._shown :]
+        """All text so far, including an incomplete character at the end as the tokenizer decodes it."""
+        return "".join(self._parts) + self._decode(self._window)[self._emitted :]
 
     def _emit(self, decoded: str, end: int) -> str:
-        new = decoded[self._shown : end]
+        new = decoded[self._emitted : end]
         if new:
             self._parts.append(new)
-            self._shown = end
+            self._emitted = end
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Shorten a long run of invalid bytes, so that a model that babbles them does not cost quadratic time."""
+        """Emit the beginning of a long run of invalid bytes, which would otherwise take quadratic time."""
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
             if head + self._decode(self._window[cut:]) == decoded:
                 new = self._emit(decoded, len(head))
                 self._window = self._window[cut:]
-                self._context = self._shown = 0
+                self._context = self._emitted = 0
                 return new
         return self._emit(decoded, len(decoded.rstrip(_REPLACEMENT)))
 
@@ -91,14 +91,14 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """What decodes a few tokens, and remembers: a model says the same pairs of tokens again and again."""
+    """A cached decoder for short windows: models repeat the same pairs of tokens."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` of all tokens as they are; without its wrapping, three times as fast, where nothing is lost."""
+    """``tokenizer.decode`` without cleanup; uses the backend directly, three times as fast, unless it is overridden."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -1,40 +1,40 @@
-"""Text that grows at its end, with searches that read each character once however often they are repeated.
+"""Append-only text with cached searches that scan each character once.
 
-Parsers of model output look for the same few markers again and again, from ever new places and while text still arrives.
-Searching anew each time takes quadratic time; here the places of a marker are kept.
+Parsers of streamed model output search for the same markers again and again, from advancing positions. Repeated scans
+would take quadratic time, so the positions of each marker are cached.
 """
 
 from bisect import bisect_left
 
 
 class GrowingText:
-    """A text and the places of the markers that were searched for in it."""
+    """Append-only text with the cached positions of the markers searched for."""
 
-    __slots__ = ("_places", "_searched", "text")
+    __slots__ = ("_positions", "_searched", "text")
 
     def __init__(self) -> None:
         self.text = ""
-        self._places: dict[str, list[int]] = {}
-        self._searched: dict[str, int] = {}  # where the search for a marker goes on
+        self._positions: dict[str, list[int]] = {}
+        self._searched: dict[str, int] = {}  # where the search for a marker resumes
 
     def append(self, piece: str) -> None:
-        """Add a piece at the end."""
-        # CPython extends a string in place while a local variable holds the only reference to it.
+        """Append a piece."""
+        # CPython extends a string in place if a local variable holds its only reference.
         text, self.text = self.text, ""
         text += piece
         self.text = text
 
     def find(self, marker: str, start: int) -> int:
-        """The first place of ``marker`` at or after ``start``, -1 where there is none yet."""
-        places = self._places.setdefault(marker, [])
-        known = bisect_left(places, start)
-        if known < len(places):
-            return places[known]
+        """Position of the first ``marker`` at or after ``start``; -1 if there is none yet."""
+        positions = self._positions.setdefault(marker, [])
+        cached = bisect_left(positions, start)
+        if cached < len(positions):
+            return positions[cached]
         at = self._searched.get(marker, 0)
-        while (place := self.text.find(marker, at)) >= 0:
-            places.append(place)
-            at = self._searched[marker] = place + 1
-            if place >= start:
-                return place
+        while (position := self.text.find(marker, at)) >= 0:
+            positions.append(position)
+            at = self._searched[marker] = position + 1
+            if position >= start:
+                return position
         self._searched[marker] = max(at, len(self.text) - len(marker) + 1)
         return -1

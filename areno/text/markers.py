@@ -1,4 +1,4 @@
-"""Prompts that bring the markers of a chat template along, and would get them a second time."""
+"""Detects prompts that already contain chat template markers and would get them twice."""
 
 import logging
 import re
@@ -9,53 +9,53 @@ from areno.text.chat import Prompt, is_chat_formatted
 
 logger = logging.getLogger(__name__)
 
-# Turns as published templates write them, also where the tokenizer at hand belongs to another one.
+# Turn markers of published templates, including those of other models.
 _TURNS = re.compile(
     r"<[|｜](?:im_start|im_end|im_sep|user|assistant|system|end|eot_id|start_header_id|end_header_id|start_of_role|"
     r"begin[_▁]of[_▁](?:text|sentence)|end[_▁]of[_▁]sentence)[|｜]>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>",
     re.IGNORECASE,
 )
-# Opens the assistant's reasoning where a prompt ends with it; inside a prompt it is most often part of an instruction.
+# At the end of a prompt it opens the reasoning; elsewhere it is usually part of an instruction.
 _REASONING = re.compile(r"<think>\s*$")
-_told: WeakSet[Any] = WeakSet()  # tokenizers of runs that have been warned
+_warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """The first marker of a chat template in a prompt that the tokenizer's template is applied to; None without any.
+    """The first chat template marker in a prompt to which the tokenizer's template will be applied; None if there is none.
 
-    Markers are the tokenizer's special tokens, the turns of published templates, and ``<think>`` at the end. A text that is
-    recognized as a rendered conversation gets no template.
+    Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end. Text
+    that is recognized as a rendered conversation gets no template.
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None
     contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     for text in (content for content in contents if isinstance(content, str)):
         special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if len(token) > 2 and token in text]
-        found = _TURNS.search(text) or _REASONING.search(text)
-        if special or found:
-            return special[0] if found is None else found[0].strip()
+        match = _TURNS.search(text) or _REASONING.search(text)
+        if special or match:
+            return special[0] if match is None else match[0].strip()
     return None
 
 
-def warn_of_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Say once for each tokenizer, which is once per run, that a prompt has markers of its own, or gets no template at all."""
-    if tokenizer in _told:
+def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
+    """Warn, once per tokenizer and so once per run, if a prompt contains markers or gets no template."""
+    if tokenizer in _warned:
         return
     if not getattr(tokenizer, "chat_template", None):
-        _told.add(tokenizer)
-        form = "used as they are" if isinstance(prompt, str) else 'written as lines of "role: content"'
+        _warned.add(tokenizer)
+        form = "used verbatim" if isinstance(prompt, str) else 'written as lines of "role: content"'
         logger.warning(
             "the tokenizer has no chat template: prompts are %s, which suits a base model; a chat model needs the "
-            "chat_template of its tokenizer_config.json or chat_template.jinja in the checkpoint folder",
+            "chat_template in tokenizer_config.json or chat_template.jinja of the checkpoint folder",
             form,
         )
         return
     marker = marker_in(tokenizer, prompt)
     if marker is not None:
-        _told.add(tokenizer)
+        _warned.add(tokenizer)
         logger.warning(
-            "%s: the prompt holds %r, which chat templates write, and the model's own template is applied to it as well; "
-            "strip such markers from all prompts, in the function of --dataset-loader-fn (areno train) or of "
-            "train_dataset.dataset_kwargs.loader (areno run), or give messages with a role and a content",
+            "%s: the prompt contains the chat template marker %r, and the model's chat template is applied as well; strip "
+            "such markers in --dataset-loader-fn (areno train) or train_dataset.dataset_kwargs.loader (areno run), or use "
+            "messages with role and content as prompts",
             *(where, marker),
         )

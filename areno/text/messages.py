@@ -1,8 +1,8 @@
-"""Messages as OpenAI clients send them, in the form that chat templates read.
+"""Converts messages of OpenAI clients to the form that chat templates expect.
 
-Clients split content into parts, write arguments as JSON text and know the role ``developer``; templates differ in what
-they take, and some have no place for tools or calls at all. What a template has no place for becomes text here: nothing
-that a client sends is left out silently.
+Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates differ in what
+they support, and some support neither tools nor calls. Whatever a template does not support becomes text, so that nothing
+is silently dropped.
 """
 
 import json
@@ -18,42 +18,42 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring messages into the form of a chat template.
+    """Convert messages for a chat template.
 
-    What the source ``template`` does not mention it cannot render. Most want the arguments of calls as objects, a few as JSON
-    text. Raises UsageError: a message has content that is not text, or calls that are not in OpenAI's form.
+    A feature that the template's source does not mention is unsupported. Most templates expect call arguments as objects, a
+    few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
     """
-    made = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-    for message in made:
+    converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    for message in converted:
         if message["role"] == "developer" and "developer" not in template:
             message["role"] = "system"
         calls = message.get("tool_calls", [])
         if calls and "tool_calls" not in template:
             functions = [call["function"] for call in message.pop("tool_calls")]
-            written = [_as_text({name: function[name] for name in ("name", "arguments")}) for function in functions]
-            message["content"] = "\n".join([message["content"], *written]).lstrip()
+            lines = [_as_text({name: function[name] for name in ("name", "arguments")}) for function in functions]
+            message["content"] = "\n".join([message["content"], *lines]).lstrip()
         elif arguments_as_text:
             for call in calls:
                 call["function"]["arguments"] = _as_text(call["function"]["arguments"])
-    return made
+    return converted
 
 
-def shows_objects(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a template wrote the arguments of a call as Python shows objects; it wants them as text."""
+def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the template rendered call arguments as Python objects, so that it expects JSON text."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
-    shown = [call["function"]["arguments"] for call in calls]
-    return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in shown)
+    arguments = [call["function"]["arguments"] for call in calls]
+    return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form, flat ones (``{"name", "parameters"}``) wrapped. Raises UsageError: one is not a function."""
+    """Tools in OpenAI's format, wrapping flat ones (``{"name", "parameters"}``). Raises UsageError: one is not a function."""
     return [
-        {"type": "function", "function": dict(function_of(tool, f"tools[{place}]"))} for place, tool in enumerate(tools)
+        {"type": "function", "function": dict(function_of(tool, f"tools[{index}]"))} for index, tool in enumerate(tools)
     ]
 
 
 def with_tools_as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, for models whose template has no place for them."""
+    """Describe the tools in the system message, for templates without tool support."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = (
         "You can call these tools, each described by one line of JSON:\n"
@@ -68,17 +68,17 @@ def with_tools_as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UsageError(f'{where}: {message!r} is no message; give {{"role": ..., "content": ...}}')
-    made = dict(message)
+        raise UsageError(f'{where}: {message!r} is not a message; use {{"role": ..., "content": ...}}')
+    converted = dict(message)
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        made["content"] = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+        converted["content"] = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif content is None:
-        made["content"] = ""
-    calls = made.pop("tool_calls", None)
+        converted["content"] = ""
+    calls = converted.pop("tool_calls", None)
     if calls:
-        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return made
+        converted["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return converted
 
 
 def _part(part: Any, where: str) -> str:
@@ -86,7 +86,7 @@ def _part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise UsageError(f'{where}: parts of type {kind!r} cannot be read, only {{"type": "text", "text": ...}} can')
+        raise UsageError(f'{where}: parts of type {kind!r} are not supported; use {{"type": "text", "text": ...}}')
     return part["text"]
 
 
@@ -94,15 +94,15 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(
-            f'{where}: {call!r} is no call; give {{"id": ..., "type": "function", "function": '
+            f'{where}: {call!r} is not a tool call; use {{"id": ..., "type": "function", "function": '
             '{"name": ..., "arguments": ...}}'
         )
-    made = {"type": "function", "function": {**function, "arguments": _arguments(function.get("arguments"))}}
-    return {**made, "id": call["id"]} if call.get("id") else made
+    converted = {"type": "function", "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**converted, "id": call["id"]} if call.get("id") else converted
 
 
 def _arguments(value: Any) -> Any:
-    """An object where it is one; text that is no JSON object stays as the model wrote it."""
+    """Parse arguments in JSON text; text that is not a JSON object is returned unchanged."""
     if not isinstance(value, str):
         return value or {}
     try:

@@ -1,7 +1,7 @@
-"""What a model thinks, apart from what it says: ``<think>...</think>`` and its relatives, whole or streamed.
+"""Separates reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
-Templates differ in who writes the opening marker: where the generation prompt already ends with it, the text begins inside
-the reasoning. Only reasoning at the beginning of a message counts, later markers are part of the text.
+If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Only reasoning at
+the start of a message counts; later markers are content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHITE_SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A further piece of the reasoning."""
+    """A piece of reasoning text."""
 
     text: str
 
@@ -32,27 +32,27 @@ ReasoningOrContent = ReasoningDelta | ContentDelta
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParser:
-    """Splits messages of one format."""
+    """Splits messages of one reasoning format."""
 
-    name: str  # what ``--reasoning-parser`` calls it
-    opener: str = ""  # marker before the reasoning; empty: there is never any
-    closer: str = ""  # marker after it
-    starts_inside: bool = False  # the prompt has the opening marker already
+    name: str  # as in ``--reasoning-parser``
+    opener: str = ""  # opening marker; empty for formats without markers
+    closer: str = ""  # closing marker
+    starts_inside: bool = False  # the prompt ends with the opening marker
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens among these must not be left out of the decoded text."""
+        """The markers of the format; special tokens among them must be kept when decoding."""
         if self.name == "harmony":
             return (*_HEADER_STARTS, _MESSAGE, *_BODY_ENDS)
         return (self.opener, self.closer) if self.opener else ()
 
     def after_prompt(self, prompt: str) -> ReasoningParser:
-        """The same parser for the answer to this rendered prompt, which may or may not open the reasoning itself."""
+        """This parser for the response to a rendered prompt, which may open the reasoning."""
         inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
         return dataclasses.replace(self, starts_inside=inside)
 
     def parse(self, text: str) -> tuple[str | None, str]:
-        """Reasoning (None: there is none) and content of a whole message."""
+        """Split a complete message into reasoning (None if there is none) and content."""
         stream = self.stream()
         reasoning = content = ""
         for delta in stream.push(text) + stream.finish():
@@ -63,7 +63,7 @@ class ReasoningParser:
         return reasoning or None, content
 
     def stream(self) -> ReasoningStream:
-        """The same for a message that arrives in pieces."""
+        """Create an incremental parser for one message."""
         if self.name == "harmony":
             return _HarmonyStream()
         return _MarkerStream(self)
@@ -71,63 +71,62 @@ class ReasoningParser:
 
 @dataclass(slots=True)
 class _MarkerStream:
-    """``where`` goes from start (only white space so far) over reasoning and gap (white space after it) to content."""
+    """States: start (only white space so far), reasoning, gap (white space after the reasoning), content."""
 
     parser: ReasoningParser
-    where: str = field(init=False)
+    state: str = field(init=False)
     _source: GrowingText = field(default_factory=GrowingText)
-    _at: int = 0  # what is before was handed out or left out
-    _seen: int = 0  # what is before was looked at
-    _started: bool = False  # something of the reasoning was handed out
+    _at: int = 0  # everything before was emitted or skipped
+    _scanned: int = 0  # everything before was scanned
+    _started: bool = False  # some reasoning was emitted
 
     def __post_init__(self) -> None:
-        self.where = "start" if self.parser.opener else "content"
+        self.state = "start" if self.parser.opener else "content"
 
     def finish(self) -> list[ReasoningOrContent]:
-        return self.push("", final=True)  # reasoning that was cut off stays reasoning
+        return self.push("", final=True)  # truncated reasoning stays reasoning
 
     def push(self, text_piece: str, final: bool = False) -> list[ReasoningOrContent]:
         self._source.append(text_piece)
         text = self._source.text
         out: list[ReasoningOrContent] = []
-        if self.where == "start":
+        if self.state == "start":
             self._start(text, final)
-        if self.where == "reasoning":
+        if self.state == "reasoning":
             self._reasoning(text, out, final)
-        if self.where == "gap":
+        if self.state == "gap":
             self._at = skip_blank(text, self._at)
-            self.where = "content" if self._at < len(text) else "gap"
-        if self.where == "content" and self._at < len(text):
+            self.state = "content" if self._at < len(text) else "gap"
+        if self.state == "content" and self._at < len(text):
             out.append(ContentDelta(text[self._at :]))
             self._at = len(text)
         return out
 
     def _start(self, text: str, final: bool) -> None:
         opener = self.parser.opener
-        self._seen = skip_blank(text, self._seen)
-        begun = text[self._seen : self._seen + len(opener)]
-        if begun == opener:
-            self._at = self._seen = self._seen + len(opener)
-            self.where = "reasoning"
-        elif final or not opener.startswith(begun):
-            self.where = "reasoning" if self.parser.starts_inside else "content"
+        self._scanned = skip_blank(text, self._scanned)
+        prefix = text[self._scanned : self._scanned + len(opener)]
+        if prefix == opener:
+            self._at = self._scanned = self._scanned + len(opener)
+            self.state = "reasoning"
+        elif final or not opener.startswith(prefix):
+            self.state = "reasoning" if self.parser.starts_inside else "content"
 
     def _reasoning(self, text: str, out: list[ReasoningOrContent], final: bool) -> None:
         closer = self.parser.closer
         close = self._source.find(closer, self._at)
-        keep = 0 if final else longest_marker_start(text, (closer,), self._at)
-        end = close if close >= 0 else len(text) - keep
+        held_back = 0 if final else longest_marker_start(text, (closer,), self._at)
+        end = close if close >= 0 else len(text) - held_back
         if not self._started:
             self._at = min(skip_blank(text, self._at), end)
-        seen = max(self._at, self._seen)
-        fresh = text[seen:end].rstrip(_WHITE_SPACE)  # white space before it was looked at already
-        self._seen = end
-        if fresh:
-            said = seen + len(fresh)
-            out.append(ReasoningDelta(text[self._at : said]))
-            self._at, self._started = said, True
+        start = max(self._at, self._scanned)
+        new = text[start:end].rstrip(_WHITE_SPACE)  # trailing white space is emitted only if more text follows
+        self._scanned = end
+        if new:
+            out.append(ReasoningDelta(text[self._at : start + len(new)]))
+            self._at, self._started = start + len(new), True
         if close >= 0:
-            self._at, self.where = close + len(closer), "gap"
+            self._at, self.state = close + len(closer), "gap"
         elif final:
             self._at = len(text)
 
@@ -141,15 +140,15 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 @dataclass(slots=True)
 class _HarmonyStream:
-    """gpt-oss: a message is a row of parts with a channel each; analysis is reasoning, a part to a tool is a call.
+    """gpt-oss: a message is a sequence of parts with channels; ``analysis`` is reasoning, a part for a tool is a call.
 
-    Calls come out in one form, ``<|channel|>commentary to=NAME<|message|>{...}<|call|>``, for the tool-call parser.
+    Calls are normalized to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>`` for the tool-call parser.
     """
 
     _source: GrowingText = field(default_factory=GrowingText)
-    _at: int = 0  # what is before was read
-    _channel: str | None = None  # of the part whose body is being read; None: a header may come
-    _kinds: set[str] = field(default_factory=set)
+    _at: int = 0  # everything before was parsed
+    _channel: str | None = None  # of the part whose body is being parsed; None if a header may follow
+    _channels: set[str] = field(default_factory=set)
 
     def push(self, text_piece: str) -> list[ReasoningOrContent]:
         self._source.append(text_piece)
@@ -169,13 +168,13 @@ class _HarmonyStream:
         if self._channel is None:
             return self._header(out)
         markers = _BODY_ENDS + _HEADER_STARTS
-        hits = [(place, end) for end in markers if (place := self._source.find(end, self._at)) >= 0]
+        hits = [(position, end) for end in markers if (position := self._source.find(end, self._at)) >= 0]
         if not hits:
             text = self._source.text
             self._emit(out, len(text) - longest_marker_start(text, markers, self._at))
             return False
-        place, end = min(hits)
-        self._emit(out, place)
+        position, end = min(hits)
+        self._emit(out, position)
         if self._channel == "call":
             out.append(ContentDelta(_BODY_ENDS[-1]))
         self._at += len(end) if end in _BODY_ENDS else 0
@@ -185,8 +184,8 @@ class _HarmonyStream:
     def _header(self, out: list[ReasoningOrContent]) -> bool:
         text = self._source.text
         if not text.startswith(_HEADER_STARTS, self._at):
-            begun = text[self._at : self._at + max(map(len, _HEADER_STARTS))]
-            if any(start.startswith(begun) for start in _HEADER_STARTS):
+            prefix = text[self._at : self._at + max(map(len, _HEADER_STARTS))]
+            if any(start.startswith(prefix) for start in _HEADER_STARTS):
                 return False
             self._channel = "final"  # text without a header
             return True
@@ -198,9 +197,9 @@ class _HarmonyStream:
         if recipient:
             out.append(ContentDelta(f"<|channel|>commentary to={recipient[1]}{_MESSAGE}"))
         self._channel = "call" if recipient else channel[1] if channel else "final"
-        if self._channel == "analysis" and "analysis" in self._kinds:
+        if self._channel == "analysis" and "analysis" in self._channels:
             out.append(ReasoningDelta("\n"))
-        self._kinds.add(self._channel)
+        self._channels.add(self._channel)
         return True
 
     def _emit(self, out: list[ReasoningOrContent], end: int) -> None:
@@ -210,7 +209,7 @@ class _HarmonyStream:
 
 
 ReasoningStream = _MarkerStream | _HarmonyStream
-"""One message that arrives in pieces: ``push`` returns what became certain with a piece, ``finish`` the rest."""
+"""An incremental parser: ``push`` returns the deltas that became final, ``finish`` the rest."""
 
 _PARSERS = {
     parser.name: parser
@@ -222,7 +221,7 @@ _PARSERS = {
         ReasoningParser("kimi", "◁think▷", "◁/think▷"),
         ReasoningParser("gemma4", "<|channel>thought", "<channel|>"),
         ReasoningParser("harmony"),
-        ReasoningParser("think", "<think>", "</think>"),  # last, as the most general sign of a format
+        ReasoningParser("think", "<think>", "</think>"),  # last, because its marker is the least specific
     )
 }
 _ALIASES = {
@@ -239,24 +238,24 @@ _SIGNS = (
 
 
 def list_reasoning_parsers() -> list[str]:
-    """All names that ``--reasoning-parser`` takes, ``auto`` aside."""
+    """All values of ``--reasoning-parser`` except ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """The reasoning format of a model by name; ``auto``: by chat template and added tokens. Raises UsageError: unknown."""
-    wanted = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
-    parser = _PARSERS.get(_ALIASES.get(wanted, wanted))
+    """A model's reasoning format, by name or detected from chat template and added tokens. Raises UsageError: unknown."""
+    key = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
+    parser = _PARSERS.get(_ALIASES.get(key, key))
     if parser is None:
-        raise UsageError(f"--reasoning-parser {name}: unknown; known are auto, {', '.join(list_reasoning_parsers())}")
+        raise UsageError(f"--reasoning-parser {name}: unknown; use auto, {', '.join(list_reasoning_parsers())}")
     if not parser.opener:
         return parser
     try:
         return parser.after_prompt(render_generation_prompt(tokenizer, [{"role": "user", "content": "?"}]).text)
-    except UsageError:  # a template that wants other messages; the caller's own prompt will tell
+    except UsageError:  # the template needs other messages; `after_prompt` is called again with the actual prompt
         return parser
 
 
 def _detect(tokenizer: Any) -> str:
     texts = (template_source(tokenizer), "\n".join(tokenizer.get_added_vocab()))
-    return next((found for text in texts for sign, found in _SIGNS if sign in text), "none")
+    return next((name for text in texts for sign, name in _SIGNS if sign in text), "none")

@@ -1,7 +1,7 @@
-"""Stop strings: end generation as soon as one of them is in the decoded text, wherever the token borders lie.
+"""Stop strings: ends generation as soon as one occurs in the decoded text, regardless of token boundaries.
 
-Only text that a new token made final is searched, together with the few characters before it in which a stop string may
-have begun, so the cost per token does not grow with the text.
+Only newly final text is searched, together with the few preceding characters in which a stop string may have started, so
+the cost per token is constant.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from areno.text.detok import IncrementalDetokenizer
 
 
 class StopChecker:
-    """Watches one response for stop strings, of which there may be none. Raises ValueError: one is empty."""
+    """Checks one response for stop strings, of which there may be none. Raises ValueError: one is empty."""
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
         if not all(stop):
@@ -18,13 +18,13 @@ class StopChecker:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stop = list(stop)
         self._overlap = max((len(text) for text in stop), default=1) - 1
-        self._tail = ""  # the last characters, in which a stop string may have begun
+        self._tail = ""  # the last characters, in which a stop string may have started
         self._length = 0
         self._cut: int | None = None
-        self.stopped = False  # a stop string has appeared
+        self.stopped = False  # a stop string has occurred
 
     def push(self, token_id: int) -> bool:
-        """Add one token; True once a stop string is in the text. Tokens pushed after that change nothing."""
+        """Add one token; return True once a stop string is in the text. Later tokens are ignored."""
         if self.stopped:
             return True
         new = self._detokenizer.push(token_id)
@@ -41,6 +41,6 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """The decoded response, cut before the earliest stop string."""
+        """The decoded response, truncated before the first stop string."""
         text = self._detokenizer.text
         return text if self._cut is None else text[: self._cut]

@@ -22,7 +22,7 @@ from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.engine import ACTOR, Engine
 from areno.errors import ArenoError
 from areno.observability import tracing
-from areno.observability.display import Progress
+from areno.observability.display import ProgressDisplay
 from areno.spec.run_spec import RunSpec
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
@@ -66,7 +66,7 @@ class TrainingLoop(ABC):
         self._updating = False
 
     @property
-    def display(self) -> Progress:
+    def display(self) -> ProgressDisplay:
         """Progress display."""
         return self.report.display
 

@@ -8,7 +8,7 @@ from logging import Logger
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areno.observability.display import Progress, create_progress
+from areno.observability.display import ProgressDisplay, create_progress
 from areno.observability.health import HealthMonitor, unusable
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
@@ -43,7 +43,7 @@ class Reporter(ABC):
 
     def __init__(self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor) -> None:
         self.run_dir, self.logger, self.health = run_dir, logger, health
-        self.display: Progress = create_progress()
+        self.display: ProgressDisplay = create_progress()
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:

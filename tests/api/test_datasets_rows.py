@@ -114,7 +114,7 @@ def test_null_prompt_counts_as_missing(tokenizer):
 
 @pytest.mark.parametrize("prompt", [7, [], ["text"], [{"content": "x"}], [{"role": "user"}], {"role": "user"}])
 def test_prompt_of_another_type_is_named(tokenizer, prompt):
-    with pytest.raises(DataError, match="row 1: `prompt` must be a text or a list of messages"):
+    with pytest.raises(DataError, match="row 1: `prompt` must be text or a list of messages"):
         _batches([{"prompt": prompt}], tokenizer)
 
 
@@ -208,7 +208,7 @@ def test_unusable_supervised_rows_are_dropped_and_counted(tokenizer):
     [
         ({"response": "x"}, "`prompt`"),
         ({"prompt": "w1"}, "`response`"),
-        ({"prompt": "w1", "response": 5}, "must be a text"),
+        ({"prompt": "w1", "response": 5}, "must be text"),
     ],
 )
 def test_bad_supervised_row_is_named(tokenizer, row, text):

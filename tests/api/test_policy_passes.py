@@ -372,6 +372,8 @@ def test_a_reward_model_whose_scores_are_not_finite_is_an_error(tmp_path, tiny_c
     judge = save_classifier(tmp_path / "judge", tiny_checkpoint, head=math.inf)
     with open_loop("grpo", tiny_checkpoint, tmp_path / "run", reward=None, reward_ckpt=str(judge)) as loop:
         before = weights_of(loop.instance)
-        with pytest.raises(RewardError, match=r"judge gave (inf|-inf|nan), .* to the completion .*--dtype float32"):
+        with pytest.raises(
+            RewardError, match=r"judge gave the non-finite score (inf|-inf|nan) to the completion .*--dtype float32"
+        ):
             step(loop)
         assert equal(before, weights_of(loop.instance))

@@ -200,8 +200,8 @@ def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
         ),
         ({"prompt": "w1", "rejected": "w2"}, r"row 2: dataset row must contain `chosen`"),
         ({"prompt": "w1", "chosen": "w1", "rejected": None}, r"row 2: dataset row must contain `rejected`"),
-        ({"prompt": "w1", "chosen": 5, "rejected": "w2"}, r"row 2: `chosen` must be a text or a list .* got 5"),
-        ({"prompt": 7, "chosen": "w1", "rejected": "w2"}, r"row 2: `prompt` must be a text or a list .* got 7"),
+        ({"prompt": "w1", "chosen": 5, "rejected": "w2"}, r"row 2: `chosen` must be text or a list .* got 5"),
+        ({"prompt": 7, "chosen": "w1", "rejected": "w2"}, r"row 2: `prompt` must be text or a list .* got 7"),
         (
             {"prompt": "w1", "chosen": "w1", "rejected": chat(("assistant", "w2"))},
             r"row 2: `chosen` and `rejected` must both be texts or both lists of messages, got str and list",
@@ -212,7 +212,7 @@ def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
         ),
         (
             {"chosen": [{"content": "w1"}], "rejected": chat(("user", "w1"))},
-            r"row 2: `chosen` must be a text or a list of messages with role and content",
+            r"row 2: `chosen` must be text or a list of messages with role and content",
         ),
         (
             {"chosen": chat(("user", "w1"), ("bad", "w2")), "rejected": chat(("user", "w1"))},

@@ -137,7 +137,7 @@ def test_a_step_without_any_usable_reward_ends_the_run(run):
 def test_equal_rewards_warn_and_give_exactly_no_gradient(run, tiny_checkpoint):
     done = run("def reward_fn(record):\n    return 0.1\n", "--weight-decay", 0, algo="gspo", steps=5)
     assert done.returncode == 0, done.stderr
-    assert "all rewards are 0.1, for 5 steps: nothing can be learned" in done.stderr
+    assert "all rewards are 0.1 for 5 steps: nothing can be learned" in done.stderr
     for record in done.metrics():
         assert record["train/grad_norm"] == 0
         assert record["train/grad_nonzero_count"] == 0

@@ -78,7 +78,7 @@ def test_the_command_proposes_what_fits(tmp_path, capsys):
     assert "megatron:d4" in text
     code, text = fit(capsys, "--ckpt", path, "--devices", "2", "--device-memory", "0.001")
     assert code == 1
-    assert "no layout holds them; use more devices" in text
+    assert "no layout fits; use more devices" in text
     code, text = fit(capsys, "--ckpt", path, "--devices", "0")
     assert code == 2
     assert "--devices 0: use at least 1" in text

@@ -132,7 +132,7 @@ def test_the_command_tells_of_one_rank_and_of_all(tmp_path, tiny_checkpoint, cap
     ]
     assert main(words) == 0
     text = capsys.readouterr().out
-    for line in ("each column is the peak of a phase on one of 2 ranks", "all 2 ranks", "Ranks: 2 replicas; all share"):
+    for line in ("columns are the peaks of the phases, per rank of 2", "all 2 ranks", "Ranks: 2 replicas; all share"):
         assert line in text
     assert main([*words, "--tp-size", "2"]) == 2
     assert "num_key_value_heads 1, which 2 ranks cannot share" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_
     free = int((most + gradients) * 2 * share)
     monkeypatch.setattr(step_module, "usable_bytes", lambda device: free)
     switched = []
-    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
+    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, *more: switched.append(enabled))
     step.activation_checkpointing = None
     step.run(rows, sft_loss_fn, 2)
     assert switched[0] is recomputes

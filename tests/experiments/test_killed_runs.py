@@ -60,7 +60,7 @@ def run(root):
     random.seed(0), torch.manual_seed(0)
     found = checkpoints.find()
     if found is None:
-        logger.begin_anew()
+        logger.reset()
     else:
         state = RunState.of_checkpoint(found)
         trainer.weights, trainer.lr = json.loads((found / "part2.json").read_text())

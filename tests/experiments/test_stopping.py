@@ -92,6 +92,6 @@ def test_rewards_that_teach_nothing_are_a_warning_in_the_names_of_settings(
     with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
         trainer.train()
     (warning,) = [record.getMessage() for record in caplog.records if "nothing can be learned" in record.getMessage()]
-    assert "step 4: all rewards are 0, for 5 steps" in warning
+    assert "step 4: all rewards are 0 for 5 steps" in warning
     assert "gconfig.temperature" in warning
     assert "--" not in warning

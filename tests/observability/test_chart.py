@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from areno.observability.chart import one_line, sparkline, speaks_unicode, text_chart
+from areno.observability.chart import one_line, sparkline, supports_unicode, text_chart
 
 
 def ascii_stream():
@@ -82,5 +82,5 @@ def test_a_preview_obeys_no_escape_code_and_stays_on_one_line():
 
 
 def test_only_utf_streams_speak_unicode():
-    assert speaks_unicode(io.StringIO())
-    assert not speaks_unicode(ascii_stream())
+    assert supports_unicode(io.StringIO())
+    assert not supports_unicode(ascii_stream())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areno.observability.samples import row_records, row_segments
-from areno.serving.text import TokenTexts
+from areno.serving.token_text import TokenTexts
 from areno.types import TrainSequence
 from tests.support.tiny import TEXTS, bpe_tokenizer
 

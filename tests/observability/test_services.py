@@ -108,7 +108,7 @@ def test_wandb_true_means_online_which_cannot_be_had_without_a_server(tmp_path):
         [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode != 0
-    assert "UsageError: wandb cannot be started" in done.stderr
+    assert "UsageError: wandb failed to start" in done.stderr
     assert "wandb.mode=disabled" in done.stderr
 
 
@@ -168,7 +168,9 @@ def test_nothing_is_imported_for_disabled_services():
 )
 def test_a_missing_package_is_said_with_the_command_that_installs_it(section, package, fields, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ImportError
-    with pytest.raises(UsageError, match=rf"{section}\.mode needs.*pip install '{package}'.*{section}\.mode=disabled"):
+    with pytest.raises(
+        UsageError, match=rf"{section}\.mode requires.*pip install '{package}'.*{section}\.mode=disabled"
+    ):
         open_services(RUN, tmp_path, **{section: fields})
 
 
@@ -177,7 +179,7 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(section, pa
     [
         ({"wandb": {"mode": "ofline"}}, r"wandb\.mode='ofline'.*online, offline, shared, disabled"),
         ({"swanlab": {"mode": "online"}}, r"swanlab\.mode='online'.*cloud, local, offline, disabled"),
-        ({"trackio": {"mode": "online"}}, r"trackio\.space_id=None: give trackio\.space_id"),
+        ({"trackio": {"mode": "online"}}, r"trackio\.space_id=None: set trackio\.space_id"),
         ({"trackio": {"mode": "local", "space_id": "a/b"}}, r"use trackio\.mode=online"),
     ],
 )

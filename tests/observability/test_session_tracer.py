@@ -181,6 +181,6 @@ def test_memory_snapshots_need_a_gpu(tmp_path):
         assert [path.name for path in (tmp_path / "memory_snapshots").iterdir()] == ["step_1"]
         assert (tmp_path / "memory_snapshots" / "step_1" / "r0.pickle").stat().st_size > 0
     else:
-        with pytest.raises(UsageError, match=r"memory_profiler\.profile_steps=\[1\] needs a CUDA device.*leave"):
+        with pytest.raises(UsageError, match=r"memory_profiler\.profile_steps=\[1\] requires a CUDA device.*remove"):
             MemoryProfiler(tmp_path, [1])
         assert list(tmp_path.iterdir()) == []

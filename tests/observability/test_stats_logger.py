@@ -131,4 +131,4 @@ def test_a_service_that_fails_is_left_out_and_training_goes_on(run_dir, caplog):
     assert [step for step, _ in broken.steps] == [0]
     assert [step for step, _ in whole.steps] == [0, 1, 2]
     assert (broken.closed, whole.closed) == (0, 1)
-    assert caplog.text.count("memory is left out from now on: 503") == 1
+    assert caplog.text.count("memory failed and is disabled: 503") == 1

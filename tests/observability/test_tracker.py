@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.observability import tracker as tracker_module
-from areno.observability.tracker import ReduceType, StatsTracker, merge, told, without_counts
+from areno.observability.tracker import ReduceType, StatsTracker, merge, reduced, without_counts
 from tests.support.examples import examples
 
 finite = st.floats(-1e6, 1e6, width=32)
@@ -37,7 +37,7 @@ def test_every_counted_value_weighs_the_same_over_calls_and_processes(processes)
     for one, batches in zip(trackers, processes, strict=True):
         record(one, batches)
     gathered = json.loads(json.dumps([one.parts() for one in trackers]))  # parts travel between processes
-    numbers = told(merge(gathered))
+    numbers = reduced(merge(gathered))
     kept = np.array([v for batches in processes for batch in batches for v, k in batch if k], dtype=np.float64)
     if kept.size:
         assert numbers["x/avg"] == pytest.approx(math.fsum(kept) / kept.size, rel=1e-9, abs=1e-6)
@@ -134,7 +134,7 @@ def test_timings_add_up_inside_a_process_and_the_slowest_process_counts():
     with pytest.raises(KeyError), trackers[1].record_timing("train_step"):
         raise KeyError  # what failed took its time too
     assert trackers[0].export(reset=False) == {"timeperf/train_step": 3.5}
-    assert told(merge([one.parts() for one in trackers])) == {"timeperf/train_step": 9.0}
+    assert reduced(merge([one.parts() for one in trackers])) == {"timeperf/train_step": 9.0}
 
 
 def test_export_all_gathers_what_the_other_ranks_have():

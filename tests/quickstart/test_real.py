@@ -11,7 +11,7 @@ import pytest
 
 from areno.cli.main import main
 from areno.config.prepare import prepare_run
-from areno.quickstart import real
+from areno.quickstart import pretrained as real
 from tests.quickstart.test_quickstart import printed_commands, rows_of
 
 

@@ -74,11 +74,11 @@ def test_grades_beyond_the_bounds_are_cut_and_words_are_an_error(stand):
     judge = Judge(stand.url, "{completion}", most=5, model="other")
     stand.says += ["12", "-3", "excellent"]
     assert [judge("p", "c"), judge("p", "c")] == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"gave no number: 'excellent'"):
+    with pytest.raises(RewardError, match=r"returned no number: 'excellent'"):
         judge("p", "c")
     assert {body["model"] for _, body in stand.asked} == {"other"}
 
 
 def test_nobody_there_is_an_error_of_the_reward():
-    with pytest.raises(RewardError, match=r"the judge at http://127\.0\.0\.1:9/v1 does not answer: ConnectError"):
+    with pytest.raises(RewardError, match=r"the request to the judge at http://127\.0\.0\.1:9/v1 failed: ConnectError"):
         Judge("http://127.0.0.1:9/v1", "{completion}")("p", "c")

@@ -88,7 +88,7 @@ def test_words_make_no_wrong_result_right(result, answer):
 
 
 def test_a_reference_without_a_single_result_is_warned_about_once(caplog):
-    math_reward._text_was_seen.clear()
+    math_reward._text_warning_logged.clear()
     with caplog.at_level(logging.WARNING, "areno.rewards.math"):
         for answer in ("72 dollars", "5 apples and 3 pears", "a few pears"):
             math_verify_reward("\\boxed{3}", answer)

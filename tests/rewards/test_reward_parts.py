@@ -52,12 +52,12 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': 1}", "2.0"], "", [None, "returned one number, without a"]),
         (["{'a': 1}"], "aa=2", ["without aa, which --reward-weights (reward.weights) names"]),
         (["2.0"], "a=2", ["returned one number, without a, which --reward-weights (reward.weights) names"]),
-        (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be one finite number"]),
-        (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be one finite number"]),
-        (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be one finite number"]),
-        (["{'my part': 1}"], "", ["returned parts named ['my part']; name at least one"]),
-        (["{1: 1}"], "", ["returned parts named [1]; name at least one"]),
-        (["{}"], "", ["returned parts named []; name at least one"]),
+        (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
+        (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
+        (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
+        (["{'my part': 1}"], "", ["returned parts named ['my part']; use at least one part"]),
+        (["{1: 1}"], "", ["returned parts named [1]; use at least one part"]),
+        (["{}"], "", ["returned parts named []; use at least one part"]),
         (["{'a': 1e308, 'b': 1e308}"], "", ["the weighted sum of its parts {'a': 1e+308, 'b': 1e+308} is inf"]),
     ],
 )
@@ -91,7 +91,7 @@ def test_runners_of_one_function_know_each_others_parts():
     "body", [b'["parts", 0, {}, 0.1]', b'["parts", 0, {"a": "1"}, 0.1]', b'["parts", 0, {"a": NaN}, 0.1]']
 )
 def test_a_worker_cannot_report_what_is_no_part(body):
-    with pytest.raises(ValueError, match="is no report of a reward"):
+    with pytest.raises(ValueError, match="is not a reward report"):
         parse_message(body)
 
 

@@ -95,9 +95,9 @@ def test_killed_workers_are_replaced_idle_or_busy(reward_file, records, tmp_path
         os.kill(idle, signal.SIGKILL)
         assert _wait_until(lambda: not _alive(idle))
         assert _values(runner.run(records("a", "b"))) == [1.0, 1.0]
-        assert "idle reward worker was replaced: its worker process died (SIGKILL)" in caplog.text
+        assert "idle reward worker replaced: its worker process died (SIGKILL)" in caplog.text
         assert _values(runner.run(records("a", "kill once", "b"))) == [1.0, 1.0, 1.0]
-        assert "record 2 runs again" in caplog.text
+        assert "retrying record 2" in caplog.text
 
 
 _DAEMON = """

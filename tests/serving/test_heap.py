@@ -7,13 +7,13 @@ import gc
 import pytest
 
 from areno.serving import service
-from areno.serving.service import seldom_collections
+from areno.serving.service import reduced_gc
 
 
 @pytest.fixture(autouse=True)
 def thresholds(monkeypatch):
     """The usual ones, and no server: those of other tests may run in this process."""
-    monkeypatch.setattr(service, "_usual", [])
+    monkeypatch.setattr(service, "_previous_thresholds", [])
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -21,7 +21,7 @@ def thresholds(monkeypatch):
 
 
 def test_the_last_server_that_ends_brings_the_thresholds_back():
-    first, second = seldom_collections(), seldom_collections()
+    first, second = reduced_gc(), reduced_gc()
     first.__enter__()
     assert gc.get_threshold()[0] > 700
     second.__enter__()
@@ -32,13 +32,13 @@ def test_the_last_server_that_ends_brings_the_thresholds_back():
 
 
 def test_what_the_program_sets_meanwhile_stays():
-    with seldom_collections():
+    with reduced_gc():
         gc.set_threshold(123, 4, 5)
     assert gc.get_threshold() == (123, 4, 5)
 
 
 def test_collections_that_are_off_stay_off():
     gc.set_threshold(0)
-    with seldom_collections():
+    with reduced_gc():
         assert gc.get_threshold()[0] == 0
     assert gc.get_threshold()[0] == 0

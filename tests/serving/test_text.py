@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areno.serving.text import SampleText, StopCut, TokenTexts
+from areno.serving.token_text import SampleText, StopStringFilter, TokenTexts
 from areno.types import GeneratedToken
 from tests.support.tiny import TEXTS, bpe_tokenizer
 
@@ -34,7 +34,7 @@ letters = st.text("abc", max_size=30)
 
 @given(st.lists(letters, max_size=12), st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
 def test_the_cut_is_right_however_the_text_arrives(pieces, stop):
-    stream, whole = StopCut(stop), "".join(pieces)
+    stream, whole = StopStringFilter(stop), "".join(pieces)
     shown = ""
     for piece in pieces:
         shown += stream.push(piece)

@@ -136,7 +136,7 @@ def test_template_variables_are_passed_on(make_tokenizer, chatml):
 
     assert render(chat_template_kwargs={"enable_thinking": False}).endswith("<think></think>")
     assert not render(disable_thinking=True, chat_template_kwargs={"enable_thinking": True}).endswith("</think>")
-    with pytest.raises(UsageError, match="chat_template_kwargs: add_generation_prompt cannot be given"):
+    with pytest.raises(UsageError, match="chat_template_kwargs: add_generation_prompt is reserved"):
         render(chat_template_kwargs={"add_generation_prompt": False})
 
 
@@ -148,8 +148,11 @@ def test_template_variables_are_passed_on(make_tokenizer, chatml):
             r"messages\[0\]\.content\[0\]: parts of type 'image_url'",
         ),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": [3]}], r"messages\[1\]\.content\[0\]: .*'int'"),
-        ([{"content": "a"}], r"messages\[0\]: .* is no message"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"messages\[0\]\.tool_calls\[0\]: .* is no call"),
+        ([{"content": "a"}], r"messages\[0\]: .* is not a message"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
+            r"messages\[0\]\.tool_calls\[0\]: .* is not a tool call",
+        ),
     ],
 )
 def test_messages_that_cannot_be_read_are_named(make_tokenizer, chatml, messages, error):

@@ -160,7 +160,7 @@ def test_white_space_without_end_is_no_answer(tokenizer, text):
 
 def choice_constraint(tokenizer, choices, **options):
     """One of some texts: the smallest grammar."""
-    rules = "body: " + " | ".join(map(grammar._literal, choices))
+    rules = "body: " + " | ".join(map(grammar._quoted, choices))
     return grammar._compiler(tokenizer, options).factory(rules, None, "choice")
 
 
@@ -201,7 +201,7 @@ def test_states_are_independent(tokenizer):
 
 def test_a_token_that_is_not_allowed_is_an_error(tokenizer):
     state = choice_constraint(tokenizer, ["ab"])()
-    with pytest.raises(EngineError, match="cannot be followed"):
+    with pytest.raises(EngineError, match="grammar of a response failed"):
         state.push(tokenizer.convert_tokens_to_ids("z"))
 
 
@@ -275,7 +275,7 @@ def test_parameters_beyond_the_grammar_matter_only_to_strict_tools(tokenizer):
 
 
 def test_calls_that_cannot_be_enforced_are_refused(tokenizer):
-    with pytest.raises(UsageError, match="the gemma4 format cannot be enforced"):
+    with pytest.raises(UsageError, match="the gemma4 format does not support forced calls"):
         tool_call_constraint(tokenizer, parser_for(None, "gemma4"), TOOLS)
     with pytest.raises(UsageError, match="there are no tools"):
         tool_call_constraint(tokenizer, parser_for(None, "json"), [])
@@ -291,7 +291,7 @@ def test_calls_that_cannot_be_enforced_are_refused(tokenizer):
         ({"type": "string", "format": "colour"}, "Unknown format: colour"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"minimum": "x"}, "minimum"),
-        (["object"], "a JSON schema is an object"),
+        (["object"], "a JSON schema must be an object"),
         ({"const": {1, 2}}, "not JSON serializable"),
         (False, "json_schema"),
     ],
@@ -302,7 +302,7 @@ def test_schemas_that_cannot_be_enforced_are_refused_with_the_reason(tokenizer, 
 
 
 def test_a_form_without_an_end_is_refused(tokenizer):
-    with pytest.raises(UsageError, match="needs an end-of-text token"):
+    with pytest.raises(UsageError, match="requires an EOS token"):
         json_object_constraint(tokenizer, eos_ids=[])
 
 

@@ -59,7 +59,7 @@ def test_what_the_hub_has_is_fine_and_what_it_lacks_is_named(hub, tmp_path):
     assert outcome("some/model", tmp_path, HF_ENDPOINT=hub) == "fine\n"
     told = outcome("some/modle", tmp_path, HF_ENDPOINT=hub)
     assert told.startswith(
-        "some/modle is not a folder, and the Hugging Face cache does not hold a model of this name, nor"
+        "some/modle is neither a folder nor a model in the Hugging Face cache, and the hub has no such model"
     )
 
 
@@ -67,7 +67,7 @@ def test_a_hub_that_does_not_answer_is_told_from_a_wrong_name(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         told = outcome("some/model", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
-    assert "the hub cannot be reached" in told
+    assert "the hub is unreachable" in told
 
 
 def test_a_cached_model_needs_no_hub(tmp_path):
@@ -81,5 +81,5 @@ def test_a_cached_model_needs_no_hub(tmp_path):
 
 
 def test_what_can_be_no_id_is_said_so(tmp_path):
-    assert "cannot be a hub id" in outcome("a/b/c/d", tmp_path)
+    assert "nor a valid hub id" in outcome("a/b/c/d", tmp_path)
     assert outcome(str(tmp_path), tmp_path) == "fine\n"

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from areno.api.datasets import iter_prompt_batches
-from areno.text.markers import marker_in, warn_of_markers
+from areno.text.markers import marker_in, warn_about_markers
 from areno.training.objectives.base import RowBounds
 from areno.training.objectives.sft import build_sft_rows
 from tests.support.tiny import bpe_tokenizer
@@ -50,29 +50,33 @@ def test_a_run_is_warned_once_of_the_row_the_marker_and_the_remedy(tokenizer, ca
         for _ in range(2):  # epochs
             list(iter_prompt_batches(rows, tokenizer, batch_size=2, max_prompt_tokens=99, source="boba.jsonl"))
     [record] = caplog.records
-    assert record.getMessage().startswith("boba.jsonl, row 3: the prompt holds '<|User|>'")
+    assert record.getMessage().startswith("boba.jsonl, row 3: the prompt contains the chat template marker '<|User|>'")
     assert "--dataset-loader-fn" in record.getMessage()
     caplog.clear()
     rows = [{"prompt": "[INST] Hi [/INST]", "response": "Hello."}]
     limits = {"max_prompt_tokens": 99, "max_new_tokens": 99, "eos_token_ids": frozenset()}
     build_sft_rows(rows, bpe_tokenizer(["Hi"]), RowBounds(**limits, source="sft.jsonl"))  # another run
-    assert caplog.records[0].getMessage().startswith("sft.jsonl, row 1: the prompt holds '[INST]'")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .startswith("sft.jsonl, row 1: the prompt contains the chat template marker '[INST]'")
+    )
 
 
 def test_no_warning_without_markers(tokenizer, caplog):
-    warn_of_markers(tokenizer, "What is 1 plus 2?", "row 1")
+    warn_about_markers(tokenizer, "What is 1 plus 2?", "row 1")
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("prompt", "form"),
-    [("What is 2 plus 3?", "used as they are"), ([{"role": "user", "content": "hi"}], "role: content")],
+    [("What is 2 plus 3?", "used verbatim"), ([{"role": "user", "content": "hi"}], "role: content")],
 )
 def test_a_tokenizer_without_a_template_is_told_of_once(tokenizer, caplog, prompt, form):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     for _ in range(2):
-        warn_of_markers(plain, prompt, "row 1")
+        warn_about_markers(plain, prompt, "row 1")
     [record] = caplog.records
     assert "the tokenizer has no chat template" in record.message
     assert form in record.message

@@ -309,7 +309,7 @@ def test_names_have_aliases_and_unknown_ones_are_refused():
     }
     assert {name: parser_for(None, name).name for name in others} == others
     assert all(parser_for(None, name) for name in list_tool_call_parsers())
-    with pytest.raises(UsageError, match=r"--tool-call-parser nosuch: unknown; known are auto, bailing"):
+    with pytest.raises(UsageError, match=r"--tool-call-parser nosuch: unknown; use auto, bailing"):
         parser_for(None, "nosuch")
 
 
@@ -321,7 +321,7 @@ def test_a_format_of_ones_own_can_be_registered(monkeypatch):
     register_tool_call_parser("mine", mine)
     assert _calls(parser_for(None, "mine").parse(hermes(ROME), TOOLS)) == [ROME]
     for taken in ("mine", "qwen3", "auto"):
-        with pytest.raises(UsageError, match="exists already"):
+        with pytest.raises(UsageError, match="already exists"):
             register_tool_call_parser(taken, mine)
     register_tool_call_parser("mine", parser_for(None, "json"), replace=True)
     assert parser_for(None, "mine").name == "json"

@@ -17,7 +17,7 @@ from areno.api.agentic.samples import AgentSample, fill_context_logprobs
 from areno.config.hooks import AGENT_HOOK, load_hook
 from areno.config.train_options import TrainOptions
 from areno.errors import AgentError
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.types import PromptBatch, SamplingParams
 
@@ -50,7 +50,7 @@ class AgentRollouts:
     ) -> tuple[list[AgentSample], dict[str, float]]:
         """Return the usable samples of ``n_samples`` tasks per prompt, and statistics."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
-        lifecycle.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
+        log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(
             sampling_params=sampling,
             loss_mask_policy=self.policy,
@@ -95,12 +95,12 @@ class AgentRollouts:
             return samples
         long.sort(key=lambda sample: -sample.longest)
         top = [_described(sample) for sample in long[:_SHOWN_FILTERED]]
-        lifecycle.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
+        log_lines.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
         return [sample for sample in samples if sample not in long]
 
     def _log_batch(self, samples: list[AgentSample]) -> None:
         records = [sample.record for sample in samples]
-        lifecycle.agentic_train_batch(
+        log_lines.agentic_train_batch(
             self._logger,
             len(samples),
             sum(len(row.tokens) for sample in samples for row in sample.rows),

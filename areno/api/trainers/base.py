@@ -15,7 +15,7 @@ from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
-from areno.observability import lifecycle, tracing
+from areno.observability import log_lines, tracing
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.run_dir import RunDirectory
@@ -144,15 +144,15 @@ class DataTrainer(TrainingLoop):
         planned = self.looked_ahead(self._planned())
         upcoming = None if self.finished() else next(planned, None)
         while state.epoch < config.epochs and not self.finished():
-            lifecycle.epoch_start(self.logger, state.epoch)
+            log_lines.epoch_start(self.logger, state.epoch)
             while upcoming is not None and upcoming.at.epoch == state.epoch:
                 yield upcoming
                 if config.max_steps is not None and state.step >= config.max_steps:
-                    lifecycle.max_steps_reached(self.logger, state.epoch, state.step - 1)
+                    log_lines.max_steps_reached(self.logger, state.epoch, state.step - 1)
                 if self.finished():
                     return
                 upcoming = next(planned, None)
-            lifecycle.epoch_end(self.logger, state.epoch)
+            log_lines.epoch_end(self.logger, state.epoch)
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:

@@ -19,7 +19,7 @@ from areno.api.trainers.base import optimizer_settings
 from areno.api.trainers.rollout import RolloutTrainer, summary_statistics
 from areno.loss_fns import whiten
 from areno.loss_fns.shaping import RewardShaping, trained_values
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import Prepared
 from areno.types import ModelRole, TrainSequence
@@ -31,7 +31,7 @@ class PPOTrainer(RolloutTrainer):
     """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger
-    role: ClassVar[lifecycle.Role] = "actor"
+    role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
         """Return the critic, and the reference if there is a KL term."""
@@ -101,9 +101,9 @@ class PPOTrainer(RolloutTrainer):
                 merged |= {f"critic_{name}": value for name, value in stats.items() if not name.endswith("_time_s")}
                 del merged["critic_loss"]  # the same number as critic_value_loss
                 merged["critic_train_time_s"] = self._seconds["train_critic"]
-                lifecycle.critic_value_loss(logger, epoch, step, merged["critic_value_loss"])
+                log_lines.critic_value_loss(logger, epoch, step, merged["critic_value_loss"])
             elif stats is None:
-                lifecycle.train_skip(logger, epoch, step)
+                log_lines.train_skip(logger, epoch, step)
                 merged |= self.instance.finish_step() | {"actor_train_skipped": 1.0}
             else:
                 if "policy_train_wall_time_s" in stats:

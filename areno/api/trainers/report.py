@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from areno.config.tracking import mode_of
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.observability.health import HealthMonitor
 from areno.observability.scalars import step_scalars
 from areno.observability.services import RunName, ServiceGroup, open_services
@@ -40,7 +40,7 @@ class StepReporter(Reporter):
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
         """Log the statistics and write all scalars."""
         outcome.stats["step_wall_time_s"] = outcome.seconds
-        lifecycle.train_stats(self.logger, at.epoch, at.global_step, outcome.stats)
+        log_lines.train_stats(self.logger, at.epoch, at.global_step, outcome.stats)
         scalars = step_scalars(
             rows=outcome.rows,
             train_stats=outcome.stats,
@@ -54,7 +54,7 @@ class StepReporter(Reporter):
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Log the metrics and write them under ``eval/``."""
         if not again:
-            lifecycle.evaluation(self.logger, state.epoch, state.step, metrics)
+            log_lines.evaluation(self.logger, state.epoch, state.step, metrics)
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
@@ -65,9 +65,9 @@ class StepReporter(Reporter):
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
         """Display and log the writing of a checkpoint."""
         self.display.phase("save")
-        lifecycle.save_checkpoint_start(self.logger, state.epoch, state.step - 1, path)
+        log_lines.save_checkpoint_start(self.logger, state.epoch, state.step - 1, path)
         yield
-        lifecycle.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
+        log_lines.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
 
     def close(self) -> None:
         """Also flush the events, and close the tracking services."""

@@ -36,7 +36,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.observability.samples import (
     completions_to_log,
     log_completions,
@@ -45,9 +45,9 @@ from areno.observability.samples import (
     sample_records,
 )
 from areno.rewards import RewardOutcome, RewardRunner
-from areno.rewards.runner import place_of
+from areno.rewards.runner import describe_record
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, known_roles
-from areno.serving.text import TokenTexts
+from areno.serving.token_text import TokenTexts
 from areno.training.checkpoints import rollout_state
 from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
@@ -59,7 +59,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 class RolloutTrainer(DataTrainer):
     """Base of the trainers with rollouts; ``role`` is the name of the sampling model in log lines."""
 
-    role: ClassVar[lifecycle.Role] = "policy"
+    role: ClassVar[log_lines.Role] = "policy"
     best_metric = "rewards_mean"
     best_is_higher = True
     _unused_samples: Any = None
@@ -106,9 +106,9 @@ class RolloutTrainer(DataTrainer):
         """Load the auxiliary models."""
         reward = self.config.reward_ckpt
         for role in [*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])]:
-            lifecycle.role_init_start(self.logger, role.name, role.trainable, role.path)
+            log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
             self.instance.ensure_roles({role.name: role})
-            lifecycle.role_init_end(self.logger, role.name)
+            log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:
         """Return the reference of the KL term: ``--ref-ckpt``, else ``--ckpt``."""
@@ -245,14 +245,14 @@ class RolloutTrainer(DataTrainer):
         if batch.skipped_long:
             _, bound = prompt_limit(config.max_prompt_tokens, self._prompt_context)
             self.logger.info("skipped %d prompts longer than %s", batch.skipped_long, bound)
-        lifecycle.rollout_start(self.logger, epoch, step, self.role)
+        log_lines.rollout_start(self.logger, epoch, step, self.role)
         if self._agents is None:
             samples, self._drawn_stats = self._source.draw(batch, step)
         else:
             seed = derive_seed(config.seed, step)
             drawn, self._drawn_stats = self._agents.draw(batch, config.n_samples, self.sampling, seed)
             samples = [Sample.of_agent(sample, batch) for sample in drawn]
-        lifecycle.rollout_end(self.logger, epoch, step, self.role)
+        log_lines.rollout_end(self.logger, epoch, step, self.role)
         if self._log_limit:
             self._log_samples(samples[: self._log_limit])
         return samples
@@ -311,9 +311,9 @@ class RolloutTrainer(DataTrainer):
         if not rewarded:
             raise RewardError(f"all rewards of this step failed; first error: {outcomes[0].error}")
         epoch, step = self.state.epoch, self.state.step
-        lifecycle.reward_mean(self.logger, epoch, step, sum(s.reward for s in rewarded) / len(rewarded))
+        log_lines.reward_mean(self.logger, epoch, step, sum(s.reward for s in rewarded) / len(rewarded))
         logprobs = [value for sample in rewarded for value in sample.sequence.resp_logprobs]
-        lifecycle.rollout_logprob_mean(self.logger, epoch, step, sum(logprobs) / len(logprobs))
+        log_lines.rollout_logprob_mean(self.logger, epoch, step, sum(logprobs) / len(logprobs))
         return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
@@ -326,7 +326,7 @@ class RolloutTrainer(DataTrainer):
         outcomes = self._runner.run(records)
         for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
-                self.logger.warning("sample dropped: %s; %s", outcome.error, place_of(record))
+                self.logger.warning("sample dropped: %s; %s", outcome.error, describe_record(record))
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
@@ -398,20 +398,20 @@ class RolloutTrainer(DataTrainer):
         """Write the documented log lines around a stage, and measure its time."""
         logger, state, start = self.logger, self.state, time.perf_counter()
         if stage == "train":
-            shown, name = rows if role == "critic" else None, cast(lifecycle.Role, role)
-            lifecycle.train_start(logger, state.epoch, state.step, name, rows=shown)
+            shown, name = rows if role == "critic" else None, cast(log_lines.Role, role)
+            log_lines.train_start(logger, state.epoch, state.step, name, rows=shown)
             yield
             self._seconds[f"train_{role}"] = time.perf_counter() - start
-            lifecycle.train_end(logger, state.epoch, state.step, name, rows=shown)
+            log_lines.train_end(logger, state.epoch, state.step, name, rows=shown)
         elif stage == "advantages":
             yield
         else:
-            kinds: dict[Stage, lifecycle.ScoreKind] = {"values": "value_score", "rewards": "score"}
+            kinds: dict[Stage, log_lines.ScoreKind] = {"values": "value_score", "rewards": "score"}
             kind = kinds.get(stage, "logprob_score")
-            lifecycle.score_start(logger, role, kind, rows)
+            log_lines.score_start(logger, role, kind, rows)
             yield
             self._seconds[role] = time.perf_counter() - start
-            lifecycle.score_end(logger, role, kind, rows)
+            log_lines.score_end(logger, role, kind, rows)
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Take the optimizer steps of a step on its rows, and return the statistics."""

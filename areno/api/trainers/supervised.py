@@ -10,7 +10,7 @@ from areno.api.trainers.base import DataTrainer
 from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
 from areno.loss_fns.pack import LossFn
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.training.objectives.base import Examples, Objective, RowBounds, sequences
 from areno.training.objectives.pairs import DPO, PAIRS, REWARD_MODEL
 from areno.training.objectives.reference import Reference
@@ -48,9 +48,9 @@ class SupervisedTrainer(DataTrainer):
             ),
         )
         if self.objective.unit == "rows":
-            lifecycle.sft_dataset_filter(self.logger, dropped)
+            log_lines.sft_dataset_filter(self.logger, dropped)
         else:
-            lifecycle.pair_dataset_filter(self.logger, get_algorithm(self.config.algo).name, dropped)
+            log_lines.pair_dataset_filter(self.logger, get_algorithm(self.config.algo).name, dropped)
         return examples
 
     def row_count(self) -> int:
@@ -68,9 +68,9 @@ class SupervisedTrainer(DataTrainer):
         epoch, step = self.state.epoch, self.state.step
         counted: Any = {self.objective.unit: len(batch) // self.objective.sequences}
         self.display.phase("train")
-        lifecycle.train_start(self.logger, epoch, step, **counted)
+        log_lines.train_start(self.logger, epoch, step, **counted)
         stats = self.train(batch)
-        lifecycle.train_end(self.logger, epoch, step, **counted)
+        log_lines.train_end(self.logger, epoch, step, **counted)
         stats["tokens_per_second"] = sum(len(row.tokens) for row in batch) / max(stats["step_train_time_s"], 1e-9)
         return StepOutcome(rows=batch, stats=stats, timings={"train": stats["step_train_time_s"]})
 

@@ -1,1 +1,1 @@
-"""The random state of a checkpoint, and full checkpoints from adapters."""
+"""Random state of checkpoints, and export of full checkpoints."""

@@ -1,4 +1,4 @@
-"""Full checkpoints from adapters: what any program loads that knows the base model."""
+"""Exports full checkpoints, with adapters merged, for any program that supports the base model."""
 
 from pathlib import Path
 
@@ -17,17 +17,17 @@ from areno.text.chat import load_tokenizer
 def export_model(
     path: str, output: str, *, dtype: str | None = None, gguf: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Write the model of a checkpoint or of an adapter, with its tokenizer, in Hugging Face format.
+    """Write the model of a checkpoint or an adapter, with its tokenizer, in Hugging Face format.
 
-    The adapter is added in fp32, on the CPU, and rounded once; also one that was trained on a base in 4 bits is added to the
-    base model's own weights.
+    The adapter is merged in fp32 on the CPU and rounded once; an adapter trained on a 4-bit base is merged into the original
+    weights.
 
     Args:
         dtype: ``float32`` or ``bfloat16``; None is that of the base model's files.
-        gguf: type of the matrices of a ``model-TYPE.gguf`` in the same folder; None writes none.
+        gguf: matrix type of an additional ``model-TYPE.gguf`` in the folder; None writes none.
 
     Raises:
-        UsageError: the checkpoint cannot be read, or the adapter does not fit it, or GGUF has no place for the model.
+        UsageError: the checkpoint cannot be read, the adapter does not match it, or GGUF does not support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -38,7 +38,7 @@ def export_model(
     role = load_role("actor", path, kind, options, None, False)
     role.model.module.to(stored)
     tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
-    if gguf:  # first, as it refuses more
+    if gguf:  # first, because it supports fewer models
         from areno.engine.checkpoint.gguf_export import write_gguf
 
         write_gguf(role.model.module, tokenizer, folder / f"model-{gguf}.gguf", gguf)

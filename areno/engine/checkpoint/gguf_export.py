@@ -1,4 +1,4 @@
-"""A causal language model as one GGUF file, for llama.cpp and what is built on it."""
+"""Writes a causal language model as a GGUF file, for llama.cpp and programs based on it."""
 
 import json
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from areno.storage.gguf import SOFT_CAPS, rope_factors
 
 _GEMMA = {"gemma2": "gemma2", "gemma3_text": "gemma3"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **_GEMMA}
-"""Of each ``model_type`` that can be written, the architecture in GGUF."""
+"""Maps each supported ``model_type`` to its GGUF architecture."""
 
-# The expression by which a byte-level tokenizer splits text, and llama.cpp's name of it.
+# Pre-tokenizer regular expressions, and llama.cpp's names for them.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -24,9 +24,9 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 
 
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
-    """Write a model of ``transformers``; its matrices are of the kind f32, f16, bf16 or q8_0, its vectors float32.
+    """Write a ``transformers`` model with matrices of type f32, f16, bf16 or q8_0 and float32 vectors.
 
-    UsageError: the architecture, its positions or layers, or the tokenizer cannot be written; the folder is not made then.
+    Raises UsageError, before creating the folder: the architecture, its positions or layers, or the tokenizer is unsupported.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -40,7 +40,7 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     for name, weight in tensors:
         values = weight.float().numpy()
         stored = GGMLQuantizationType[kind.upper() if values.ndim > 1 else "F32"]
-        if values.shape[-1] % quants.GGML_QUANT_SIZES[stored][0]:  # it takes whole blocks
+        if values.shape[-1] % quants.GGML_QUANT_SIZES[stored][0]:  # the type needs full blocks
             stored = GGMLQuantizationType.F16
         writer.add_tensor(name, quants.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
     writer.write_header_to_file()
@@ -49,26 +49,26 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     writer.close()
 
 
-def _refused(what: str) -> UsageError:
-    return UsageError(f"--gguf cannot write {what}; leave it out, and convert with llama.cpp's convert_hf_to_gguf.py")
+def _unsupported(what: str) -> UsageError:
+    return UsageError(f"--gguf does not support {what}; omit it, and convert with llama.cpp's convert_hf_to_gguf.py")
 
 
 def _shape(config: Any) -> dict[str, Any]:
     if config.model_type not in ARCHITECTURES:
-        raise _refused(f"models of type {config.model_type}, only {', '.join(ARCHITECTURES)}")
+        raise _unsupported(f"models of type {config.model_type}, only {', '.join(ARCHITECTURES)}")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window, gemma = getattr(config, "sliding_window", None), config.model_type in _GEMMA
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] not in ("default", "llama3"):
-        raise _refused(f"positions of type {rope['rope_type']}")
-    if gemma:  # these llama.cpp takes to be as they are in the published models
+        raise _unsupported(f"positions of type {rope['rope_type']}")
+    if gemma:  # llama.cpp assumes the values of the published models
         period = 2 if config.model_type == "gemma2" else 6
         if any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(config.layer_types, 1)):
-            raise _refused(f"layers in this order: {', '.join(config.layer_types)}")
+            raise _unsupported(f"layers in this order: {', '.join(config.layer_types)}")
         if config.query_pre_attn_scalar != head:
-            raise _refused(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with heads of {head}")
+            raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with heads of {head}")
     return {
-        # Where all layers see a window, llama.cpp has none: within it both say the same.
+        # llama.cpp has no window for all layers; within the window both agree.
         "context_length": min(config.max_position_embeddings, window if window and not gemma else 1 << 30),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -85,19 +85,21 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in GGUF with the weights, in the order of the layers."""
+    """Yield GGUF names and weights, in the order of the layers."""
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):  # it turns neighbours together, not halves
+        if arch == "llama" and (
+            "q_proj" in name or "k_proj" in name
+        ):  # its rotary embedding pairs neighbours instead of halves
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
         elif config.model_type in _GEMMA and name.endswith("norm.weight"):
             weight = weight.float() + 1
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            if (written := names.get_name(name, (".weight", ".bias"))) is None:
-                raise _refused(f"the weight {name}")
-            yield written, weight
+            if (gguf_name := names.get_name(name, (".weight", ".bias"))) is None:
+                raise _unsupported(f"the weight {name}")
+            yield gguf_name, weight
     if config.rope_parameters.get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(config)
 
@@ -106,15 +108,15 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     description = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     model: dict[str, Any] = description.get("model", {})
     if model.get("type") != "BPE":
-        raise _refused(f"a tokenizer of type {model.get('type', type(tokenizer).__name__)}")
+        raise _unsupported(f"a tokenizer of type {model.get('type', type(tokenizer).__name__)}")
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [TokenType.UNUSED] * size
     for token, index in model["vocab"].items():
         if index >= size:
-            raise _refused(f"the token {token!r}: it has number {index}, and the model {size} embeddings")
+            raise _unsupported(f"the token {token!r}: its id is {index}, but the model has {size} embeddings")
         is_byte = model["byte_fallback"] and len(token) == 6 and token.startswith("<0x")
         tokens[index], kinds[index] = token, TokenType.BYTE if is_byte else TokenType.NORMAL
     for added in description["added_tokens"]:
-        if (index := added["id"]) < size:  # Gemma 3 has one for images, which its language models have no embedding for
+        if (index := added["id"]) < size:  # Gemma 3's image token has no embedding in its language models
             tokens[index] = added["content"]
             kinds[index] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     first = tokenizer("a")["input_ids"]
@@ -125,7 +127,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         "add_bos_token": first[:1] == [tokenizer.bos_token_id],
         "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
     }
-    if model["byte_fallback"]:  # made from SentencePiece, where tokens stand in the order in which they merge
+    if model["byte_fallback"]:  # converted from SentencePiece, with tokens in merge order
         fields |= {"tokenizer_model": "llama", "token_scores": [-float(index) for index in range(size)]}
         fields["add_space_prefix"] = tokenizer.convert_ids_to_tokens(first)[-1].startswith("▁")
     else:
@@ -135,7 +137,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 
 def _splitting(steps: dict[str, Any]) -> str:
-    """llama.cpp's name of how a byte-level tokenizer splits text before it merges."""
+    """llama.cpp's name of a byte-level pre-tokenizer."""
     parts = steps.get("pretokenizers", [steps])
     if any(step.get("type") == "Digits" and step["individual_digits"] for step in parts):
         return "smollm"
@@ -143,5 +145,5 @@ def _splitting(steps: dict[str, Any]) -> str:
         if step.get("type") == "Split":
             if (pattern := step["pattern"].get("Regex")) in _SPLITS:
                 return _SPLITS[pattern]
-            raise _refused(f"a tokenizer that splits text by {pattern}")
+            raise _unsupported(f"a pre-tokenizer with the pattern {pattern}")
     return "gpt-2"

@@ -1,4 +1,4 @@
-"""Random state of the process as plain JSON: Python, NumPy and torch."""
+"""The process's random state (Python, NumPy, torch) as plain JSON."""
 
 import base64
 import random
@@ -9,7 +9,7 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of all global generators that user code may draw from."""
+    """Capture the state of all global generators."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     return {
@@ -20,7 +20,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Undo whatever was drawn since :func:`capture_rng`."""
+    """Restore the state of :func:`capture_rng`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -1,1 +1,1 @@
-"""Memory: what the machine has, and what a run will take."""
+"""Memory planning: available memory, and the memory that a run will need."""

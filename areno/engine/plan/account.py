@@ -1,7 +1,7 @@
-"""The memory of a run by phase and purpose, before anything is loaded; with several ranks, that of each of them.
+"""Plans the memory of a run by phase and purpose, per rank, before anything is loaded.
 
-The figures are for the largest microbatch and the longest sequences that the options allow, in a step that is not the
-first: optimizer states are there. A phase's sum is its peak.
+The figures are for the largest microbatch and the longest sequences that the options allow, in a step after the first, so
+that optimizer states exist. The total of a phase is its peak.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
-"""What memory is used for, in the order of the table; ``activations`` are all that lives during a pass."""
+"""Purposes of memory, in the order of the table; ``activations`` are all temporary tensors of a pass."""
 
-# The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
+# Code, tables and threads of model and tokenizer, beyond importing areno; measured.
 _PROCESS = 64 * 2**20
-# What a rank's process takes before that: pages of PyTorch and transformers that it shares with no other; measured.
+# Private pages of PyTorch and transformers of a rank's process; measured.
 RANK = 320 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a run."""
+    """Planned memory of one phase of a run."""
 
     name: str  # ``load``, ``rollout``, ``score``, ``forward``, ``backward`` or ``optimizer``
     parts: dict[str, int]  # bytes by purpose, see `PARTS`
@@ -48,49 +48,49 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All phases of a run."""
+    """Planned memory of a run."""
 
     parameters: int
     trained: int
     dtype: str
     device: str
     phases: tuple[Phase, ...]
-    logits: int  # bytes of the logits that are alive at once in training, part of the activations
-    host: int  # bytes in the computer's memory beside the GPU's, of all ranks
-    cache_tokens: int  # cells that the KV cache grows to
-    cache_wanted: int  # cells that all running sequences would take at their longest
-    available: int = field(compare=False)  # bytes free now, on one GPU or in this machine's memory
+    logits: int  # bytes of logits alive at once in training, part of the activations
+    host: int  # bytes of offloaded data in host memory, over all ranks
+    cache_tokens: int  # maximum size of the KV cache
+    cache_wanted: int  # cache size for all running sequences at maximum length
+    available: int = field(compare=False)  # free bytes, of one GPU or of host memory
     layout: Layout = field(default_factory=Layout)
-    sharing: int = 1  # ranks that share what is available
-    common: int = 0  # bytes of each rank that are the same memory for all who share it
+    sharing: int = 1  # ranks that share the available memory
+    common: int = 0  # bytes of each rank in memory shared by these ranks
     longest: int = 0
 
     @property
     def peak(self) -> Phase:
-        """The phase that takes most."""
+        """The phase with the highest total."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def needed(self) -> int:
-        """Bytes of all ranks that share one memory, at the peak."""
+        """Peak bytes of all ranks that share one memory."""
         return self.of_all(self.peak)
 
     def of_all(self, phase: Phase) -> int:
-        """Bytes that the ranks which share one memory take in a phase."""
+        """Bytes of a phase over all ranks that share one memory."""
         return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits into what is free now."""
+        """Whether every phase fits into the available memory."""
         return self.needed <= self.available
 
     def phase(self, name: str) -> Phase | None:
-        """A phase by name; None where the run has none of it."""
+        """A phase by name; None if the run does not have it."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def plan_device(options: TrainOptions) -> torch.device:
-    """The device that a run would take here; a named GPU that is not here is planned as such."""
+    """The device that a run would use; an explicit GPU need not exist on this machine."""
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(options.device)
@@ -99,23 +99,22 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    UsageError: a model's configuration cannot be read, or weights are to be spread.
+    Raises UsageError: a model's configuration cannot be read, or the weights are sharded with FSDP.
     """
     if options.fsdp:
         raise UsageError(
-            "--fsdp: the memory of weights that are spread over replicas is not planned yet; plan with --no-fsdp to see what "
-            "whole weights would take"
+            "--fsdp: planning the memory of sharded weights is not supported; use --no-fsdp to plan with replicated weights"
         )
     return plan_sizes(RunSizes(options, plan_device(options)), available)
 
 
 def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
-    """Plan the memory of a run from the configurations of its models; ``available`` bytes, or None to ask the machine."""
+    """Plan the memory of a run from the configurations of its models; ``available=None`` queries this machine."""
     return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 
 class _Planner:
-    """Traces what a run needs, and adds it up."""
+    """Traces the memory of each phase and adds it up."""
 
     def __init__(self, sizes: Sizes, available: int) -> None:
         self.sizes, self.available, self.config = sizes, available, sizes.config
@@ -130,7 +129,7 @@ class _Planner:
         self.updates = self._updates(self.recompute)
         on_cpu = sizes.device.type == "cpu"
         if open_ and self.updates and not (on_cpu and sizes.layout.tp_size > 1):
-            # Do without recomputation where the engine would.
+            # Skip recomputation where the engine would.
             kept, free = self._updates(False), self._free()
             if on_cpu and sizes.generates and self.config.keep_rollout_state:
                 free -= self._rollout().cache
@@ -143,7 +142,7 @@ class _Planner:
         return [self._update(role, shape, optimizer, recompute) for role, shape, optimizer in trained]
 
     def _free(self) -> int:
-        """Bytes that are left once the models are loaded."""
+        """Free bytes once the models are loaded."""
         loaded = self._phase("load")
         return self.available // self.sizes.sharing - loaded.total
 
@@ -170,7 +169,7 @@ class _Planner:
                 self._phase("score", gradients=kept, kv_cache=between, activations=max(scoring), scoring=True)
             )
         phases += self._training(between)
-        # Layer inputs wait beside the GPU for one role at a time.
+        # Offloaded layer inputs exist for one role at a time.
         inputs = max((update.elsewhere for update in self.updates), default=0)
         return MemoryPlan(
             parameters=self.actor.parameters,
@@ -190,18 +189,18 @@ class _Planner:
         )
 
     def _loading(self) -> Phase:
-        """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
+        """Loading creates master weights; a checkpoint of another dtype is in memory together with its conversion."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
-        # Headers of files and untied copies are no matter: only another type makes such a difference.
+        # File headers and untied copies are negligible: only another dtype makes such a difference.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
-        # A rank writes its share of what replicas have in common from weights that are still its own.
+        # A rank writes its share of the common weights from its private copy.
         moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
         return self._phase("load", activations=max([moved, *(size // self.sizes.layout.tp_size for size in converted)]))
 
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """A phase over what is always there."""
+        """A phase, with the memory that all phases have."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -211,16 +210,16 @@ class _Planner:
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:
-        """Forward, backward and the optimizer's step, each of the role that needs most."""
+        """Forward, backward and optimizer step, each of the role that needs most."""
         phases: list[list[Phase]] = []
         for update in self.updates:
-            there = update.gradients
+            gradients = update.gradients
             others = sum(other.kept for other in self.updates if other is not update)
             carried = max(update.carried, update.kept)
             passes = (
                 ("forward", carried, update.forward - update.carried),
-                ("backward", there, update.backward - update.gradients),
-                ("optimizer", there, update.step),
+                ("backward", gradients, update.backward - update.gradients),
+                ("optimizer", gradients, update.step),
             )
             phases.append(
                 [self._phase(name, gradients=others + own, kv_cache=kv_cache, activations=a) for name, own, a in passes]
@@ -242,38 +241,38 @@ class _Planner:
 
     def _rollout(self) -> RolloutBytes:
         run = self.config
-        # A prefill takes as many tokens whatever a prompt is; an agent's contexts grow up to the longest row.
+        # A prefill takes the same number of tokens for any prompt; an agent's contexts grow up to the longest row.
         prompt = min(self.sizes.prompt, self.longest - 1)
         budget = run.kv_cache_tokens
         if budget is None:
             free = self.available // self.sizes.sharing - self.actor.weights
             budget = max(int(free * KV_SHARE) // self.actor.bytes_per_token(prompt), 1024)
-        found = self.actor.rollout(self.sizes.running, self.sizes.n_samples, prompt, self.longest, budget)
+        rollout = self.actor.rollout(self.sizes.running, self.sizes.n_samples, prompt, self.longest, budget)
         if self.sizes.device.type != "cuda":
-            return found
+            return rollout
         if run.kv_cache_tokens is None:
-            need = self._need(self.updates, self.updates, 2 * found.beside)
+            need = self._need(self.updates, self.updates, 2 * rollout.beside)
             room = divide(self._free(), need, keeps_cache=run.keep_rollout_state, recompute=self.recompute).cache
             budget = pool_tokens(
                 room // self.actor.bytes_per_token(prompt), self.sizes.running, self.actor.model.context_length
             )
-        pool = budget * found.per_token  # pages are allocated as a whole
-        return dataclasses.replace(found, peak=pool + found.beside, cache=pool)
+        pool = budget * rollout.per_token  # all pages are allocated at once
+        return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Of training on log-probs: scaled logits of a chunk, or all where they are kept, and a chunk's gradient; fp32."""
+        """Bytes of fp32 logits in policy training: those of a chunk, or all if they are kept, and a chunk's gradient."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
-        own = -(-vocab // self.sizes.layout.tp_size)
+        columns = -(-vocab // self.sizes.layout.tp_size)
         scored, keeps = sum(self.sizes.scored(lengths)), self.sizes.device.type == "cpu" and not self.recompute
-        rows = rows_of_chunk(own, KEPT_CHUNK_ELEMENTS if keeps else CHUNK_ELEMENTS, self.sizes.device.type)
-        return 4 * own * ((scored if keeps else min(rows, scored)) + min(rows, scored))
+        rows = rows_of_chunk(columns, KEPT_CHUNK_ELEMENTS if keeps else CHUNK_ELEMENTS, self.sizes.device.type)
+        return 4 * columns * ((scored if keeps else min(rows, scored)) + min(rows, scored))
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """The shape of a checkpoint; advice plans the same run again and again."""
+    """The shape of a checkpoint, cached because `advise` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

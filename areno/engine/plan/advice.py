@@ -1,4 +1,4 @@
-"""What to change so that a run fits: options with values that were planned, not guessed."""
+"""Finds option changes with which a run fits into memory, by planning the run with each of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -13,36 +13,36 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Options that together make a run fit, as words for the command line; empty where even they would not be enough.
+    """Command line options that together make a run fit; empty if none do.
 
-    Those that change no result come first.
+    Options that do not change results come first.
     """
 
-    def tried(change: Change) -> tuple[bool, int]:
-        other = make_plan(dataclasses.replace(options, **change), plan.available)
-        return other.fits, other.peak.total
+    def planned(change: Change) -> tuple[bool, int]:
+        changed = make_plan(dataclasses.replace(options, **change), plan.available)
+        return changed.fits, changed.peak.total
 
-    change = least_changes(_changes(options), tried, plan.peak.total)
+    change = least_changes(_changes(options), planned, plan.peak.total)
     return [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in change.items()]
 
 
-def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[bool, int]], size: int) -> Change:
-    """The first of some changes that makes a run fit; as long as none is enough alone, it stays and the next is added.
+def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
+    """Accumulate changes that reduce memory until the run fits; empty if it never does.
 
-    ``tried`` plans the run with changes: whether it fits, and its size. Empty where even all would not be enough.
+    ``planned`` plans the run with changes and returns whether it fits, and its size.
     """
-    kept: Change = {}
+    accepted: Change = {}
     for change in changes:
-        fits, needed = tried(kept | change)
+        fits, needed = planned(accepted | change)
         if fits:
-            return kept | change
+            return accepted | change
         if needed < size:
-            kept, size = kept | change, needed
+            accepted, size = accepted | change, needed
     return {}
 
 
 def _changes(options: TrainOptions) -> Iterator[Change]:
-    """What may be changed, the least painful first; a later value of an option replaces an earlier one."""
+    """Possible changes, least costly first; a later value of an option replaces an earlier one."""
     rollout = get_algorithm(options.algo).requires_rollout
     if rollout and not options.drop_rollout_state:
         yield {"drop_rollout_state": True}
@@ -64,15 +64,15 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Half of a value, half of that and so on, as multiples of ``least`` down to it."""
+    """Successive halves of a value, rounded down to multiples of ``least``, down to ``least``."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """What is left to do where no option is enough."""
+    """The remedy if no option is enough."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
-        return "Its weights alone are more than is free: take a smaller model, or a machine with more memory."
-    return "No option makes it fit: take a smaller model, or a machine with more memory."
+        return "The weights alone exceed the free memory: use a smaller model, or a machine with more memory."
+    return "No option makes it fit: use a smaller model, or a machine with more memory."

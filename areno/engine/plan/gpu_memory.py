@@ -1,7 +1,7 @@
-"""How a GPU's memory is divided: the peak of training first, and what that leaves for the KV cache.
+"""Divides a GPU's memory: the peak of training comes first, and the rest is for the KV cache.
 
-The cache is a pool of one size that stays between rollouts, so it must leave room for what appears later: the optimizer's
-moments in the first step, gradients and activations in every step, captured graphs and prefills in every rollout.
+The cache is a pool of fixed size that stays between rollouts, so it must leave room for later allocations: the optimizer's
+moments in the first step, gradients and activations in every step, CUDA graphs and prefills in every rollout.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What fragmentation and libraries take of the free memory.
+# Share of the free memory for fragmentation and libraries.
 _UNPLANNED = 0.05
-_ROW, _LEAST_TOKENS, _GIB = 1024, 1024, 2**30
+_ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes beside what is allocated once the models are loaded."""
+    """Bytes needed in addition to the loaded models."""
 
-    moments: int = 0  # states that the optimizers make in their first step, and keep
-    recomputed: int = 0  # gradients, and activations of the largest pass where layers are recomputed in backward
-    kept: int = 0  # the same where activations are kept
-    decode: int = 0  # prefills, decode steps and captured graphs, without the cache
+    moments: int = 0  # optimizer states, created in the first step
+    recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
+    kept: int = 0  # gradients and activations of the largest pass, without recomputation
+    decode: int = 0  # prefills, decode steps and CUDA graphs, without the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What a GPU's memory is used for."""
+    """A division of a GPU's memory."""
 
     recompute: bool
     cache: int  # bytes of the KV cache
-    lacking: int = 0  # bytes that training lacks even without a cache; 0 where it fits
+    lacking: int = 0  # bytes that training lacks even without a cache; 0 if it fits
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
     """Divide the bytes that are free once the models are loaded.
 
-    ``keeps_cache``: the cache stays while models train. ``recompute``: layers are recomputed; None keeps activations if
-    they fit.
+    ``keeps_cache``: the cache stays allocated during training. ``recompute``: recompute activations; None recomputes only
+    if they do not fit.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -64,9 +64,9 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Tokens of the KV cache of an engine whose models are loaded; all ranks take the same.
+    """Size of the KV cache in tokens, with the models loaded; the same on all ranks.
 
-    On a GPU this also decides whether roles recompute layers, where the configuration leaves it open.
+    On a GPU this also decides whether to recompute activations, unless the configuration does.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -76,35 +76,35 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     try:
         need = _need(config, path, roles)
     except (ArenoError, RuntimeError, TypeError, NotImplementedError) as error:
-        logger.debug("%s: the memory of training cannot be planned: %s", path, error)
+        logger.debug("%s: planning the memory of training failed: %s", path, error)
         return peers.smallest(default_kv_tokens(config.device, bytes_per_token))
     torch.cuda.empty_cache()
     recompute = True if config.offload_activations else config.activation_checkpointing
-    found = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
-    if found.lacking:
+    division = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
+    if division.lacking:
         logger.warning(
-            "training is planned to need %.1f GiB more than the GPU has free; use --adam-8bit, --offload-optimizer or a "
+            "training is expected to need %.1f GiB more than the GPU has free; use --adam-8bit, --offload-optimizer or a "
             "smaller model",
-            found.lacking / _GIB,
+            division.lacking / _GIB,
         )
     for role in roles:
-        role.activation_checkpointing = found.recompute
-    room, kept = found.cache // bytes_per_token, config.prefix_cache_tokens
-    room = room * 4 // 5 if kept is None else room - kept  # a share for kept contexts, beside it
+        role.activation_checkpointing = division.recompute
+    room, kept = division.cache // bytes_per_token, config.prefix_cache_tokens
+    room = room * 4 // 5 if kept is None else room - kept  # the rest is for the prefix cache
     tokens = peers.smallest(pool_tokens(room, config.max_running, roles[0].model.context_length))
-    how = "recomputes layers in backward" if found.recompute else "keeps all activations"
+    how = "recomputes activations" if division.recompute else "keeps all activations"
     logger.info("the KV cache has %d tokens (%.1f GiB); training %s", tokens, tokens * bytes_per_token / _GIB, how)
     return tokens
 
 
 def pool_tokens(tokens: int, running: int, context: int | None) -> int:
-    """Tokens of a cache that has room for so many: no more than all running sequences can fill."""
-    most = running * round_up(context, _ROW) if context else tokens
-    return max(min(tokens, most), _LEAST_TOKENS)
+    """Limit the size of a cache to what all running sequences can fill."""
+    limit = running * round_up(context, _ROW) if context else tokens
+    return max(min(tokens, limit), _MIN_TOKENS)
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Traced on shapes for the actor; a further model that trains is taken for one like it."""
+    """Trace the actor on shapes; other trained models are assumed to be like it."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]
@@ -126,8 +126,8 @@ def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
         ]
         recomputed, kept = (max(update.forward, update.backward) for update in passes)
         if not config.optimizer.offload:
-            made = [optimizer.held_bytes() - optimizer.held_bytes(moments=False) for optimizer in trained]
-            moments = 0 if any(optimizer.steps for optimizer in trained) else sum(made)
+            sizes = [optimizer.held_bytes() - optimizer.held_bytes(moments=False) for optimizer in trained]
+            moments = 0 if any(optimizer.steps for optimizer in trained) else sum(sizes)
     generated = shape.rollout(config.max_running, 1, _ROW, _ROW + 1, None) if actor.kind == "policy" else None
-    # Once for a prefill or an eager step, and once for what graphs hold, which share the memory of the largest.
+    # Once for a prefill or an eager step, and once for the CUDA graphs, which share one memory pool.
     return Need(moments, recomputed, kept, 0 if generated is None else 2 * generated.beside)

@@ -1,4 +1,4 @@
-"""Trains in a layout for a few steps, to see how long they take and what a rank holds: ``areno plan --fit --try``."""
+"""Measures time and memory of a few training steps in a layout, for ``areno plan --fit --try``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.loss_fns import sft_loss_fn
 from areno.types import TrainSequence
 
-_LONGEST = 2048  # tokens of a row; a microbatch of more has several
+_LONGEST = 2048  # maximum tokens of a row
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """What is trained: rows of equal length, of which the second half is answer. ``meter`` counts bytes, of each step."""
+    """Settings: rows of equal length whose second half is the response. ``meter`` returns a byte counter, read per step."""
 
     path: str
-    tokens: int  # of a microbatch
-    microbatches: int  # of a step, of all replicas
+    tokens: int  # per microbatch
+    microbatches: int  # per step, over all replicas
     device: torch.device
     dtype: torch.dtype
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    steps: int = 2  # after the first, which is not measured
+    steps: int = 2  # measured, after a warm-up step
     longest: int = _LONGEST
     meter: Callable[[], int] = lambda: 0
 
@@ -50,34 +50,34 @@ class LayoutTrial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians of the steps, and the peak of the fullest rank."""
+    """Medians over the steps, and the peak of the fullest rank."""
 
     seconds: float
     counted: int  # by the meter
     held: int  # bytes
 
 
-def measure_layout(layout: Layout, wanted: LayoutTrial) -> Measured:
-    """Train in a layout, in processes of its own; see :class:`EngineGroup` for errors."""
+def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
+    """Train in a layout in separate processes; see :class:`EngineGroup` for errors."""
     config = EngineConfig(
-        device=wanted.device,
-        dtype=wanted.dtype,
-        optimizer=wanted.optimizer,
+        device=trial_run.device,
+        dtype=trial_run.dtype,
+        optimizer=trial_run.optimizer,
         activation_checkpointing=True,
         kv_cache_tokens=1024,
         decode="eager",
     )
-    group = EngineGroup(wanted.path, config, layout)
+    group = EngineGroup(trial_run.path, config, layout)
     try:
-        rows = wanted.rows(group.vocab_size)
-        group.train(rows, sft_loss_fn, wanted.rows_per_pass)
+        rows = trial_run.rows(group.vocab_size)
+        group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
         group.each_rank(trial.begin)
         seconds, counted = [], []
-        for _ in range(wanted.steps):
-            before, began = wanted.meter(), time.perf_counter()
-            group.train(rows, sft_loss_fn, wanted.rows_per_pass)
+        for _ in range(trial_run.steps):
+            before, began = trial_run.meter(), time.perf_counter()
+            group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
             seconds.append(time.perf_counter() - began)
-            counted.append(wanted.meter() - before)
+            counted.append(trial_run.meter() - before)
         return Measured(median(seconds), int(median(counted)), max(group.each_rank(trial.peak)))
     finally:
         group.close()

@@ -1,6 +1,6 @@
-"""What a training layout asks of each rank: bytes held and bytes sent in a step, from the sizes of a model.
+"""Estimates the bytes that each rank of a training layout holds and sends per step, from the sizes of a model.
 
-These are sums that can be written down; :mod:`areno.engine.plan.account` plans a run of whole models exactly. The terms are
+These are closed-form estimates; :mod:`areno.engine.plan.account` plans runs without sharding exactly. The terms are
 explained in ``docs/layouts.md``.
 """
 
@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areno.engine.parallel.layout import Layout
 
-MASTER = 4  # bytes of a master weight, of a summed gradient, and of each moment in fp32
-# Layers that FSDP has together at once: the one that is computed, and the next one, which is on its way.
-_TOGETHER = 2
+MASTER = 4  # bytes of a master weight, of an accumulated gradient, and of each fp32 moment
+# Layers that FSDP has gathered at once: the current one, and the next one being prefetched.
+_GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Numbers of weights, and widths."""
+    """Parameter counts and dimensions of a model."""
 
     layers: int
     layer: int  # weights of a layer, without its experts
@@ -39,18 +39,18 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of parameters."""
         return self.layers * (self.layer + self.experts) + self.root
 
     @property
     def active(self) -> int:
-        """Weights that a token is multiplied with."""
+        """Number of active parameters per token."""
         share = self.per_token / self.experts_of_layer if self.per_token else 1
         return int(self.layers * (self.layer + share * self.experts)) + self.root
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelSizes:
-        """From a configuration; the model is made without memory."""
+        """The sizes of a configuration, from a model on the meta device."""
         with torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config)
         text: Any = config.get_text_config()
@@ -78,33 +78,33 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a model is trained: ``tokens`` of a microbatch of one replica, and so many of these in an optimizer step."""
+    """Training settings of one replica."""
 
-    tokens: int
-    microbatches: int = 1
-    compute: int = 2  # bytes of a number in forward and backward passes
-    moments: int = 2 * MASTER  # bytes of both moments of a weight
+    tokens: int  # per microbatch
+    microbatches: int = 1  # per optimizer step
+    compute: int = 2  # bytes per element in forward and backward passes
+    moments: int = 2 * MASTER  # bytes of both moments per weight
     recomputes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What the rank that holds most holds, by purpose."""
+    """Memory of the fullest rank by purpose, in bytes."""
 
-    weights: int  # with master weights
+    weights: int  # including master weights
     moments: int
     gradients: int
-    gathered: int  # weights and gradients that are whole for the time that something is computed with them
+    gathered: int  # weights and gradients that are temporarily unsharded
     activations: int
 
     @property
     def total(self) -> int:
-        """All at once."""
+        """The sum."""
         return self.weights + self.moments + self.gradients + self.gathered + self.activations
 
 
 def rank_bytes(model: ModelSizes, layout: Layout, training: Training) -> RankBytes:
-    """Bytes of the rank that holds most, at the peak of a step."""
+    """Memory of the fullest rank at the peak of a step."""
     return max((_of_stage(model, layout, training, stage) for stage in range(layout.pp_size)), key=lambda b: b.total)
 
 
@@ -123,20 +123,20 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
         weights, gradients, gathered = b * own + masters, MASTER * own, 0
         moments = kept * own // layout.dp_size
     else:
-        # Experts are divided among ep_size ranks, and sharded across the rest: as many bytes on each as without.
+        # Experts are divided among ep_size ranks and sharded across the rest: the bytes per rank stay the same.
         own = (dense + experts) // (t * layout.shards)
         weights, gradients, moments = MASTER * own, MASTER * own, kept * own
         layer = (model.layer + model.experts // layout.ep_size) // t
-        # Weights, and in backward what is sent of their gradients beside them; the root's stay for the whole pass.
-        gathered = _TOGETHER * layer * (b + MASTER) + (root // t) * (b + MASTER)
+        # Weights, and in backward their unreduced gradients; the root stays gathered for the whole pass.
+        gathered = _GATHERED_LAYERS * layer * (b + MASTER) + (root // t) * (b + MASTER)
     activations = _activations(model, layout, training, stage, layers)
-    if layout.fsdp and training.microbatches == 1:  # gradients are shared out as activations go
+    if layout.fsdp and training.microbatches == 1:  # gradients are reduce-scattered while activations are freed
         gradients = max(gradients - gathered - activations, 0)
     return RankBytes(weights, moments, gradients, gathered, activations)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Inputs of layers that wait for their backward pass, what one layer holds meanwhile, and logits."""
+    """Bytes of saved layer inputs, of the activations inside one layer, and of logits."""
     tokens, b = -(-training.tokens // layout.cp_size), training.compute
     kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
     inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
@@ -147,9 +147,9 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Most forward passes of runs of layers that wait for their backward passes on a stage.
+    """Maximum number of in-flight forward passes of a stage, counted per chunk of layers.
 
-    Those of :func:`areno.engine.parallel.schedule.make_schedule`.
+    As in :func:`areno.engine.parallel.schedule.make_schedule`.
     """
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
@@ -157,47 +157,47 @@ def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
 
 
 def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
-    """Bytes that a rank sends in an optimizer step, by axis; of the replicas' weights and gradients under ``data``."""
+    """Bytes that a rank sends per optimizer step, by axis; ``data`` is for weights and gradients."""
     tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
     layers, t = model.layers // layout.pp_size, layout.tp_size
-    again = 1 if training.recomputes else 0  # forward passes are made twice
+    again = 1 if training.recomputes else 0  # recomputation repeats the forward pass
     experts = layers * model.experts // (t * layout.ep_size)
     dense, root = layers * model.layer // t, model.root // (layout.pp_size * t)
-    found: dict[str, float] = {}
+    sent: dict[str, float] = {}
     if layout.fsdp:
         gathers = 2 if layout.reshards else 1
         rest, of_experts = _rest(layout.shards), _rest(layout.shards // layout.ep_size)
-        found["data"] = passes * (dense * (gathers * b + MASTER) + root * (b + MASTER)) * rest
-        found["data"] += passes * experts * (gathers * b + MASTER) * of_experts
+        sent["data"] = passes * (dense * (gathers * b + MASTER) + root * (b + MASTER)) * rest
+        sent["data"] += passes * experts * (gathers * b + MASTER) * of_experts
     else:
-        found["data"] = (MASTER + b) * (dense + experts + root) * _rest(layout.dp_size)
-    # A sum over t ranks sends twice (t - 1) / t of it: two of a layer forward, and two backward.
-    found["tensor"] = passes * layers * (4 + 2 * again) * tokens * model.hidden * b * 2 * _rest(t)
+        sent["data"] = (MASTER + b) * (dense + experts + root) * _rest(layout.dp_size)
+    # An all-reduce over t ranks sends 2 (t - 1) / t of its size; a layer has two in forward and two in backward.
+    sent["tensor"] = passes * layers * (4 + 2 * again) * tokens * model.hidden * b * 2 * _rest(t)
     attention = 2 * model.queries + 2 * max(model.keys, layout.cp_size * model.keys // model.queries)
-    found["context"] = passes * layers * (2 + again) * tokens * attention // t * b * _rest(layout.cp_size)
-    found["pipeline"] = passes * 2 * layout.pp_chunks * tokens * model.hidden * b * _rest(layout.pp_size)
-    if model.tied and layout.pp_size > 1:  # both ends have the embedding, and add its gradient up
-        found["pipeline"] += (
+    sent["context"] = passes * layers * (2 + again) * tokens * attention // t * b * _rest(layout.cp_size)
+    sent["pipeline"] = passes * 2 * layout.pp_chunks * tokens * model.hidden * b * _rest(layout.pp_size)
+    if model.tied and layout.pp_size > 1:  # both ends hold the embedding and all-reduce its gradient
+        sent["pipeline"] += (
             2 * MASTER * model.vocab * model.hidden // (t * layout.pp_size * (layout.shards if layout.fsdp else 1))
         )
-    found["experts"] = (
+    sent["experts"] = (
         passes * layers * (4 + 2 * again) * tokens * model.per_token * model.hidden * b * _rest(layout.ep_size)
     )
-    return {axis: int(count) for axis, count in found.items() if count}
+    return {axis: int(count) for axis, count in sent.items() if count}
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What a device does in a second, roughly."""
+    """Approximate performance of a device, per second."""
 
     operations: float = 4e14
-    node: float = 2e11  # bytes to other devices of the node
-    network: float = 2e10  # bytes to devices of other nodes
+    node: float = 2e11  # bytes within the node
+    network: float = 2e10  # bytes to other nodes
     per_node: int = 8
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """About how long a step takes, to compare layouts by: sums over t, c and e are waited for, others only beyond computing."""
+    """Estimate the duration of a step: tensor, context and expert communication is exposed, the rest overlaps with compute."""
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -211,18 +211,18 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """Share of something that is with the other ranks."""
+    """The share held by the other ranks."""
     return (size - 1) / size
 
 
 def idle_share(layout: Layout, microbatches: int) -> float:
-    """Share of a step in which a stage waits for others."""
+    """The pipeline bubble, as a share of a step."""
     waits = (layout.pp_size - 1) / layout.pp_chunks
     return waits / (microbatches + waits)
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Layouts for so many devices, the one that sends least first: whole replicas, sharded ones, then cut layers and stages."""
+    """Layouts for a number of devices, least communication first: replicas, FSDP, then tensor and pipeline parallelism."""
     yield Layout(devices)
     for tensor in _powers(min(devices, per_node, model.keys)):
         for stages in _powers(min(devices // tensor, model.layers)):

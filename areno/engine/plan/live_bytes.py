@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that are alive while a piece of code runs, with or without memory behind them."""
+"""Counts the bytes of live tensors while a block runs, for real and fake tensors."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
@@ -13,10 +13,10 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """The product of a mixture's experts: on fake tensors PyTorch knows its shape in bf16 only."""
+    """Grouped matrix product of experts; PyTorch supports fake tensors in bf16 only."""
     first, second, *rest = args
-    made: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
-    return made.to(first.dtype)
+    product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
+    return product.to(first.dtype)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -29,50 +29,50 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside the block, every storage that an operation makes counts from its birth to its death.
+    """Counts every storage created inside the block while it is alive.
 
-    Fake tensors count what they would take. What was there before does not count. ``peak`` is of the block, or since
+    Fake tensors count as if they were real. Existing tensors are not counted. ``peak`` is that of the block, or since
     :meth:`restart`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors from before the block, whose views and in-place results are nothing new."""
+        """Exclude existing tensors, with their views and in-place results."""
         for tensor in tensors:
-            self._known[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+            self._storages[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 
     def restart(self) -> None:
-        """Begin a new peak with what is alive."""
+        """Reset the peak to the current size."""
         self.peak = self.now
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it made."""
-        if func is _DEVICE:  # asked for more often than all else together, and makes nothing
+        """Run an operation, and count the storages that it creates."""
+        if func is _DEVICE:  # by far the most frequent operation; creates nothing
             return func(*args)
-        given = {id(x.untyped_storage()) for x in _tensors((args, (kwargs or {}).values()))}
+        inputs = {id(x.untyped_storage()) for x in _tensors((args, (kwargs or {}).values()))}
         result = _grouped(args, kwargs) if func is _GROUPED else func(*args, **(kwargs or {}))
-        for made in _tensors((result,)):
-            if id(made.untyped_storage()) not in given:
-                self._count(made.untyped_storage())
+        for output in _tensors((result,)):
+            if id(output.untyped_storage()) not in inputs:
+                self._count(output.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        known = self._known.get(key)
-        if known is not None and known() is storage:
+        reference = self._storages.get(key)
+        if reference is not None and reference() is storage:
             return
         size = storage.nbytes()
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             self.now -= size
-            self._known.pop(key, None)
+            self._storages.pop(key, None)
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._storages[key] = weakref.ref(storage, freed)
         self.now += size

@@ -1,7 +1,7 @@
-"""The part of a model that one rank of tensor parallelism holds, as a shape: tensors cut as ``transformers``' plan cuts them.
+"""The tensor-parallel shard of a model on one rank, as shapes, split according to ``transformers``' tensor-parallel plan.
 
-The model's own code then runs over that part: heads, the cache's heads and the middle of an MLP follow from the weights. What
-ranks say to each other has the size of what they computed, and needs no place here, but for outputs that are put together.
+The model's code then runs on the shard: the numbers of heads and the MLP width follow from the weights. Collectives do not
+change sizes and need no emulation, except for outputs that are gathered.
 """
 
 from typing import Any
@@ -14,19 +14,19 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace the tensors that a plan cuts by such of the shape of a part; what is shared stays shared."""
+    """Replace the tensors that the plan splits by tensors of the shard's shape; shared tensors stay shared."""
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
-    made: dict[int, nn.Parameter] = {}
+    shards: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():
         parts = tuple(part for part in name.split(".") if part != "base_layer")
         style = _style(plan, parts)
         for own, tensor in list(child._parameters.items()):
             if tensor is None:
                 continue
-            if id(tensor) not in made:
-                dim = _cut_dim(plan, parts, own, tensor.ndim)
-                made[id(tensor)] = tensor if dim is None else _part(tensor, dim, tp_size)
-            child._parameters[own] = made[id(tensor)]
+            if id(tensor) not in shards:
+                dim = _split_dim(plan, parts, own, tensor.ndim)
+                shards[id(tensor)] = tensor if dim is None else _part(tensor, dim, tp_size)
+            child._parameters[own] = shards[id(tensor)]
         if style in _GATHERED and parts[-1] != "lm_head":
             child.register_forward_hook(lambda _m, _args, output: torch.cat([output] * tp_size, -1))
         elif style in _SPLIT:
@@ -34,19 +34,19 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Logits [N, V] where each rank has computed some columns of them: a sampler sees all, a loss needs but its own."""
+    """The full logits [N, V] for a sampler, if each rank has computed only some columns."""
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 
 def _style(plan: dict[tuple[str, ...], str], parts: tuple[str, ...]) -> str:
-    for wanted, style in plan.items():
-        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True)):
+    for pattern, style in plan.items():
+        if len(pattern) == len(parts) and all(w in ("*", p) for w, p in zip(pattern, parts, strict=True)):
             return style
     return ""
 
 
-def _cut_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
-    """The dimension of a tensor that the ranks share; None for one that each holds whole."""
+def _split_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
+    """The dimension along which a tensor is split; None if it is replicated."""
     side = next((part for part in parts if part in ("lora_A", "lora_B")), "")
     owner = parts[: parts.index(side)] if side else parts
     style = _style(plan, (*owner, own)) or _style(plan, owner)

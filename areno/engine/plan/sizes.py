@@ -1,4 +1,4 @@
-"""The sizes of a run that decide its memory: roles, row lengths, microbatches."""
+"""The sizes of a run that determine its memory: roles, row lengths, microbatches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -21,25 +21,25 @@ from areno.engine.train.step import most_tokens
 from areno.loss_fns.pack import declares_reduction, reads_entropy
 from areno.types import tightest
 
-# One for all plans: options with peers of their own are unlike all others, and no shape would be known again.
+# Shared by all plans, so that equal options compare equal and shapes are cached.
 _PEERS = Peers()
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRole:
-    """A model that a run holds beside its actor."""
+    """A model that a run loads besides its actor."""
 
     name: str
     path: str
     kind: ModelKind
     option: str
     optimizer: OptimizerConfig | None = None
-    only_scores: bool = False  # it is in memory only while it scores, before the first step
+    only_scores: bool = False  # loaded only while it scores, before the first step
 
 
 @dataclass(kw_only=True)
 class Sizes(ABC):
-    """What decides the memory of a run, from whatever front end."""
+    """The sizes of a run, independent of the front end."""
 
     path: str
     option: str
@@ -52,7 +52,7 @@ class Sizes(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it will run."""
+        """The device of the run."""
         return self.config.device
 
     @property
@@ -62,7 +62,7 @@ class Sizes(ABC):
 
     @property
     def running(self) -> int:
-        """Most sequences at once on one replica."""
+        """Maximum concurrent sequences per replica."""
         return self.config.max_running
 
     @property
@@ -72,16 +72,16 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Ranks that share one memory: all of them on a CPU, where a GPU has one."""
+        """Ranks that share one memory: all of them on a CPU, one on a GPU."""
         return self.layout.world_size * self.config.neighbours if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """How a checkpoint that ``option`` names becomes a shape."""
+        """Options to load the checkpoint of ``option`` as a shape."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
     def roles(self) -> list[HeldRole]:
-        """Models beside the actor."""
+        """Models besides the actor."""
 
     @abstractmethod
     def longest_row(self, context: int | None) -> int:
@@ -89,22 +89,22 @@ class Sizes(ABC):
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has.
+        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step of longest rows.
 
-        ``role`` is trained; empty is the actor.
+        ``role`` is the trained role; empty is the actor.
         """
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Tokens of rows that are trained on: all but a prompt of at least one token."""
+        """Trained tokens of each row: all except a prompt of at least one token."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
-        """Tokens of each row of a role's largest scoring pass."""
+        """Row lengths of a role's largest scoring pass."""
 
 
 class RunSizes(Sizes):
-    """Those of ``areno train``."""
+    """The sizes of an ``areno train`` run."""
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
         run = self.options = options
@@ -140,7 +140,7 @@ class RunSizes(Sizes):
         )
 
     def roles(self) -> list[HeldRole]:
-        """Models beside the actor."""
+        """Models besides the actor."""
         run = self.options
         ckpt, ref = str(run.ckpt), str(run.ref_ckpt or run.ckpt)
         held = []
@@ -149,7 +149,7 @@ class RunSizes(Sizes):
         if self.spec.name == "ppo":
             critic = str(run.critic_ckpt or ckpt)
             held.append(HeldRole("critic", critic, "value", "--critic-ckpt", self.config.optimizer))
-        own = run.uses_lora and ref == ckpt  # with its adapter off, the actor is its own reference
+        own = run.uses_lora and ref == ckpt  # with its adapter disabled, the actor is its own reference
         if self.spec.requires_rollout and run.takes_reference(self.spec.name == "ppo") and not own:
             held.append(HeldRole("ref", ref, "policy", "--ref-ckpt"))
         if run.reward_ckpt is not None:
@@ -181,7 +181,7 @@ class RunSizes(Sizes):
         most, at_once = max(most, together * longest), min(self.options.mini_bs, rows)
         group = self.n_samples if self.generates else together
         shared = max(min(self.prompt, longest - 2), 0) if self.options.tree_training and group > 1 else 0
-        # A pass that tokens bound has more answers where prompts count once; one that rows bound may be of prompts apart.
+        # Shared prompts allow more responses in a token-bound pass; a row-bound pass may have separate prompts.
         lengths = max(fill(longest, at_once, most, shared, group), fill(longest, at_once, most), key=sum)
         full = sum(length in (longest, longest - shared) for length in lengths) // together * together
         return lengths, -(-rows // max(full, together))
@@ -198,7 +198,7 @@ class RunSizes(Sizes):
 
 
 def _adapter(run: TrainOptions) -> AdapterOptions | None:
-    """What is trained in place of the weights."""
+    """The adapter that is trained instead of the weights, if any."""
     if not run.uses_lora:
         return None
     rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))
@@ -206,9 +206,9 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
-    """As many longest rows as fit, and a shorter one for what is left.
+    """Fill a pass with longest rows, and a shorter one for the rest; return the row lengths.
 
-    ``shared``: first tokens of each ``group`` of rows that are computed, and counted, with its first row alone.
+    ``shared``: length of the prefix that is computed, and counted, once per ``group`` of rows.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

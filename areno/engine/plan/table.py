@@ -1,4 +1,4 @@
-"""A memory plan as text and as data."""
+"""Formats a memory plan as text and as data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ _MIB = 2**20
 
 
 _TITLES = {
-    "process": "the process itself",
+    "process": "process",
     "weights": "weights",
-    "roles": "further models",
+    "roles": "other models",
     "optimizer": "optimizer states",
     "gradients": "gradients",
     "kv_cache": "KV cache",
@@ -22,18 +22,18 @@ _TITLES = {
 
 
 def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
-    """Lay the plan of a run out: bytes by phase and purpose, whether it fits, and what to change."""
+    """Format the plan of a run: memory by phase and purpose, whether it fits, and what to change."""
     change = [] if plan.fits else advise(options, plan)
-    where = f" (in the phase {plan.peak.name})"
+    where = f" (in phase {plan.peak.name})"
     return "\n".join([*plan_table(plan), verdict(plan.needed, plan.available, change, largest_remedy(plan), where)])
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
-    """Bytes by phase and purpose, as lines."""
-    trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M of them trained"
+    """The lines of the table of memory by phase and purpose."""
+    trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
-    each = f" on one of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
-    lines = [f"Memory plan in MiB ({size}); each column is the peak of a phase{each}"]
+    each = f", per rank of {plan.layout.world_size}" if plan.layout.world_size > 1 else ""
+    lines = [f"Memory plan in MiB ({size}); columns are the peaks of the phases{each}"]
     lines.append(f"  {'':<20}" + "".join(f"{phase.name:>12}" for phase in plan.phases))
     for part in PARTS:
         figures = [phase.parts[part] for phase in plan.phases]
@@ -54,32 +54,32 @@ def _notes(plan: MemoryPlan) -> list[str]:
     replicas, parts = plan.layout.dp_size, plan.layout.tp_size
     if plan.layout.world_size > 1:
         copies = f"{replicas} replicas" if replicas > 1 else "one model"
-        spread = f", each spread over {parts} ranks" if parts > 1 else ""
-        memories = "all share the memory of this machine" if plan.sharing > 1 else "each has a device of its own"
-        lines.append(f"  Ranks: {copies}{spread}; {memories}.")
+        split = f", each split across {parts} ranks" if parts > 1 else ""
+        memories = "all share the memory of this machine" if plan.sharing > 1 else "one device per rank"
+        lines.append(f"  Ranks: {copies}{split}; {memories}.")
     if plan.logits:
-        lines.append(f"  Logits in chunks of {plan.logits / _MIB:,.1f} MiB at most, part of the activations.")
+        lines.append(f"  Logits in chunks of at most {plan.logits / _MIB:,.1f} MiB, part of the activations.")
     if plan.cache_wanted:
         note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if replicas > 1 else ''}"
         if plan.cache_tokens < plan.cache_wanted:
-            note += f", less than the {plan.cache_wanted:,} of the worst case; sequences will take turns"
+            note += f", less than the worst case of {plan.cache_wanted:,}; some sequences will wait"
         lines.append(f"{note}.")
     if plan.host:
-        lines.append(f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of what is offloaded.")
+        lines.append(f"  Host memory holds {plan.host / _MIB:,.1f} MiB of offloaded data.")
     return lines
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """Whether a run fits that needs so many bytes at most; if not, what to ``change``, or the ``remedy`` without any."""
-    figures = f"{needed / _MIB:,.1f} MiB at most{where}, {available / _MIB:,.1f} MiB free now"
+    """Say whether a run fits; if not, what to ``change``, or the ``remedy`` if nothing helps."""
+    figures = f"{needed / _MIB:,.1f} MiB peak{where}, {available / _MIB:,.1f} MiB free now"
     if needed <= available:
         return f"Fits: yes. {figures}."
-    advice = f"It would with {' '.join(change)}" if change else remedy.removesuffix(".")
+    advice = f"It fits with {' '.join(change)}" if change else remedy.removesuffix(".")
     return f"Fits: no. {figures}. {advice}."
 
 
 def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """The plan of a run as plain data, with what to change."""
+    """The plan of a run as plain data, including the advice."""
     return plan_numbers(plan) | {"change": [] if plan.fits else advise(options, plan)}
 
 

@@ -1,8 +1,7 @@
-"""What the engine's own code allocates, found by running it on fake tensors: shapes without memory behind them.
+"""Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
 
-Nothing is estimated layer by layer. The model that a run would load is built as a shape, the training step and the
-rollout run over it as they would over real tokens, and every byte that is alive is counted; so the plan follows the
-engine, whatever changes there. What happens inside one operation of PyTorch (scratch of a matrix product) is not seen.
+Nothing is estimated per layer: the model is built as shapes, the training step and the rollout run on it, and all live
+bytes are counted. So the plan follows any change of the engine. Scratch memory inside a PyTorch operation is not seen.
 """
 
 from __future__ import annotations
@@ -46,57 +45,57 @@ from areno.types import SamplingParams
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# A weight in 4 bits, with its share of the scales.
+# Bytes of a 4-bit weight, including its share of the scales.
 _NF4_BYTES = 0.52
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Bytes of one optimizer step of a role, over its weights and optimizer state."""
+    """Bytes of one optimizer step of a role, in addition to its weights and optimizer state."""
 
-    forward: int  # most that a forward pass holds, with the gradients of earlier microbatches
-    carried: int  # these gradients; 0 where a step is one microbatch
-    backward: int  # most that a backward pass holds, gradients included
+    forward: int  # peak of a forward pass, including gradients of earlier microbatches
+    carried: int  # gradients of earlier microbatches; 0 with a single microbatch
+    backward: int  # peak of a backward pass, including gradients
     gradients: int  # all gradients
-    state: int  # moments and master weights, whether there yet or not
-    masters: int  # those of the state that are there before the first step
-    step: int  # what a step takes besides
-    elsewhere: int = 0  # layer inputs that wait beside the device
-    host: int = 0  # states and gradients that are kept beside the device, and count in no other number
-    kept: int = 0  # gradients whose memory stays between steps
-    common: int = 0  # weights that are in memory once for all replicas
+    state: int  # moments and master weights, even if not allocated yet
+    masters: int  # the part of the state allocated before the first step
+    step: int  # temporary memory of the optimizer step
+    elsewhere: int = 0  # layer inputs offloaded to the host
+    host: int = 0  # states and gradients offloaded to the host; included in no other number
+    kept: int = 0  # gradients that stay allocated between steps
+    common: int = 0  # weights in memory shared by all replicas
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBytes:
-    """Bytes of a rollout, over the weights."""
+    """Bytes of a rollout, in addition to the weights."""
 
-    peak: int  # most that it holds
-    cache: int  # what its KV cache has grown to at the end
-    per_token: int  # a cached token
-    beside: int  # most that a prefill or a decode step holds beside the cache
+    peak: int
+    cache: int  # final size of the KV cache
+    per_token: int  # of a cached token
+    beside: int  # peak of a prefill or a decode step, without the cache
 
 
 def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
-    """What was traced before is known: searches ask for the same again and again."""
+    """Cache the results of a trace, because searches repeat the same ones."""
 
     @functools.wraps(trace)
-    def known(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
+    def cached(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
         key = (trace.__name__, repr(arguments), repr(options))
         if key not in shape.traced:
             shape.traced[key] = trace(shape, *arguments, **options)
-        found: T = shape.traced[key]
-        return found
+        result: T = shape.traced[key]
+        return result
 
-    return known
+    return cached
 
 
 class ShapeOf:
-    """The model of a checkpoint as a shape, one rank's part where the layout has several.
+    """The model of a checkpoint as shapes: one rank's shard in a layout with several.
 
     Raises:
-        UsageError: its configuration cannot be read, or it cannot be spread like this; from
-            the methods: it computes with the values of tensors.
+        UsageError: the configuration cannot be read, or the layout is not supported; from the methods: the model's code
+            depends on tensor values.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class ShapeOf:
         self.layout = layout or Layout()
         self._path = path
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # peft moves what it adds to a layer's device, which tensors of the mode do not let it do: it adds before.
+        # peft moves adapters to their layer's device, which fails on fake tensors: add them on the meta device.
         with self._mode if adapter is None else torch.device("meta"):
             self.model: PackedModel = load_shape(path, options, classifier=kind != "policy")
             self.parameters = sum(p.numel() for p in self.model.module.parameters())
@@ -126,7 +125,7 @@ class ShapeOf:
                 head_plan = getattr(self.model.module, "_tp_plan", None) or {}
                 distributed_config(
                     self.model.config, head_plan, self.layout, options.option, path
-                )  # says what cannot be
+                )  # raises for an unsupported layout
                 keep_one_part(self.model.module, self.layout.tp_size)
         tensors = list(self.model.module.parameters())
         own, four_bit = self.model.adapter, adapter is not None and adapter.load_in_4bit
@@ -138,7 +137,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Bytes that the linear layers' frozen weights, but the output layer's, do not take in 4 bits."""
+        """Bytes saved by storing frozen linear weights, except the output layer's, in 4 bits."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
@@ -148,7 +147,7 @@ class ShapeOf:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the checkpoint's weights on disk, of all ranks; 0 where they are not in a folder."""
+        """Size of the checkpoint's weight files; 0 if they are not in a local folder."""
         return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
@@ -160,8 +159,8 @@ class ShapeOf:
         except RuntimeError as error:
             kind = type(self.model.module).__name__
             raise UsageError(
-                f"{self._path}: {kind} looks at values where only shapes are known, so its memory cannot be planned; the "
-                f"run itself may work ({str(error).splitlines()[0][:200]})"
+                f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run itself "
+                f"may work ({str(error).splitlines()[0][:200]})"
             ) from error
 
     @_once
@@ -177,17 +176,17 @@ class ShapeOf:
         entropy: bool = False,
         offloading: bool = False,
     ) -> UpdateBytes:
-        """Gradients of a step of equal microbatches.
+        """Trace a step of equal microbatches.
 
         Args:
             lengths: tokens of each row of a microbatch.
-            scored: how many of them are trained on.
+            scored: trained tokens of each row.
             config: of the optimizer.
-            several: there is more than one microbatch; the second meets the gradients of the first.
-            checkpointing: recompute layers in backward.
-            device: where the run will be.
-            entropy: the loss reads the entropy of the policy.
-            offloading: inputs of recomputed layers wait beside the device.
+            several: there is more than one microbatch, so that later ones accumulate gradients.
+            checkpointing: recompute activations.
+            device: of the run.
+            entropy: the loss reads the policy's entropy.
+            offloading: offload the inputs of recomputed layers.
         """
         parameters = self.model.parameters()
         with self._mode:
@@ -197,7 +196,7 @@ class ShapeOf:
         step.set_training(True)
         elsewhere: list[int] = []
         if offloading:
-            recompute_layers(self.model.module, True, functools.partial(_Elsewhere, elsewhere))
+            recompute_layers(self.model.module, True, functools.partial(_OffloadedTensors, elsewhere))
         forward = backward = 0
         with self._counting() as live:
             for _ in range(2 if several else 1):
@@ -215,7 +214,7 @@ class ShapeOf:
         if isinstance(self.model, CausalLM):
             self.model.computes_on = None
         for _, p in parameters:
-            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of deleted master weights
         masters = optimizer.held_bytes(moments=False)
         shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.channels
         common = shared and self.layout.tp_size == 1
@@ -236,14 +235,14 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerConfig) -> Optimizer:
-        """That of a run, with peers that say nothing; here all memory is one, so nothing of it is offloaded."""
+        """The optimizer of a run, with stub peers and without offloading."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
-        return ShardedAdamW(parameters, config, Peers(self.layout, data=_Silent(self.layout.dp_size)))
+        return ShardedAdamW(parameters, config, Peers(self.layout, data=_StubChannel(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
-        """What a loss gets for rows whose last tokens are trained on."""
+        """The model's output for the loss, for rows whose last tokens are trained."""
         plan = PackedPlan(lengths)
         hidden = self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
         if self.kind == "reward":
@@ -258,19 +257,19 @@ class ShapeOf:
 
     @_once
     def score(self, lengths: Sequence[int]) -> int:
-        """Most bytes that a scoring pass over rows holds."""
+        """Peak bytes of a scoring pass."""
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak
 
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        """Generate ``running`` sequences in the slot cache, from prompts of equal length to the longest answer.
+        """Trace generating ``running`` sequences in the slot cache, from prompts of equal length to the maximum length.
 
-        ``budget``: cells of the cache in use at once; None is no limit.
+        ``budget``: maximum tokens in the cache; None is unlimited.
         """
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
-        # Of the sequences that the budget lets run, at least one always does.
+        # The budget always allows at least one sequence.
         grown = tuple(
             (columns, running if budget is None else min(running, max(budget // columns, 1))) for columns in widths
         )
@@ -278,12 +277,12 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """``grown``: columns of the cache, and the sequences that run in it, each time it grows."""
+        """``grown``: columns of the cache and running sequences, each time the cache grows."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]
             at_once = min(max(IDLE_PREFILL // prompt, 1) * n_samples, rows)
-            for held in sorted({at_once, rows}):  # the first prefill, and the last over what the others have left
+            for held in sorted({at_once, rows}):  # the first and the last prefill
                 beside = max(beside, self._prefill(live, cache, held, at_once, n_samples, prompt))
             for columns, rows in grown[1:]:
                 cache.reserve(rows, columns)
@@ -295,7 +294,7 @@ class ShapeOf:
 
     @_once
     def bytes_per_token(self, prompt: int) -> int:
-        """Bytes of a cached token of one sequence, whose prompt has so many."""
+        """Bytes per cached token of a sequence with a prompt of this length."""
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
@@ -304,7 +303,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences; returns the most bytes beside the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences; return the peak bytes without the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()
@@ -327,37 +326,37 @@ class ShapeOf:
         _sample(all_logits(logits, self.model.config.get_text_config().vocab_size))
 
 
-class _Silent(Channel):
-    """Stands in for other ranks where only their number matters."""
+class _StubChannel(Channel):
+    """Stub for other ranks when only their number matters."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
-class _Elsewhere(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves in the block takes no memory here; its bytes are added to ``sizes``."""
+class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Releases the tensors that autograd saves in the block, and appends their bytes to ``sizes``."""
 
     def __init__(self, sizes: list[int]) -> None:
-        def keep(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
             sizes.append(tensor.numel() * tensor.element_size())
             return tensor.shape, tensor.dtype
 
-        super().__init__(keep, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+        super().__init__(pack, lambda packed: torch.empty(packed[0], dtype=packed[1]))
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:
-    """Replace all tensors of a module by such of the mode that is on; what is shared stays shared."""
-    made: dict[int, Tensor] = {}
+    """Replace all tensors of a module by tensors of the active mode; shared tensors stay shared."""
+    replaced: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
         for name, tensor in [entry for table in tables for entry in table.items()]:
-            if tensor is not None and id(tensor) not in made:
+            if tensor is not None and id(tensor) not in replaced:
                 blank = torch.empty(tensor.shape, dtype=tensor.dtype)
                 trained = isinstance(tensor, torch.nn.Parameter)
-                made[id(tensor)] = torch.nn.Parameter(blank, tensor.requires_grad) if trained else blank
+                replaced[id(tensor)] = torch.nn.Parameter(blank, tensor.requires_grad) if trained else blank
             for table in tables:
                 if tensor is not None and table.get(name) is tensor:
-                    table[name] = made[id(tensor)]
+                    table[name] = replaced[id(tensor)]
 
 
 def _per_token(cache: SlotCache) -> int:

@@ -1,4 +1,4 @@
-"""What each rank does when sizes are tried out, or phases measured; called by :meth:`Engine.each_rank`."""
+"""Functions that each rank runs to try sizes or measure phases; called by :meth:`Engine.each_rank`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,37 +14,37 @@ from areno.types import TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank holds before anything is tried."""
+class RankMemory:
+    """Memory of a rank before the trials, in bytes."""
 
-    held: int  # bytes, with the states of the optimizer
+    held: int  # including optimizer states
     available: int
     states: int
 
 
-def prepare(engine: Engine, keep_rollout_state: bool) -> Held:
-    """Allocate what the first step would, and look at the memory."""
+def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
+    """Allocate the optimizer states, and measure the memory."""
     engine.config.keep_rollout_state = keep_rollout_state
     device, optimizer = engine.config.device, engine.actor.trained_by()
     optimizer.allocate()
     return_freed_memory(device)
-    return Held(held_memory(device), available_bytes(device), optimizer.held_bytes())
+    return RankMemory(held_memory(device), available_bytes(device), optimizer.held_bytes())
 
 
 def begin(engine: Engine) -> None:
-    """Begin a new peak."""
+    """Reset the peak."""
     begin_peak(engine.config.device)
 
 
 def peak(engine: Engine) -> int:
-    """Bytes that the rank held at most since the peak began."""
+    """Peak bytes of the rank since :func:`begin`."""
     return peak_since(engine.config.device)
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute gradients of rows of this replica's own, and forget them; bytes held at most, None if memory ran out.
+    """Compute gradients of this replica's rows and discard them; return the peak bytes, None if memory ran out.
 
-    Ranks of a replica compute together, so there one that runs out cannot go on, and raises.
+    Ranks of one model cannot recover from one running out of memory, so with tensor parallelism it raises.
     """
     begin(engine)
     try:
@@ -57,7 +57,7 @@ def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, min
 
 
 def clean(engine: Engine) -> None:
-    """Free what a try has left; generation must have ended."""
+    """Free the memory of a trial; generation must have ended."""
     engine.actor.trained_by().zero_grad()
     engine.loop.wait_idle()
     engine.loop.drop_cache()
@@ -65,17 +65,17 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Let generation go on after it has died; returns whether memory was what it lacked."""
+    """Restart generation after a failure; return whether it ran out of memory."""
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 
 
 def random_state(engine: Engine) -> dict[str, Any]:
-    """Random state of the rank."""
+    """Capture the random state of the rank."""
     return capture_rng()
 
 
 def restore_random(engine: Engine, states: Sequence[dict[str, Any]]) -> None:
-    """Put the random state of each rank back."""
+    """Restore the random state of the rank."""
     peers = engine.config.peers
     restore_rng(states[peers.rank])

@@ -40,7 +40,7 @@ from areno.experiments.trainers.experiment_report import ExperimentReporter
 from areno.experiments.trainers.row_source import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
-from areno.observability.services import RunName, Service, open_services
+from areno.observability.services import RunName, TrackingService, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
@@ -85,7 +85,7 @@ class ExperimentTrainer(TrainingLoop):
         self._closing = ExitStack()
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
-        self._services: list[Service] = []
+        self._services: list[TrackingService] = []
         try:
             self._set_environment()
             accepted = notice(config)
@@ -163,7 +163,7 @@ class ExperimentTrainer(TrainingLoop):
         if cls.needs and (problem := row_problem(cls.needs, rows[0], f"{name} {section.path}", loader)):
             raise DataError(problem)
 
-    def _open_services(self) -> list[Service]:
+    def _open_services(self) -> list[TrackingService]:
         """Open the tracking services before a model is loaded, because a login may be missing."""
         loggers = self.config.stats_logger
         return open_services(

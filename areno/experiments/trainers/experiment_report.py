@@ -73,7 +73,7 @@ class ExperimentReporter(Reporter):
     def rewind(self, state: RunState) -> None:
         """Before the first step, drop the records of an attempt without a checkpoint; later, loading the state does it."""
         if state.step == 0:
-            self._stats_logger.begin_anew()
+            self._stats_logger.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the statistics logger."""

@@ -44,7 +44,7 @@ from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
 from areno.rollouts.trajectory import Trajectory, reward_of, samples_of, train_sequences
 from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
-from areno.serving.text import TokenTexts
+from areno.serving.token_text import TokenTexts
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state

@@ -18,7 +18,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
 from areno.rollouts.conversation.continuation import Forked, ForkReason, Turn, continue_turn
 from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
-from areno.serving.recording import ChatPrompt, RecordedAnswer
+from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import encode_rendered
 
 _HASH_BITS = (1 << 63) - 1
@@ -110,7 +110,7 @@ class ConversationRecorder:
             for turn in turns[-1:] if response_id is None else turns:
                 turn.reward = reward
 
-    def keep(self, begun: Turn, answer: RecordedAnswer) -> Turn:
+    def keep(self, begun: Turn, answer: RecordedSample) -> Turn:
         """Record a complete answer."""
         turn = replace(
             begun,
@@ -159,7 +159,7 @@ class _OpenTurn:
         """Seeds of the samples."""
         return self._tape.seeds(self.prompt_tokens, samples)
 
-    def end(self, answer: RecordedAnswer) -> dict[str, Any]:
+    def end(self, answer: RecordedSample) -> dict[str, Any]:
         """Record a sample, and return its token data for the response."""
         turn = self._tape.keep(self._begun, answer)
         return {

@@ -14,9 +14,9 @@ from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.rollouts.workflows.rlvr import ExtractPrompt, answer_text, extract_prompt
-from areno.serving.recording import ChatPrompt, RecordedAnswer
+from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import RenderedPrompt, render_generation_prompt
-from areno.text.markers import warn_of_markers
+from areno.text.markers import warn_about_markers
 from areno.types import GeneratedToken
 
 TRY_AGAIN = (
@@ -65,7 +65,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """See :meth:`RolloutWorkflow.arun_episode`."""
         prompt = self._prompt_of(data)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        warn_of_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
+        warn_about_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
         tape, reward = ConversationRecorder(self.tokenizer, 0), 0.0
         for _ in range(self.max_turns):
             turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))
@@ -96,10 +96,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.reward.close()
 
 
-def _recorded(answer: ModelResponse, text: str) -> RecordedAnswer:
+def _recorded(answer: ModelResponse, text: str) -> RecordedSample:
     sampled = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
     tokens = [GeneratedToken(token, logprob, [], version, None) for token, logprob, version in sampled]
-    return RecordedAnswer(
+    return RecordedSample(
         message={"role": "assistant", "content": text},
         tokens=[*tokens[:-1], *(replace(last, routed_experts=answer.routed_experts) for last in tokens[-1:])],
         finish="length" if answer.stop_reason == "length" else "stop",

@@ -16,8 +16,8 @@ import cloudpickle
 
 from areno.errors import AgentError
 from areno.frames import FrameError
-from areno.rewards.lanes import WorkerProcess
 from areno.rewards.supervisor import supervised
+from areno.rewards.worker_pool import WorkerProcess
 
 ANSWER_BYTES = 16 << 20  # maximum size of an answer
 _MAX_ERROR_CHARS = 20_000
@@ -89,7 +89,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
         if kind == "value":
             return [kind, returned_value(value)]
     except (EOFError, OSError):
-        return ["died", worker.death()]
+        return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
         return ["died", f"it violated the protocol and was stopped: {error}"]
     return ["died", f"it sent an unknown answer {kind!r:.80} and was stopped"]

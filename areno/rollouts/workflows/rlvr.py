@@ -11,7 +11,7 @@ from areno.rollouts.trajectory import Trajectory, make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.text.chat import Prompt, encode_generation_prompt
-from areno.text.markers import warn_of_markers
+from areno.text.markers import warn_about_markers
 
 GetInputIds = Callable[[Any, Any, bool], list[int]]
 ExtractPrompt = Callable[[dict[str, Any]], Any]
@@ -30,7 +30,7 @@ def extract_prompt(data: dict[str, Any]) -> Prompt:
 
 def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
     """Encode a prompt with the chat template; warns if the prompt already contains template markers."""
-    warn_of_markers(tokenizer, prompt, f"the row {str(prompt)[:80]!r}")
+    warn_about_markers(tokenizer, prompt, f"the row {str(prompt)[:80]!r}")
     return encode_generation_prompt(tokenizer, prompt, disable_thinking=not enable_thinking)
 
 

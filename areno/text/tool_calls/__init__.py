@@ -1,7 +1,7 @@
-"""Tool calls in what a model says, whole or streamed: the formats, and how to find the one of a model.
+"""Parses tool calls in complete or streamed messages: the formats, and detection of a model's format.
 
-``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls; ``.stream(tools)`` does it piece by
-piece. A format of one's own is a :class:`ToolCallParser`, registered under a name.
+``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls; ``.stream(tools)`` does so incrementally.
+A custom format is a :class:`ToolCallParser` registered under a name.
 """
 
 from areno.text.tool_calls.base import (

@@ -1,6 +1,6 @@
-"""Gemma: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``, JSON with bare keys and quotes of its own.
+"""Gemma: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``, JSON with bare keys and special quotes.
 
-FunctionGemma writes the same with other markers.
+FunctionGemma uses the same syntax with other markers.
 """
 
 import json
@@ -18,7 +18,7 @@ _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")
 
 
 @dataclass(slots=True)
-class _Span:
+class _GemmaSpan:
     at: int
     opener: str
     quote: str
@@ -43,7 +43,7 @@ class _Span:
     def _next_token(self, text: str) -> Verdict | None:
         token = self.token.search(text, self.at)
         if token is None:
-            # The beginning of a marker may be here.
+            # The text may end with the start of a marker.
             self.at = max(self.at, len(text) - max(len(self.opener), len(self.quote)) + 1)
             return "open"
         self.at = token.end()
@@ -66,7 +66,7 @@ def _parser(name: str, opener: str, closer: str, quote: str) -> ToolCallParser:
         return load_json("".join(parts))
 
     def body(start: int) -> HeaderJson:
-        return HeaderJson(start, _HEADER, lambda brace: _Span(brace, opener, quote, token), load)
+        return HeaderJson(start, _HEADER, lambda brace: _GemmaSpan(brace, opener, quote, token), load)
 
     return ToolCallParser(name, (block(opener, (closer,), body),))
 

@@ -1,4 +1,4 @@
-"""Calls as bare JSON: ``{"name", "arguments"}``, a list of them, or ``{"tool_calls": [...]}``, also inside a text.
+"""Calls as bare JSON: ``{"name", "arguments"}``, a list of them, or ``{"tool_calls": [...]}``, possibly inside text.
 
 Llama 3 writes ``{"name", "parameters"}``, sometimes after ``<|python_tag|>`` and with ``;`` between two calls. JSON that
 does not describe a call is plain text.
@@ -11,33 +11,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 from areno.text.tool_calls.block import MAX_HEADER, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json, skip_blank
 
 _FENCE, _FENCE_END = "```json", "```"
 _START = re.compile(r"(?:```json[ \t\r\n]*)?(?=(?:\[[ \t\r\n]*)?\{)")
-_UNDER_WAY = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
+_PARTIAL_START = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
 _LOOKS_LIKE_A_CALL = re.compile(r'[ \t\r\n\[]*\{\s*"(?:name|function|tool_calls)"\s*:')
 
 
 @dataclass(slots=True)
-class _Scanner:
+class _BareJsonScanner:
     start: int
-    _value: int = 0  # where the JSON begins
+    _value: int = 0  # start of the JSON value
     _span: JsonSpan | None = None
-    _after: int = 0  # behind the white space that follows it
+    _after: int = 0  # after the white space that follows the value
 
-    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
+    def scan(self, source: GrowingText, final: bool) -> ScanResult | None:
         text = source.text
         if self._span is None:
             limit = self.start + MAX_HEADER
             head = _START.match(text, self.start, limit)
             if head is None:
-                if len(text) < limit and _UNDER_WAY.fullmatch(text, self.start) and not final:
+                if len(text) < limit and _PARTIAL_START.fullmatch(text, self.start) and not final:
                     return None
                 opener = _FENCE if text.startswith(_FENCE, self.start) else text[self.start]
-                return Outcome(self.start + len(opener), [PlainText(opener)])
+                return ScanResult(self.start + len(opener), [PlainText(opener)])
             self._value = head.end()
             self._span = JsonSpan(self._value)
         verdict = self._span.read(source)
@@ -45,12 +45,12 @@ class _Scanner:
             return self._closed(text, self._span.at, final)
         if verdict == "open" and not final:
             return None
-        # Broken: prose with a brace in it, and a call may begin right after. Cut off: all of the rest was meant as one.
+        # Broken: prose with a brace, and a call may follow. Still open at the end: a truncated call.
         end = len(text) if verdict == "open" else max(self._span.at, self._value + 1)
         kind = Malformed if _LOOKS_LIKE_A_CALL.match(text, self._value, end) else PlainText
-        return Outcome(end, [kind(text[self.start : end])])
+        return ScanResult(end, [kind(text[self.start : end])])
 
-    def _closed(self, text: str, value_end: int, final: bool) -> Outcome | None:
+    def _closed(self, text: str, value_end: int, final: bool) -> ScanResult | None:
         end = value_end
         if text.startswith(_FENCE, self.start):
             self._after = skip_blank(text, max(self._after, value_end))
@@ -59,7 +59,7 @@ class _Scanner:
                 end = self._after + len(_FENCE_END)
             elif _FENCE_END.startswith(rest) and not final:
                 return None
-        return Outcome(end, _items(text[self.start : end], text[self._value : value_end]))
+        return ScanResult(end, _items(text[self.start : end], text[self._value : value_end]))
 
 
 def _items(source: str, value_text: str) -> Sequence[RawCall | Malformed | PlainText]:
@@ -87,7 +87,7 @@ def _describes_a_call(value: Any) -> bool:
     )
 
 
-_BARE_JSON = CallFormat(("{", "[", _FENCE), lambda start: _Scanner(start).scan)
+_BARE_JSON = CallFormat(("{", "[", _FENCE), lambda start: _BareJsonScanner(start).scan)
 JSON = ToolCallParser("json", (_BARE_JSON,), shape=CallShape('{"name": {name}, "arguments": ', "}", separator="\n"))
 LLAMA3 = ToolCallParser(
     "llama3",

@@ -1,8 +1,7 @@
-"""Where a JSON object or array ends, while its text is still arriving; and calls that are written as JSON.
+"""Finds the end of a JSON object or array in streamed text, and parses calls in JSON.
 
-The scanner remembers how far it has read, so a long argument costs linear time. It is as strict as JSON about structure,
-which tells prose with a brace in it from a call after a few characters, and as lenient as models are about line breaks in
-strings.
+The scanner resumes where it stopped, so a long argument takes linear time. It is strict about structure, which separates
+prose with a brace from a call after a few characters, but lenient about line breaks in strings.
 """
 
 import json
@@ -23,20 +22,20 @@ Verdict = Literal["open", "closed", "broken"]
 _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 
-class Span(Protocol):
-    """Reads up to the end of a value; ``at`` is how far, and the end once it is closed."""
+class ValueSpan(Protocol):
+    """Scans to the end of a value; ``at`` is the current position, and the end once it is closed."""
 
     at: int
 
     def read(self, source: GrowingText) -> Verdict:
-        """Read on."""
+        """Continue scanning."""
 
 
 @dataclass(slots=True)
 class JsonSpan:
-    """Finds the end of the object or array that begins at ``at``."""
+    """Finds the end of the object or array that starts at ``at``."""
 
-    at: int = 0  # how far the text is read; the end of the value once it is closed
+    at: int = 0  # current position; the end of the value once it is closed
     _stack: list[str] = field(default_factory=list)
     _expect: _Expect = "value"
     _in_string: bool = False
@@ -44,7 +43,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Read on in the same text, which may have grown; ``broken`` as soon as it cannot become JSON."""
+        """Continue scanning the text, which may have grown; ``broken`` as soon as it cannot become valid JSON."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -77,7 +76,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends in the text; an escape of which only the backslash is here is left for later."""
+        """Whether the string ends in the text; a trailing backslash waits for the rest of its escape."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -111,7 +110,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Read JSON as models write it (line breaks in strings are fine). Raises ValueError: it is not JSON."""
+    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError: it is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except RecursionError as error:
@@ -123,7 +122,7 @@ def _refuse(name: str) -> Any:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments as an object; models also write them as JSON text, or leave them out. None: they are something else."""
+    """Arguments as an object, also from JSON text or null; None if they are anything else."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -145,21 +144,21 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def array_elements(text: str) -> list[tuple[Any, str]] | None:
-    """The elements of a JSON array, each with its own text; None where the text is no array."""
+    """The elements of a JSON array, each with its text; None if the text is not an array."""
     decoder = json.JSONDecoder(strict=False, parse_constant=_refuse)
-    found: list[tuple[Any, str]] = []
+    elements: list[tuple[Any, str]] = []
     try:
         at = skip_blank(text, text.index("[") + 1)
         while text[at] != "]":
             value, end = decoder.raw_decode(text, at)
-            found.append((value, text[at:end]))
+            elements.append((value, text[at:end]))
             at = skip_blank(text, end)
             at = skip_blank(text, at + 1) if text[at] == "," else at
     except (ValueError, IndexError, RecursionError):
         return None
-    return found
+    return elements
 
 
 def skip_blank(text: str, at: int, limit: int = sys.maxsize) -> int:
-    """The place behind JSON's white space that begins at ``at``."""
+    """The position after JSON white space that starts at ``at``."""
     return _BLANK.match(text, at, limit).end()  # type: ignore[union-attr]

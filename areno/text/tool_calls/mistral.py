@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
-from areno.text.tool_calls.block import Body, HeaderJson, Item, block, raw_call
+from areno.text.tool_calls.block import BlockBody, HeaderJson, Item, block, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
 
 _OPENER = "[TOOL_CALLS]"
-# The identifier between name and arguments is for the model alone: clients get one in OpenAI's form.
+# The model's call id is dropped: clients get an id in OpenAI's format.
 _HEADER = re.compile(r"\s*([^\s{\[]+)\s*+(?:\[CALL_ID\][^\s{\[]*)?\s*+(?:\[ARGS\])?\s*|\s*")
 
 _SPACE = re.compile(r"\s*")
 
 
 @dataclass(slots=True)
-class _Body(Body):
+class _MistralBody(BlockBody):
     _reader: JsonSpan | HeaderJson | None = None
 
     def read(self, source: GrowingText) -> Verdict:
@@ -40,7 +40,7 @@ class _Body(Body):
         return [raw_call(source if len(elements) == 1 else piece, value) for value, piece in elements]
 
 
-_BLOCK = block(_OPENER, (), _Body)
+_BLOCK = block(_OPENER, (), _MistralBody)
 
 MISTRAL = ToolCallParser(
     "mistral",

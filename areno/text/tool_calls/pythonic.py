@@ -7,34 +7,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 from areno.text.tool_calls.block import MAX_HEADER
 
 _START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
-_UNDER_WAY = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
+_PARTIAL_START = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
 _TOKEN = re.compile(r"""[\[\](){}"']""")
 _STRING_PARTS = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "\"'"}
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(slots=True)
-class _Scanner:
+class _PythonicScanner:
     start: int
     _at: int
     _depth: int = 0
-    _quote: str = ""  # of the string that is being read
-    _computed: bool = False  # a string is an f-string, which is no value, and takes Python quadratic time
+    _quote: str = ""  # of the string being scanned
+    _has_f_string: bool = False  # f-strings are not values, and take Python quadratic time to parse
 
-    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
+    def scan(self, source: GrowingText, final: bool) -> ScanResult | None:
         text, limit = source.text, self.start + MAX_HEADER
         if not _START.match(text, self.start, limit):
-            if len(text) < limit and _UNDER_WAY.fullmatch(text, self.start) and not final:
+            if len(text) < limit and _PARTIAL_START.fullmatch(text, self.start) and not final:
                 return None
-            return Outcome(self.start + 1, [PlainText("[")])
+            return ScanResult(self.start + 1, [PlainText("[")])
         if self._closed(text):
             piece = text[self.start : self._at]
-            return Outcome(self._at, [Malformed(piece)] if self._computed else _items(piece))
-        return Outcome(len(text), [Malformed(text[self.start :])]) if final else None
+            return ScanResult(self._at, [Malformed(piece)] if self._has_f_string else _items(piece))
+        return ScanResult(len(text), [Malformed(text[self.start :])]) if final else None
 
     def _closed(self, text: str) -> bool:
         while True:
@@ -51,7 +51,7 @@ class _Scanner:
             if token[0] in _STRING_PARTS:
                 self._quote = token[0]
                 before = text[max(token.start() - 2, 0) : token.start()].lower()
-                self._computed |= before.endswith(("f", "fr"))
+                self._has_f_string |= before.endswith(("f", "fr"))
             else:
                 self._depth += 1 if token[0] in "[({" else -1
                 if not self._depth:
@@ -69,7 +69,7 @@ def _items(text: str) -> Sequence[RawCall | Malformed]:
 
 
 def _sources(text: str, nodes: Sequence[ast.expr]) -> list[str]:
-    """The text of each node; ``ast.get_source_segment`` splits the whole text into lines for each of them."""
+    """The text of each node, in linear time; ``ast.get_source_segment`` splits the whole text into lines per call."""
     data = text.encode()
     lines = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", data))]
     return [
@@ -101,8 +101,8 @@ def _value(node: ast.expr) -> Any:
 def _key(node: ast.expr | None) -> str:
     key = ast.literal_eval(node) if node is not None else None
     if not isinstance(key, str):
-        raise ValueError("keys of JSON objects are text")
+        raise ValueError("keys of JSON objects must be strings")
     return key
 
 
-PYTHONIC = ToolCallParser("pythonic", (CallFormat(("[",), lambda start: _Scanner(start, start).scan),))
+PYTHONIC = ToolCallParser("pythonic", (CallFormat(("[",), lambda start: _PythonicScanner(start, start).scan),))

@@ -1,14 +1,14 @@
-"""Qwen and MiniCPM: the blocks of Hermes, one per call.
+"""Qwen and MiniCPM: Hermes blocks, one per call.
 
-Qwen3-Coder and Qwen 3.5 write tags inside the block; their smaller siblings mix the two, so Qwen's parsers read both.
-MiniCPM writes tags of its own without a block, and those of Qwen where it is built on Qwen's language model.
+Qwen3-Coder and Qwen 3.5 write tags inside the block; smaller models mix both, so Qwen's parsers accept both. MiniCPM
+writes its own tags without a block, or Qwen's if it is based on Qwen.
 """
 
 import re
 from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, Outcome, Scan, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, CallShape, Scan, ScanResult, ToolCallParser
 from areno.text.tool_calls.block import HERMES
 from areno.text.tool_calls.xml_calls import FUNCTION_TAGS, MINICPM_TAGS
 
@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """``<tool_call>`` may also wrap a call in tags, which begins with one of ``tags``; then it is a mere wrapper."""
+    """A ``<tool_call>`` block with JSON; if one of ``tags`` follows instead, it is only a wrapper."""
     (json_block,) = HERMES.formats
 
     def scanner(start: int) -> Scan:
@@ -32,12 +32,12 @@ class _TagOrJsonScanner:
     at: int
     json: Scan
 
-    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
+    def scan(self, source: GrowingText, final: bool) -> ScanResult | None:
         body = self.at = _SPACE.match(source.text, self.at).end()  # type: ignore[union-attr]
-        begun = source.text[body : body + max(map(len, self.tags))]
-        if begun.startswith(self.tags):
-            return Outcome(body, [])
-        if any(tag.startswith(begun) for tag in self.tags) and not final:
+        prefix = source.text[body : body + max(map(len, self.tags))]
+        if prefix.startswith(self.tags):
+            return ScanResult(body, [])
+        if any(tag.startswith(prefix) for tag in self.tags) and not final:
             return None
         return self.json(source, final)
 

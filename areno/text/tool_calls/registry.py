@@ -1,4 +1,4 @@
-"""Which format a model writes its calls in: by name, or found out from its chat template and its added tokens."""
+"""Tool-call formats by name, and detection of a model's format from its chat template and added tokens."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, the telling ones first: a template that explains a format in words often holds
+# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains
 # signs of a more general one as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
@@ -74,31 +74,31 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Make a format available under a name. Raises UsageError: the name is taken and ``replace`` not given, or is ``auto``."""
+    """Register a format. Raises UsageError: the name is taken (without ``replace``) or ``auto``."""
     if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
-        raise UsageError(f"tool-call parser {name!r} exists already; take another name or pass replace=True")
+        raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
     _PARSERS[name] = parser
 
 
 def list_tool_call_parsers() -> list[str]:
-    """All names that ``--tool-call-parser`` takes, ``auto`` aside."""
+    """All values of ``--tool-call-parser`` except ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """The format of a model by name; ``auto``: by chat template and added tokens, else JSON. Raises UsageError: unknown."""
+    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON. Raises UsageError: unknown."""
     if name == "auto":
         return _PARSERS[_detect(tokenizer)]
-    wanted = name if name in _PARSERS else name.replace("-", "_")
-    wanted = wanted if wanted in _PARSERS else _ALIASES.get(wanted, wanted)
-    if wanted not in _PARSERS:
-        raise UsageError(f"--tool-call-parser {name}: unknown; known are auto, {', '.join(list_tool_call_parsers())}")
-    return _PARSERS[wanted]
+    key = name if name in _PARSERS else name.replace("-", "_")
+    key = key if key in _PARSERS else _ALIASES.get(key, key)
+    if key not in _PARSERS:
+        raise UsageError(f"--tool-call-parser {name}: unknown; use auto, {', '.join(list_tool_call_parsers())}")
+    return _PARSERS[key]
 
 
 def _detect(tokenizer: Any) -> str:
     template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # named templates; the one for tools tells most
+    if isinstance(template, dict):  # named templates; prefer the one for tools
         template = template.get("tool_use") or "\n".join(template.values())
     added = "\n".join(tokenizer.get_added_vocab())
     return next((name for text in (template, added) for sign, name in _SIGNS if sign in text), "json")

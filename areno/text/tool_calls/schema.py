@@ -1,4 +1,4 @@
-"""Values of formats that write every argument as text: the tool's JSON schema says what they are."""
+"""Converts arguments of formats that write all values as text to the types of the tool's JSON schema."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,10 +9,10 @@ _FLAGS = {"true": True, "false": False}
 
 
 def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
-    """Give each argument the type that the schema of the tool's parameters names.
+    """Convert each argument to the type declared by the tool's parameter schema.
 
-    A text that does not fit the type stays a text, so that nothing the model said is lost; an argument without a
-    declared type is read as JSON where it is JSON.
+    Text that does not match the type stays text, so that nothing is lost; an argument without a declared type is parsed as
+    JSON if possible.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = properties if isinstance(properties, Mapping) else {}
@@ -20,7 +20,7 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
 
 
 def types_of(schema: Any) -> list[str]:
-    """The types that a value may have by its schema, [] where the schema does not say."""
+    """The types that a schema allows; [] if it does not specify any."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")
@@ -36,42 +36,42 @@ def types_of(schema: Any) -> list[str]:
 def _typed(text: str, types: list[str]) -> Any:
     if not types:
         return _as_json(text, object)
-    for kind in sorted(types, key=lambda kind: kind == "string"):  # text takes everything, so it comes last
-        if kind in _READERS:
-            value = _READERS[kind](text)
-            if value is not _UNFIT:
+    for kind in sorted(types, key=lambda kind: kind == "string"):  # a string matches any text, so try it last
+        if kind in _CONVERTERS:
+            value = _CONVERTERS[kind](text)
+            if value is not _MISMATCH:
                 return value
     return text
 
 
-_UNFIT = object()
+_MISMATCH = object()
 
 
-def _as_json(text: str, wanted: type) -> Any:
+def _as_json(text: str, expected: type) -> Any:
     try:
         value = load_json(text)
     except ValueError:
-        return text if wanted is object else _UNFIT
-    return value if isinstance(value, wanted) else _UNFIT
+        return text if expected is object else _MISMATCH
+    return value if isinstance(value, expected) else _MISMATCH
 
 
 def _number(text: str) -> Any:
     value = _as_json(text, float)
-    return _integer(text) if value is _UNFIT else value
+    return _integer(text) if value is _MISMATCH else value
 
 
 def _integer(text: str) -> Any:
     try:
         return int(text.strip())
     except ValueError:
-        return _UNFIT
+        return _MISMATCH
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_CONVERTERS: dict[str, Callable[[str], Any]] = {
     "integer": _integer,
     "number": _number,
-    "boolean": lambda text: _FLAGS.get(text.strip().lower(), _UNFIT),
-    "null": lambda text: None if text.strip().lower() in ("null", "none") else _UNFIT,
+    "boolean": lambda text: _FLAGS.get(text.strip().lower(), _MISMATCH),
+    "null": lambda text: None if text.strip().lower() in ("null", "none") else _MISMATCH,
     "object": lambda text: _as_json(text, dict),
     "array": lambda text: _as_json(text, list),
 }

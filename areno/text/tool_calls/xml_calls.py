@@ -1,8 +1,7 @@
-"""Formats that write each argument between tags of its own: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``)
-Qwen3-Coder and MiniCPM.
+"""Formats with a tag pair per argument: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``) Qwen3-Coder and MiniCPM.
 
-All values are text there; the tool's schema says what they stand for. A value ends at its closing tag only, so it may
-hold any other tag.
+All values are text; the tool's schema determines their types. A value ends only at its closing tag, so it may contain any
+other tag.
 """
 
 import re
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, RawCall, ToolCallParser
-from areno.text.tool_calls.block import MAX_HEADER, Body, Item, block
+from areno.text.tool_calls.block import MAX_HEADER, BlockBody, Item, block
 from areno.text.tool_calls.json_span import Verdict, skip_blank
 
 _KEY = re.compile(r'\s*"?([^"<>\s]+)')
@@ -20,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format; ``name_ends`` that are in ``kept`` belong to what follows the name."""
+    """The tags of one format; ``name_ends`` in ``kept`` are part of what follows the name."""
 
     name_ends: tuple[str, ...]
     argument: str
@@ -33,10 +32,10 @@ class _Tags:
 
 
 @dataclass(slots=True)
-class _TagBody(Body):
+class _TagBody(BlockBody):
     tags: _Tags
     name: str | None = None
-    arguments: list[tuple[str, int, int]] = field(default_factory=list)  # each with the place of its value
+    arguments: list[tuple[str, int, int]] = field(default_factory=list)  # key, start and end of the value
 
     def read(self, source: GrowingText) -> Verdict:
         text = source.text
@@ -50,8 +49,8 @@ class _TagBody(Body):
             if rest.startswith(self.tags.closer):
                 return "closed"
             if not rest.startswith(self.tags.argument):
-                under_way = self.tags.closer.startswith(rest) or self.tags.argument.startswith(rest)
-                return "open" if under_way else "broken"
+                incomplete = self.tags.closer.startswith(rest) or self.tags.argument.startswith(rest)
+                return "open" if incomplete else "broken"
             verdict = self._read_argument(source, self.at + len(self.tags.argument))
             if verdict != "closed":
                 return verdict
@@ -61,18 +60,18 @@ class _TagBody(Body):
         return [RawCall(self.name or "", arguments, source, untyped=True)]
 
     def _read_name(self, text: str) -> bool:
-        found = [
-            (place, end)
+        hits = [
+            (position, end)
             for end in self.tags.name_ends
-            if (place := text.find(end, self.at, self.at + MAX_HEADER + len(end))) >= 0
+            if (position := text.find(end, self.at, self.at + MAX_HEADER + len(end))) >= 0
         ]
-        if not found:
+        if not hits:
             if len(text) - self.at > MAX_HEADER + max(map(len, self.tags.name_ends)):
                 self.name = ""
             return self.name is not None
-        place, end = min(found)
-        self.name = text[self.at : place].strip().strip('"')
-        self.at = place if end in self.tags.kept else place + len(end)
+        position, end = min(hits)
+        self.name = text[self.at : position].strip().strip('"')
+        self.at = position if end in self.tags.kept else position + len(end)
         if re.search(r"[\s<>{}]", self.name):
             self.name = ""
         return True

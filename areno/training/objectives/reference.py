@@ -29,7 +29,7 @@ from areno.cache_folder import cache_folder
 from areno.config.paths import base_of
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError, UsageError
-from areno.observability import lifecycle
+from areno.observability import log_lines
 from areno.training.objectives.base import Examples
 from areno.types import ModelRole, TrainSequence
 
@@ -96,9 +96,9 @@ class Reference:
                 raise UsageError(
                     f"the random initial weights of {self.path} are no longer available as the reference; start a new run"
                 )
-        lifecycle.role_init_start(self.logger, "ref", False, self.path)
+        log_lines.role_init_start(self.logger, "ref", False, self.path)
         self.models.ensure_roles({"ref": ModelRole("ref", self.path, trainable=False)})
-        lifecycle.role_init_end(self.logger, "ref")
+        log_lines.role_init_end(self.logger, "ref")
         try:
             yield "ref"
         finally:
@@ -106,7 +106,7 @@ class Reference:
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
         """Log-probs of the trained tokens of all rows, concatenated [trained tokens]."""
-        lifecycle.score_start(self.logger, "ref", "logprob_score", len(rows))
+        log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
         for begin in range(0, len(rows), size):
@@ -122,7 +122,7 @@ class Reference:
             if time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
                 self.logger.info("role=ref stage=logprob_score rows=%d of %d", begin + len(chunk), len(rows))
-        lifecycle.score_end(self.logger, "ref", "logprob_score", len(rows))
+        log_lines.score_end(self.logger, "ref", "logprob_score", len(rows))
         return torch.cat(parts)
 
 

@@ -212,7 +212,7 @@ def disagreement(path, name):
 
 def test_every_refused_field_is_refused_in_the_words_of_the_table():
     fields = [field for field in one_path_per_field().values() if field[2].info.refused]
-    assert len(fields) > 10
+    assert len(fields) > 5
     assert {cls for cls, _, _ in fields} == {GRPOConfig}
     values = {path: other_value(path, entry) for _, path, entry in fields}
     assert all(values[path] != entry.default for _, path, entry in fields)

@@ -1,5 +1,4 @@
-"""Around every request: the API key or the host's name, the limit of the body, a request id, the counters, and the last
-net for errors."""
+"""Middleware around every request: API key or Host check, body limit, request id, metrics and error handling."""
 
 import secrets
 import time
@@ -14,15 +13,15 @@ from areno.serving.errors import ApiError, unexpected
 from areno.serving.recording import KEY_PREFIX, Tape
 from areno.serving.service import Service
 
-# What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
+# Health checks of load balancers, which have no key.
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 TAPE = "areno.tape"
-"""Key of the ASGI scope under which a recorder's tape of the request stands."""
+"""Key of the ASGI scope that holds the request's tape, with a recorder."""
 
 
-class Guard:
-    """ASGI middleware; see the module's text."""
+class RequestMiddleware:
+    """ASGI middleware for authentication, limits, metrics and errors."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -32,25 +31,25 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _Sending(send)
-        began = time.perf_counter()
+        sender = _ResponseSender(send)
+        start = time.perf_counter()
         try:
-            await self._guarded(scope, _limited(receive, self._service.config.max_body_bytes), watched)
+            await self._checked(scope, _limited(receive, self._service.config.max_body_bytes), sender)
         except ApiError as error:
-            await watched.error(error, scope, receive)
+            await sender.error(error, scope, receive)
         except Exception as error:
-            await watched.error(unexpected(error), scope, receive)
+            await sender.error(unexpected(error), scope, receive)
         finally:
-            # The route's own path, never the client's: otherwise anybody could make endless label values.
+            # The route's path, not the client's: otherwise clients could create unlimited label values.
             endpoint = getattr(scope.get("route"), "path", "other")
-            self._service.metrics.requests.labels(endpoint, str(watched.status)).inc()
+            self._service.metrics.requests.labels(endpoint, str(sender.status)).inc()
             if endpoint.startswith("/v1/") and scope["method"] == "POST":
-                self._service.metrics.request_seconds.observe(time.perf_counter() - began)
+                self._service.metrics.request_seconds.observe(time.perf_counter() - start)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        if not self._may_enter(scope, headers):
-            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+        if not self._authenticate(scope, headers):
+            message = "missing or invalid API key; send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._check_host(scope, headers.get(b"host", b""))
         length = headers.get(b"content-length", b"0")
@@ -60,23 +59,23 @@ class Guard:
         with in_session(None if tape is None else tape.session):
             await self._app(scope, receive, send)
 
-    def _may_enter(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the key is right; with a recorder, ``scope[TAPE]`` is the tape that it stands for."""
+    def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """Whether the API key is valid; with a recorder, stores its tape in ``scope[TAPE]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
-        given = _key_in_path(scope) if recorder is not None else b""
-        given = given or _given_key(headers)
+        client_key = _key_in_path(scope) if recorder is not None else b""
+        client_key = client_key or _key_in_headers(headers)
         if scope["path"] in _OPEN_PATHS:
             return True
         if recorder is not None:
-            scope[TAPE] = recorder.tape(given.decode(errors="replace"))
+            scope[TAPE] = recorder.tape(client_key.decode(errors="replace"))
             return scope[TAPE] is not None
-        # compare_digest takes the same time wherever the difference is, so the key cannot be guessed byte by byte.
-        return key is None or secrets.compare_digest(given, key.encode())
+        # Constant time, so that the key cannot be guessed byte by byte.
+        return key is None or secrets.compare_digest(client_key, key.encode())
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """Without a key, being on this machine is what lets a client in, and a web page can be made to seem so.
+        """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
 
-        A page whose name is made to stand for 127.0.0.1 (DNS rebinding) still sends that name.
+        A web page whose domain resolves to 127.0.0.1 reaches the server, but still sends its own domain as the host.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None
@@ -86,8 +85,8 @@ class Guard:
         if is_loopback(host) or host.endswith(".localhost") or {host, "*"} & set(config.allowed_hosts):
             return
         message = (
-            f"the host {host!r} is not this machine's; ask http://127.0.0.1:{server[1]}, or start the server with "
-            f"--allowed-host {host}, or with --api-key"
+            f"the host {host!r} is not allowed; use http://127.0.0.1:{server[1]}, or start the server with "
+            f"--allowed-host {host} or --api-key"
         )
         raise ApiError(403, message, code="host_not_allowed")
 
@@ -98,14 +97,14 @@ def _host_name(header: bytes) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
 
 
-def _given_key(headers: dict[bytes, bytes]) -> bytes:
-    """The key as OpenAI clients send it, or as Anthropic's do."""
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+def _key_in_headers(headers: dict[bytes, bytes]) -> bytes:
+    """The key in OpenAI's or Anthropic's header."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def _key_in_path(scope: Scope) -> bytes:
-    """The key in ``/samples/KEY/v1/...``, for programs that can be given nothing but a base URL; cuts it off the path."""
+    """Remove and return the key in ``/samples/KEY/v1/...``, for programs that only take a base URL."""
     if not scope["path"].startswith(KEY_PREFIX):
         return b""
     key, _, rest = scope["path"].removeprefix(KEY_PREFIX).partition("/")
@@ -119,23 +118,23 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Stop reading a body beyond the limit, also one that does not say its length."""
-    taken = 0
+    """Reject a body above the limit while it is read, for requests without a content length."""
+    size = 0
 
     async def read() -> Message:
-        nonlocal taken
+        nonlocal size
         message = await receive()
         if message["type"] == "http.request":
-            taken += len(message.get("body", b""))
-            if taken > limit:
+            size += len(message.get("body", b""))
+            if size > limit:
                 raise _too_large(limit)
         return message
 
     return read
 
 
-class _Sending:
-    """Passes messages on, notes the status, and gives every answer an id."""
+class _ResponseSender:
+    """Forwards messages, remembers the status, and adds a request id."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -148,6 +147,6 @@ class _Sending:
         await self._send(message)
 
     async def error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Answer with an error, unless an answer has begun."""
+        """Send an error response, unless a response has started."""
         if not self.status:
             await error.response()(scope, receive, self)

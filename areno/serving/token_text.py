@@ -1,4 +1,4 @@
-"""Sampled tokens to the text that a client may see, and to the pieces that log-probs are listed by."""
+"""Converts sampled tokens to visible text, and to the per-token text and bytes of log-prob entries."""
 
 import re
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class StopCut:
-    """Passes text on up to the first stop string, and holds back what may be the beginning of one."""
+class StopStringFilter:
+    """Passes text through up to the first stop string, holding back a possible prefix of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -21,7 +21,7 @@ class StopCut:
         self._done = False
 
     def push(self, piece: str) -> str:
-        """Add text; returns what no stop string can take back any more."""
+        """Add text; return the text that cannot be part of a stop string."""
         if not self._stop:
             return piece
         if self._done:
@@ -34,7 +34,7 @@ class StopCut:
         return self._take(len(self._held) - longest_marker_start(self._held, self._stop))
 
     def flush(self) -> str:
-        """What was held back, at the end of generation."""
+        """Return the text held back, at the end of generation."""
         return "" if self._done else self._take(len(self._held))
 
     def _take(self, end: int) -> str:
@@ -43,18 +43,18 @@ class StopCut:
 
 
 class SampleText:
-    """The visible text of one sample; neither stop strings nor the stop token that ended it show."""
+    """The visible text of one sample, without stop strings and the final stop token."""
 
     def __init__(
         self, tokenizer: Any, stop: Sequence[str], stop_ids: frozenset[int], skip_special_tokens: bool
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
-        self._cut = StopCut(stop)
+        self._cut = StopStringFilter(stop)
         self._stop_ids = stop_ids
-        self._length = 0  # characters so far, a stop string and what is held back included
+        self._length = 0  # characters so far, including a stop string and held-back text
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """Text that became final with one or more tokens, and where the text of each begins; the last one brings all."""
+        """Add tokens; return the text that became final and each token's character offset. The last token flushes all."""
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids
         for token in tokens:
@@ -68,37 +68,37 @@ class SampleText:
 
 
 class TokenTexts:
-    """What single tokens look like: their text, and their bytes, which may be part of a character."""
+    """Text and UTF-8 bytes of single tokens; a token may be part of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
+        self._cache: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
         """Text and UTF-8 bytes of a token."""
-        if token not in self._known:
-            self._known[token] = self._look_up(token)
-        return self._known[token]
+        if token not in self._cache:
+            self._cache[token] = self._look_up(token)
+        return self._cache[token]
 
     def name(self, token: int) -> str:
-        """A text that tells the token from others: that of part of a character is its bytes, as in ``bytes:\\xe2\\x82``."""
+        """A unique text of the token; for part of a character its bytes, as in ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
         raw = self._tokenizer.convert_ids_to_tokens(token)
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if raw is None:  # an id beyond the tokenizer's: models may have more rows than it has words
+        if raw is None:  # padding rows of the model's vocabulary, unknown to the tokenizer
             return text, list(text.encode())
-        if _REPLACEMENT in text and (found := _raw_bytes(raw)) is not None:
-            return text, found
+        if _REPLACEMENT in text and (data := _raw_bytes(raw)) is not None:
+            return text, data
         if raw.startswith("\u2581") and not text.startswith(" "):
-            text = " " + text  # a SentencePiece word that was decoded as if it were the first
+            text = " " + text  # SentencePiece drops the leading space of the first word
         return text, list(text.encode())
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """Bytes that a token stands for, as the two usual vocabularies write them; None where it is another one."""
+    """Bytes of a token in a byte-fallback or byte-level vocabulary; None in any other."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()
@@ -106,8 +106,8 @@ def _raw_bytes(raw: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(byte): byte for byte in shown}
-    hidden = (byte for byte in range(256) if byte not in shown)
-    return table | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    """Maps the characters of byte-level vocabularies to bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: messages through the model's chat template, answers with tool calls and reasoning apart."""
+"""``POST /v1/chat/completions``: applies the chat template, and splits responses into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from areno.errors import UsageError
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Expectation, MessageReader
-from areno.serving.job import Job, check_text, make_job
 from areno.serving.metrics import ServingMetrics
-from areno.serving.recording import ChatPrompt, OpenTurn, Piece, RecordedAnswer, Tape
+from areno.serving.recording import ChatPrompt, OpenTurn, Piece, RecordedSample, Tape
+from areno.serving.request_builder import GenerationJob, build_job, check_text
+from areno.serving.response_base import ChoiceState, SampledResponse, chat_logprobs
 from areno.serving.schemas import ChatRequest, NamedTool
 from areno.serving.service import ServedModel, Service
-from areno.serving.text import TokenTexts
-from areno.serving.wire import Sample, SampledAnswer, chat_logprobs
+from areno.serving.token_text import TokenTexts
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ContentDelta
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """What the engine shall do, how to read what comes, and who records it."""
+    """A validated chat request: the job, the response's format and, when recording, the open turn."""
 
-    job: Job
+    job: GenerationJob
     expected: Expectation
     turn: OpenTurn | None = None
 
 
 def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
-    """Check a request, render and encode its messages, and compile what constrains the answer. Raises ApiError: 400."""
+    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError: 400."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, tape)
     limit = service.recorder.context_limit if service.recorder is not None else None
@@ -44,8 +44,8 @@ def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: 
         expected = model.formats.expectation(text, _tools(body), _tool_choice(body), parallel)
         constraint = model.formats.constraint(expected, body.response_format)
     except UsageError as error:
-        raise ApiError(400, str(error), param=_blamed(body)) from error
-    job = make_job(
+        raise ApiError(400, str(error), param=_format_param(body)) from error
+    job = build_job(
         body,
         model.engine,
         [tokens],
@@ -67,21 +67,19 @@ def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: 
 def _check(body: ChatRequest) -> None:
     form = body.response_format
     if body.top_logprobs and not body.logprobs:
-        raise bad_field("top_logprobs", "needs logprobs to be true")
+        raise bad_field("top_logprobs", "requires logprobs to be true")
     if form is not None and (form.json_schema is not None) != (form.type == "json_schema"):
-        message = "the type json_schema and the field json_schema go together; give both or none"
+        message = "the type json_schema requires the field json_schema and vice versa; send both or neither"
         raise bad_field("response_format", message)
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise bad_field("tool_choice", "there are no tools to choose from; give tools")
+        raise bad_field("tool_choice", "requires tools; send tools")
     if form is not None and form.type != "text" and _tool_choice(body) != "none":
-        message = (
-            f'an answer of the type {form.type} cannot be a tool call; leave tools out, or send tool_choice "none"'
-        )
+        message = f'the type {form.type} cannot be combined with tool calls; omit tools, or send tool_choice "none"'
         raise bad_field("response_format", message)
 
 
-def _blamed(body: ChatRequest) -> str:
-    """The field that a mistake in tools or formats is about."""
+def _format_param(body: ChatRequest) -> str:
+    """The field that an error in tools or formats refers to."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -90,7 +88,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
-    """In the form that parsers take; without tools nothing can be called."""
+    """The choice in the form that parsers expect; ``none`` without tools."""
     choice = (body.tool_choice or "auto") if body.tools else "none"
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
@@ -98,15 +96,15 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 def _prompt(
     service: Service, engine: Backend, body: ChatRequest, tape: Tape | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
-    """The turn that is recorded, and text and tokens of the prompt."""
-    # Also with tool_choice "none" the model sees the tools: a conversation that has called some must keep its meaning.
+    """The turn to record, if any, and the text and tokens of the prompt."""
+    # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
     tools = _tools(body)
     messages = [message.plain() for message in body.messages]
 
-    def render(given: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
+    def render(conversation: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
         prompt = render_generation_prompt(
             engine.tokenizer,
-            given,
+            conversation,
             service.config.disable_thinking,
             tools=tools or None,
             chat_template_kwargs=body.chat_template_kwargs,
@@ -126,18 +124,18 @@ def _prompt(
 
 
 @dataclass(slots=True)
-class _Message:
-    """A message that is being put together."""
+class _PartialMessage:
+    """A message under construction."""
 
-    sample: Sample
+    sample: ChoiceState
     reader: MessageReader
-    texts: list[str] = field(default_factory=list)  # all that was visible so far
+    texts: list[str] = field(default_factory=list)  # visible text so far
     pieces: list[Piece] = field(default_factory=list)
-    record: dict[str, Any] | None = None  # what the recorder says about it
+    record: dict[str, Any] | None = None  # the recorder's metadata
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Take a piece; returns it as a stream's ``delta``."""
+        """Append a piece; return it as a streaming ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             return {"content": piece.text}
@@ -147,7 +145,7 @@ class _Message:
         self.calls.append({"id": piece.id, "type": "function", "function": function})
         return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
 
-    def whole(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         content, reasoning = self._joined(ContentDelta), self._joined(ReasoningDelta)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None}
         if reasoning:
@@ -161,12 +159,12 @@ class _Message:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, in OpenAI's words."""
+        """The finish reason in OpenAI's terms."""
         return "tool_calls" if self.calls and self.sample.finish == "stop" else self.sample.finish
 
 
-class ChatAnswer(SampledAnswer):
-    """The answer to one request; ``metrics`` counts the calls that could not be read."""
+class ChatResponse(SampledResponse):
+    """Builds the response to one request; ``metrics`` count malformed tool calls."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -175,22 +173,22 @@ class ChatAnswer(SampledAnswer):
         assert isinstance(prepared.job.body, ChatRequest)
         self._body, self._expected, self._turn = prepared.job.body, prepared.expected, prepared.turn
         self._metrics = metrics
-        self._messages = [_Message(sample, self._expected.reader()) for sample in self._samples]
+        self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def check(self) -> None:
-        """Raises ApiError: the answer is not complete."""
+        """Raises ApiError: the response is incomplete."""
         if self._expected.failures:
-            message = f"the form of the answer cannot be followed: {self._expected.failures[0]}; simplify the schema"
-            raise ApiError(400, message, param=_blamed(self._body), code="grammar_failed")
+            message = f"the grammar failed during generation: {self._expected.failures[0]}; simplify the schema"
+            raise ApiError(400, message, param=_format_param(self._body), code="grammar_failed")
         super().check()
 
     def opening(self) -> list[dict[str, Any]]:
-        """The role of each message."""
+        """The first chunks, with the role of each message."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Take the next tokens; a stream's chunks where they make something certain, and at the end."""
+        """Add tokens of a sample; return the chunks to stream: when pieces become final, and at the end."""
         message = self._messages[sample]
         text = message.sample.take(tokens)
         message.texts.append(text)
@@ -204,28 +202,30 @@ class ChatAnswer(SampledAnswer):
             self._record(message)
         if not self._body.stream:
             return []
-        chunks = [self._chunk(message, delta, message.sample.unshown()) for delta in deltas]
+        chunks = [self._chunk(message, delta, message.sample.next_unsent()) for delta in deltas]
         return [*chunks, self._last_chunk(message)] if ends else chunks
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """End every message before its first token, where the context is full; the chunks of a stream."""
+        """End every message before its first token because the context is full; return the chunks to stream."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)
         return [*self.opening(), *(self._last_chunk(message) for message in self._messages)]
 
-    def _last_chunk(self, message: _Message) -> dict[str, Any]:
-        return self._recorded(self._chunk(message, {}, message.sample.unshown(), finish=message.finish_reason), message)
+    def _last_chunk(self, message: _PartialMessage) -> dict[str, Any]:
+        return self._with_record(
+            self._chunk(message, {}, message.sample.next_unsent(), finish=message.finish_reason), message
+        )
 
-    def _record(self, message: _Message) -> None:
-        """Keep a message that has come to its end, before the client can go on from it."""
+    def _record(self, message: _PartialMessage) -> None:
+        """Record a finished message before the client can continue from it."""
         finish, tokens = message.sample.finish, message.sample.tokens
         if self._turn is None or finish is None:
             return
         sampling = self._job.requests[0].sampling
         message.record = self._turn.end(
-            RecordedAnswer(
-                message=message.whole(),
+            RecordedSample(
+                message=message.as_dict(),
                 tokens=tokens,
                 finish=finish,
                 by_token=finish == "stop" and tokens[-1].token in self._job.stop_ids,
@@ -238,29 +238,35 @@ class ChatAnswer(SampledAnswer):
             )
         )
 
-    def _recorded(self, answer: dict[str, Any], message: _Message) -> dict[str, Any]:
-        return answer if message.record is None else {**answer, "areno": message.record}
+    def _with_record(self, response: dict[str, Any], message: _PartialMessage) -> dict[str, Any]:
+        return response if message.record is None else {**response, "areno": message.record}
 
     def complete(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete, non-streamed response."""
         choices = [
-            {"index": message.sample.index, "message": message.whole(), "finish_reason": message.finish_reason}
+            {"index": message.sample.index, "message": message.as_dict(), "finish_reason": message.finish_reason}
             | self._details(message.sample, range(len(message.sample.tokens)), first=True)
             for message in self._messages
         ]
-        if len(choices) > 1:  # one alone is described beside them, as clients expect it
-            choices = [self._recorded(*pair) for pair in zip(choices, self._messages, strict=True)]
-        return self._recorded(self._whole(choices), self._messages[0])
+        if len(choices) > 1:  # the record of a single choice goes to the top level, where clients expect it
+            choices = [self._with_record(*pair) for pair in zip(choices, self._messages, strict=True)]
+        return self._with_record(self._envelope(choices), self._messages[0])
 
     def _chunk(
-        self, message: _Message, delta: dict[str, Any], places: range, *, finish: str | None = None, first: bool = False
+        self,
+        message: _PartialMessage,
+        delta: dict[str, Any],
+        positions: range,
+        *,
+        finish: str | None = None,
+        first: bool = False,
     ) -> dict[str, Any]:
         choice = {"index": message.sample.index, "delta": delta, "finish_reason": finish}
-        return self._framed([choice | self._details(message.sample, places, first=first)])
+        return self._chunk_envelope([choice | self._details(message.sample, positions, first=first)])
 
-    def _details(self, sample: Sample, places: range, *, first: bool) -> dict[str, Any]:
-        """What a choice says about its tokens at some places."""
-        tokens = [sample.tokens[place] for place in places]
-        wanted = self._body.logprobs and (tokens or not self._body.stream)
-        logprobs = chat_logprobs(tokens, self._texts) if wanted else None
-        return {"logprobs": logprobs, **self._token_ids(sample, places, first)}
+    def _details(self, sample: ChoiceState, positions: range, *, first: bool) -> dict[str, Any]:
+        """Log-probs and token ids of a choice's tokens at ``positions``, where requested."""
+        tokens = [sample.tokens[position] for position in positions]
+        has_logprobs = self._body.logprobs and (tokens or not self._body.stream)
+        logprobs = chat_logprobs(tokens, self._texts) if has_logprobs else None
+        return {"logprobs": logprobs, **self._token_ids(sample, positions, first)}

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API over the chat endpoint; nothing is stored between requests."""
+"""``POST /v1/responses``: OpenAI's Responses API, built on the chat endpoint; stateless."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects, recorded
-from areno.serving.chat import ChatAnswer
+from areno.serving.chat_api import ChatResponse
 from areno.serving.errors import bad_field
+from areno.serving.protocol_adapter import BlockKind, Event, ProtocolAdapter, chat_request, objects, record_of
 from areno.serving.schemas import ChatRequest, RequestBody
 
 
 class ResponsesRequest(RequestBody):
-    """Body of the endpoint; fields that are not declared are ignored."""
+    """Request body; undeclared fields are ignored."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -29,9 +29,9 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
+        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
         if self.previous_response_id is not None:
-            raise bad_field("previous_response_id", "answers are not kept here; send the whole conversation as input")
+            raise bad_field("previous_response_id", "responses are not stored; send the whole conversation as input")
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -50,13 +50,13 @@ class ResponsesRequest(RequestBody):
     def _messages(self) -> list[dict[str, Any]]:
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        for place, item in enumerate(items):
-            _add(messages, item, f"input[{place}]")
+        for index, item in enumerate(items):
+            _append(messages, item, f"input[{index}]")
         return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Add an item; items of one answer become one message."""
+def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Append an input item; the items of one assistant turn become one message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         output = item.get("output")
@@ -65,12 +65,12 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
     elif kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": item.get("content")})
     elif kind in ("message", "function_call", "reasoning"):
-        # An answer is reasoning, then text, then calls; what comes before in this order begins the next one.
+        # A turn is reasoning, then text, then calls; an item that is out of this order starts the next turn.
         if not (messages and messages[-1]["role"] == "assistant") or _rank(messages[-1]) > _RANKS[kind]:
             messages.append({"role": "assistant", "content": None})
         _extend(messages[-1], kind, item)
     else:
-        raise bad_field("input", f"items of type {kind!r} have no meaning here; leave it out", where=where)
+        raise bad_field("input", f"items of type {kind!r} are not supported; remove it", where=where)
 
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -97,14 +97,14 @@ def _extend(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise bad_field("tools", f"a tool of type {tool.get('type')!r} is not there; give functions")
+        raise bad_field("tools", f"tools of type {tool.get('type')!r} are not supported; send functions")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _format(form: Any) -> dict[str, Any] | None:
     if form is not None and not isinstance(form, Mapping):
-        raise bad_field("text", f"{form!r:.80} is no format; give an object with a type")
+        raise bad_field("text", f"{form!r:.80} is not a format; send an object with a type")
     if form is None or form.get("type") == "text":
         return None
     if form.get("type") != "json_schema":
@@ -113,63 +113,63 @@ def _format(form: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-class ResponsesAnswer(BlockAnswer):
-    """The answer to one request."""
+class ResponsesResponse(ProtocolAdapter):
+    """Builds the response to one request."""
 
-    def __init__(self, answer: ChatAnswer, body: ResponsesRequest) -> None:
-        super().__init__(answer)
+    def __init__(self, chat_response: ChatResponse, body: ResponsesRequest) -> None:
+        super().__init__(chat_response)
         self._body, self._number = body, -1
         self._output: list[dict[str, Any]] = []
 
     def _begin(self) -> Iterable[Event]:
-        begun = self._response("in_progress", [], None)
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        response = self._response("in_progress", [], None)
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
 
     def _open(self, index: int, kind: BlockKind) -> Iterable[Event]:
-        begun = {**self._item(index, kind, ""), "status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
+        item = {**self._item(index, kind, ""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=index, item=item)
         if kind == "text":
-            yield self._event("response.content_part.added", **self._place(index), part=_part(""))
+            yield self._event("response.content_part.added", **self._ids(index), part=_part(""))
 
     def _piece(self, index: int, kind: BlockKind, text: str) -> Event:
         name = "response.output_text.delta" if kind == "text" else "response.reasoning_text.delta"
         extra: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
-        return self._event(name, **self._place(index), delta=text, **extra)
+        return self._event(name, **self._ids(index), delta=text, **extra)
 
     def _close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
         if kind == "text":
-            yield self._event("response.output_text.done", **self._place(index), text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place(index), part=_part(text))
+            yield self._event("response.output_text.done", **self._ids(index), text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._ids(index), part=_part(text))
         else:
-            yield self._event("response.reasoning_text.done", **self._place(index), text=text)
+            yield self._event("response.reasoning_text.done", **self._ids(index), text=text)
         yield self._done(index, self._item(index, kind, text))
 
     def _call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
         item = self._call_item(index, call)
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": index}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-        named = {"name": item["name"], "arguments": item["arguments"]}
-        yield self._event("response.function_call_arguments.done", **place, **named)
+        started = {**item, "arguments": "", "status": "in_progress"}
+        ids = {"item_id": item["id"], "output_index": index}
+        yield self._event("response.output_item.added", output_index=index, item=started)
+        yield self._event("response.function_call_arguments.delta", **ids, delta=item["arguments"])
+        call_fields = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", **ids, **call_fields)
         yield self._done(index, item)
 
     def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        response = self._whole(chat, self._output)
-        yield self._event(f"response.{response['status']}", response=response | recorded(chat))
+        response = self._complete(chat, self._output)
+        yield self._event(f"response.{response['status']}", response=response | record_of(chat))
 
     def _item(self, index: int, kind: BlockKind, text: str) -> dict[str, Any]:
-        name = {"id": self._name(index)}
+        item_id = {"id": self._item_id(index)}
         if kind == "text":
-            return name | {"type": "message", "status": "completed", "role": "assistant", "content": [_part(text)]}
-        return name | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+            return item_id | {"type": "message", "status": "completed", "role": "assistant", "content": [_part(text)]}
+        return item_id | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        head = {"id": self._name(index), "type": "function_call", "status": "completed", "call_id": call["id"]}
+        head = {"id": self._item_id(index), "type": "function_call", "status": "completed", "call_id": call["id"]}
         return head | {name: call["function"][name] for name in ("name", "arguments")}
 
-    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
+    def _complete(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
         status = "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
         return self._response(status, items, chat["usage"])
 
@@ -181,24 +181,24 @@ class ResponsesAnswer(BlockAnswer):
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
-    def _name(self, index: int) -> str:
-        return f"item_{index}_{self._answer.id}"
+    def _item_id(self, index: int) -> str:
+        return f"item_{index}_{self._chat_response.id}"
 
-    def _place(self, index: int) -> dict[str, Any]:
-        return {"item_id": self._name(index), "output_index": index, "content_index": 0}
+    def _ids(self, index: int) -> dict[str, Any]:
+        return {"item_id": self._item_id(index), "output_index": index, "content_index": 0}
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
         body = self._body
         return {
-            "id": f"resp_{self._answer.id}",
+            "id": f"resp_{self._chat_response.id}",
             "object": "response",
-            "created_at": self._answer.created,
+            "created_at": self._chat_response.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: getattr(body, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
             "metadata": {},
-            "model": self._answer.model,
+            "model": self._chat_response.model,
             "output": list(output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

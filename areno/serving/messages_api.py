@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's Messages API over the chat endpoint."""
+"""``POST /v1/messages``: Anthropic's Messages API, built on the chat endpoint."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects, recorded
 from areno.serving.errors import bad_field
+from areno.serving.protocol_adapter import BlockKind, Event, ProtocolAdapter, chat_request, objects, record_of
 from areno.serving.schemas import ChatRequest, RequestBody
 
-_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesRequest(RequestBody):
-    """Body of the endpoint; fields that are not declared are ignored."""
+    """Request body; undeclared fields are ignored."""
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -30,7 +30,7 @@ class MessagesRequest(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
+        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
         choice = self.tool_choice or {}
         same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return chat_request(
@@ -47,69 +47,69 @@ class MessagesRequest(RequestBody):
     def _messages(self) -> list[dict[str, Any]]:
         system = _text(self.system, "system") if self.system else ""
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        for place, message in enumerate(self.messages):
-            messages += _chat_messages(message, f"messages[{place}]")
+        for index, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{index}]")
         return messages
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message; results of tools come out as messages of their own, before the text that stands with them."""
+    """Convert one message; tool results become separate messages, ahead of the text beside them."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     texts: list[Mapping[str, Any]] = []
-    answer: dict[str, Any] = {"role": role, "content": None}
+    main: dict[str, Any] = {"role": role, "content": None}
     for block in objects(content, where, "messages"):
         kind = block.get("type")
         if kind == "tool_result":
             result = _text(block.get("content") or "", where)
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            converted.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+            main.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + str(block.get("thinking", ""))
+            main["reasoning_content"] = main.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
             texts.append(block)
     if texts:
-        answer["content"] = _text(texts, where)
-    if texts or len(answer) > 2:
-        made.append(answer)
-    return made
+        main["content"] = _text(texts, where)
+    if texts or len(main) > 2:
+        converted.append(main)
+    return converted
 
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     content = objects(content, where, "messages")
-    wrong = [block.get("type") for block in content if block.get("type") != "text"]
-    if wrong:
-        raise bad_field("messages", f"blocks of type {wrong[0]!r} cannot be read here; send text", where=where)
+    unsupported = [block.get("type") for block in content if block.get("type") != "text"]
+    if unsupported:
+        raise bad_field("messages", f"blocks of type {unsupported[0]!r} are not supported; send text", where=where)
     return "".join(str(block.get("text", "")) for block in content)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        raise bad_field("tools", f"a tool of type {tool['type']!r} is not there; give tools of your own")
-    names = {"name": "name", "description": "description", "parameters": "input_schema"}
-    function = {name: tool[own] for name, own in names.items() if tool.get(own) is not None}
+        raise bad_field("tools", f"tools of type {tool['type']!r} are not supported; send custom tools")
+    fields = {"name": "name", "description": "description", "parameters": "input_schema"}
+    function = {openai: tool[anthropic] for openai, anthropic in fields.items() if tool.get(anthropic) is not None}
     return {"type": "function", "function": function}
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    return _CHOICES.get(str(choice.get("type", "auto")), choice.get("type"))
+    return _TOOL_CHOICES.get(str(choice.get("type", "auto")), choice.get("type"))
 
 
-class MessagesAnswer(BlockAnswer):
-    """The answer to one request."""
+class MessagesResponse(ProtocolAdapter):
+    """Builds the response to one request."""
 
     def _begin(self) -> Iterable[Event]:
-        yield {"type": "message_start", "message": self._message([], None, self._answer.prompt_tokens, 0)}
+        yield {"type": "message_start", "message": self._message([], None, self._chat_response.prompt_tokens, 0)}
 
     def _open(self, index: int, kind: BlockKind) -> Iterable[Event]:
         yield {"type": "content_block_start", "index": index, "content_block": self._item(index, kind, "")}
@@ -123,18 +123,18 @@ class MessagesAnswer(BlockAnswer):
 
     def _call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
         arguments = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
-        begun = {**self._call_item(index, call), "input": {}}
-        yield {"type": "content_block_start", "index": index, "content_block": begun}
+        block = {**self._call_item(index, call), "input": {}}
+        yield {"type": "content_block_start", "index": index, "content_block": block}
         yield {"type": "content_block_delta", "index": index, "delta": arguments}
         yield {"type": "content_block_stop", "index": index}
 
     def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        reason = _STOPS[chat["choices"][0]["finish_reason"]]
+        reason = _STOP_REASONS[chat["choices"][0]["finish_reason"]]
         yield {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": None},
             "usage": {"output_tokens": chat["usage"]["completion_tokens"]},
-            **recorded(chat),
+            **record_of(chat),
         }
         yield {"type": "message_stop"}
 
@@ -148,19 +148,21 @@ class MessagesAnswer(BlockAnswer):
         arguments = json.loads(function["arguments"])
         return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
-    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
+    def _complete(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
         usage = chat["usage"]
-        reason = _STOPS[chat["choices"][0]["finish_reason"]]
+        reason = _STOP_REASONS[chat["choices"][0]["finish_reason"]]
         return self._message(items, reason, usage["prompt_tokens"], usage["completion_tokens"])
 
-    def _message(self, content: list[dict[str, Any]], stop: str | None, given: int, said: int) -> dict[str, Any]:
+    def _message(
+        self, content: list[dict[str, Any]], stop: str | None, input_tokens: int, output_tokens: int
+    ) -> dict[str, Any]:
         return {
-            "id": f"msg_{self._answer.id}",
+            "id": f"msg_{self._chat_response.id}",
             "type": "message",
             "role": "assistant",
-            "model": self._answer.model,
+            "model": self._chat_response.model,
             "content": content,
             "stop_reason": stop,
             "stop_sequence": None,
-            "usage": {"input_tokens": given, "output_tokens": said},
+            "usage": {"input_tokens": input_tokens, "output_tokens": output_tokens},
         }

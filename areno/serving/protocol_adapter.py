@@ -1,7 +1,7 @@
-"""What the two further protocols share: a chat answer told as a row of blocks of reasoning, text and calls.
+"""Base of the Messages and Responses protocols, whose responses are sequences of reasoning, text and tool-call blocks.
 
-Requests become chat requests, so that every protocol has the same templates, parsers, limits and records; answers are
-read from the chat answer's chunks. A call comes whole, so its block opens and closes at once.
+Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Responses
+are built from the chat chunks. A tool call arrives complete, so its block opens and closes at once.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from areno.serving.chat import ChatAnswer
+from areno.serving.chat_api import ChatResponse
 from areno.serving.errors import bad_field
 from areno.serving.schemas import ChatRequest
 from areno.types import GeneratedToken
@@ -21,7 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """A chat request of fields that another protocol's request was translated to. Raises ApiError: 400, a field cannot work."""
+    """Build a chat request from converted fields; None is unset. Raises ApiError: 400, a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -31,46 +31,46 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
-    """A list of objects, as which a field that is not a text must be read. Raises ApiError: 400, it is something else."""
+    """Check that a field is a list of objects, and return it. Raises ApiError: 400, it is not."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise bad_field(param, f"{str(value)[:80]!r} is no list of blocks; send text or objects", where=where)
+        raise bad_field(param, f"{str(value)[:80]!r} is not a list of blocks; send text or objects", where=where)
     return value
 
 
-class BlockAnswer(ABC):
-    """An answer in another protocol."""
+class ProtocolAdapter(ABC):
+    """Converts a chat response to another protocol."""
 
     ending = b""
 
-    def __init__(self, answer: ChatAnswer) -> None:
-        self._answer = answer
-        self._kind: BlockKind | None = None  # of the block that is open
-        self._text = ""  # of that block
-        self._blocks = 0  # opened so far
+    def __init__(self, chat_response: ChatResponse) -> None:
+        self._chat_response = chat_response
+        self._kind: BlockKind | None = None  # of the open block
+        self._text = ""  # of the open block
+        self._blocks = 0  # number of blocks opened
 
     def check(self) -> None:
-        """Raises ApiError: the answer is not complete."""
-        self._answer.check()
+        """Raises ApiError: the response is incomplete."""
+        self._chat_response.check()
 
     def opening(self) -> list[Event]:
         """Events before the first token."""
         return list(self._begin())
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:
-        """Take the next tokens; the events that they make."""
-        return self._read(self._answer.push(sample, tokens))
+        """Add tokens of a sample; return the events to stream."""
+        return self._read(self._chat_response.push(sample, tokens))
 
     def without_tokens(self) -> list[Event]:
-        """The events of an answer for which the context had no room."""
-        return [*self._begin(), *self._read(self._answer.without_tokens())]
+        """All events of an empty response, when the context is full."""
+        return [*self._begin(), *self._read(self._chat_response.without_tokens())]
 
     def closing(self) -> list[Event]:
-        """Nothing is left to say after the last token."""
+        """No events: the last token has already ended the response."""
         return []
 
     def complete(self) -> dict[str, Any]:
-        """The whole answer."""
-        chat = self._answer.complete()
+        """The complete, non-streamed response."""
+        chat = self._chat_response.complete()
         message = chat["choices"][0]["message"]
         items: list[dict[str, Any]] = []
         for kind, name in _TEXTS:
@@ -78,7 +78,7 @@ class BlockAnswer(ABC):
                 items.append(self._item(len(items), kind, message[name]))
         for call in message.get("tool_calls") or []:
             items.append(self._call_item(len(items), call))
-        return self._whole(chat, items) | recorded(chat)
+        return self._complete(chat, items) | record_of(chat)
 
     def _read(self, chunks: Iterable[Mapping[str, Any]]) -> list[Event]:
         events: list[Event] = []
@@ -87,7 +87,7 @@ class BlockAnswer(ABC):
                 events += self._delta(choice["delta"])
                 if choice["finish_reason"] is not None:
                     events += self._close_block()
-                    events += self._end(self._answer.complete())
+                    events += self._end(self._chat_response.complete())
         return events
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterable[Event]:
@@ -110,7 +110,7 @@ class BlockAnswer(ABC):
             yield from self._close(self._blocks - 1, self._kind, self._text)
         self._kind, self._text = None, ""
 
-    # What a protocol supplies: events, the items of an answer, and the whole answer around them.
+    # Implemented by each protocol: its events, the items of a response and the complete response.
 
     @abstractmethod
     def _begin(self) -> Iterable[Event]: ...
@@ -137,9 +137,9 @@ class BlockAnswer(ABC):
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]: ...
+    def _complete(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]: ...
 
 
-def recorded(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recorder says about an answer."""
+def record_of(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorder's ``areno`` field of a chat response, if any."""
     return {"areno": chat["areno"]} if "areno" in chat else {}

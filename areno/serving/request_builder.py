@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine is asked for; what both endpoints share."""
+"""Builds engine requests from the fields that both completion endpoints share."""
 
 from __future__ import annotations
 
@@ -8,44 +8,42 @@ from typing import TYPE_CHECKING
 
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.schemas import GenerationBody
-from areno.serving.text import SampleText
+from areno.serving.token_text import SampleText
 from areno.types import Request, SamplingParams, TokenConstraint
 
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
-# Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
+# Below this temperature, scaled logits overflow, and the most likely token always wins.
 _GREEDY_BELOW = 1e-4
-# Alternatives of one request: each takes about a kilobyte until the answer is sent.
+# Alternatives per request; each takes about a kilobyte until the response is sent.
 _MAX_ALTERNATIVES = 2**19
-# Keeps the most likely token alone, which is what a nucleus of no mass means.
-_SMALLEST_TOP_P = 1e-9
+# Stands for top_p=0: keeps only the most likely token.
+_MIN_TOP_P = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What one HTTP request asks of the engine."""
+class GenerationJob:
+    """The engine requests of one HTTP request."""
 
-    body: GenerationBody  # the request
-    engine: Backend  # will do it
+    body: GenerationBody
+    engine: Backend
     requests: list[Request]  # one per prompt
     stop: tuple[str, ...]  # stop strings
     stop_ids: frozenset[int]  # tokens that end a sample
-    skip_special_tokens: bool  # special tokens are no part of the text
-    context_full: bool = (
-        False  # the prompt leaves no room for an answer, which is therefore empty and ends by ``length``
-    )
+    skip_special_tokens: bool  # exclude special tokens from the text
+    context_full: bool = False  # the prompt fills the context: the response is empty with finish reason ``length``
 
     def prompt_of(self, sample: int) -> list[int]:
         """Prompt tokens of a sample."""
         return self.requests[sample // self.body.samples].prompt_tokens
 
     def sample_text(self) -> SampleText:
-        """A fresh reader of one sample's tokens."""
+        """A new decoder for one sample."""
         return SampleText(self.engine.tokenizer, self.stop, self.stop_ids, self.skip_special_tokens)
 
 
-def make_job(
+def build_job(
     body: GenerationBody,
     engine: Backend,
     prompts: Sequence[Sequence[int]],
@@ -57,11 +55,11 @@ def make_job(
     skip_special_tokens: bool = True,
     constraint: Callable[[], TokenConstraint] | None = None,
     context_limit: int | None = None,
-) -> Job:
-    """Check a request's numbers against the model, and write the engine's requests.
+) -> GenerationJob:
+    """Validate a request against the model and build the engine requests.
 
-    ``max_tokens`` is cut to what the context leaves. A prompt that leaves no room in ``context_limit`` is answered by nothing;
-    None is the model's own limit, and refuses such a prompt. Raises ApiError: 400, a value cannot work with this model.
+    ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` yields an empty response; None
+    is the model's limit, where such a prompt is an error. Raises ApiError: 400, a value is invalid for this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)
@@ -70,13 +68,13 @@ def make_job(
     requests, context_full = [], False
     for prompt in prompts:
         if not prompt:
-            raise ApiError(400, "a prompt without a token cannot be continued; give some text", param=prompt_field)
+            raise ApiError(400, "the prompt has no tokens; send some text", param=prompt_field)
         context_full = context_limit is not None and len(prompt) >= context_limit
         room = 1 if context_full else _room(engine, len(prompt), prompt_field, context_limit)
         sampling = SamplingParams(
             greedy=temperature < _GREEDY_BELOW,
             temperature=max(temperature, _GREEDY_BELOW),
-            top_p=max(1.0 if body.top_p is None else body.top_p, _SMALLEST_TOP_P),
+            top_p=max(1.0 if body.top_p is None else body.top_p, _MIN_TOP_P),
             top_k=body.top_k or -1,
             min_p=body.min_p or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
@@ -93,7 +91,7 @@ def make_job(
         requests.append(Request(list(prompt), sampling, seeds(), constraint=constraint))
     _check_alternatives(requests, top_logprobs)
     stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else engine.eos_ids)
-    return Job(body, engine, requests, stop, stop_ids, skip_special_tokens, context_full)
+    return GenerationJob(body, engine, requests, stop, stop_ids, skip_special_tokens, context_full)
 
 
 def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
@@ -102,27 +100,26 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
         samples = sum(request.n for request in requests)
         raise bad_field(
             "top_logprobs",
-            f"{top_logprobs} for each token of {samples} samples, {tokens} tokens in all, are "
-            f"{tokens * top_logprobs} alternatives, and one request may have {_MAX_ALTERNATIVES}; ask for fewer "
-            "samples, tokens or alternatives",
+            f"{top_logprobs} alternatives for each of {tokens} tokens ({samples} samples) are "
+            f"{tokens * top_logprobs}; the limit is {_MAX_ALTERNATIVES} per request; request fewer samples, tokens or "
+            "alternatives",
             code="too_many_logprobs",
         )
 
 
 def check_text(text: str, param: str) -> None:
-    """Check that a text has a UTF-8 form, as tokenizers need it. Raises ApiError: 400, it holds half a surrogate pair."""
+    """Check that text can be encoded as UTF-8. Raises ApiError: 400, it contains an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise bad_field(param, f"{half!r} is half a character; send valid UTF-8") from error
+        raise bad_field(param, f"{text[error.start]!r} is an unpaired surrogate; send valid UTF-8") from error
 
 
 def check_ids(param: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Check that the token ids of a field are the model's. Raises ApiError: 400, one is not."""
+    """Check that token ids are in the vocabulary. Raises ApiError: 400, one is not."""
     for token in ids:
         if not 0 <= token < vocabulary:
-            raise bad_field(param, f"{token} is no token id of this model; give ids from 0 to {vocabulary - 1}")
+            raise bad_field(param, f"{token} is not a token id of this model; use ids from 0 to {vocabulary - 1}")
 
 
 def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
@@ -131,14 +128,14 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
     bias = {}
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdigit()) or len(key) > 12:
-            raise bad_field("logit_bias", f"{key[:40]!r} is no token id; give whole numbers as keys")
+            raise bad_field("logit_bias", f"{key[:40]!r} is not a token id; use integers as keys")
         bias[int(key)] = float(value)
     check_ids("logit_bias", bias, vocabulary)
     return bias
 
 
 def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | None) -> int:
-    """Tokens that may follow a prompt."""
+    """Maximum number of new tokens after a prompt."""
     context = context_limit or engine.context_length
     budget = engine.kv_tokens
     limit = min(context or budget, budget)
@@ -148,6 +145,6 @@ def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | 
             if limit == budget and context != budget
             else f"the model's context is {limit} tokens"
         )
-        message = f"the prompt has {prompt} tokens and leaves no room for an answer: {why}; shorten it"
+        message = f"the prompt has {prompt} tokens and leaves no room for a response: {why}; shorten it"
         raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     return limit - prompt

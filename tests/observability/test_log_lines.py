@@ -4,50 +4,50 @@ import logging
 
 import pytest
 
-from areno.observability import lifecycle
+from areno.observability import log_lines
 
-logger = logging.getLogger("areno.tests.lifecycle")
+logger = logging.getLogger("areno.tests.log_lines")
 
 LINES = [
-    (lifecycle.epoch_start, (2,), "epoch=2 stage=epoch_start"),
-    (lifecycle.epoch_end, (2,), "epoch=2 stage=epoch_end"),
-    (lifecycle.rollout_start, (0, 3), "epoch=0 step=3 role=policy stage=rollout_start"),
-    (lifecycle.rollout_end, (0, 3), "epoch=0 step=3 role=policy stage=rollout_end"),
-    (lifecycle.rollout_start, (0, 3, "actor"), "epoch=0 step=3 role=actor stage=rollout_start"),
-    (lifecycle.train_start, (0, 3), "epoch=0 step=3 role=policy stage=train_start"),
-    (lifecycle.train_end, (0, 3), "epoch=0 step=3 role=policy stage=train_end"),
-    (lifecycle.train_start, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_start rows=8"),
-    (lifecycle.train_end, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_end rows=8"),
-    (lifecycle.reward_mean, (0, 3, 0.125), "epoch=0 step=3 metric=reward_mean value=0.125000"),
+    (log_lines.epoch_start, (2,), "epoch=2 stage=epoch_start"),
+    (log_lines.epoch_end, (2,), "epoch=2 stage=epoch_end"),
+    (log_lines.rollout_start, (0, 3), "epoch=0 step=3 role=policy stage=rollout_start"),
+    (log_lines.rollout_end, (0, 3), "epoch=0 step=3 role=policy stage=rollout_end"),
+    (log_lines.rollout_start, (0, 3, "actor"), "epoch=0 step=3 role=actor stage=rollout_start"),
+    (log_lines.train_start, (0, 3), "epoch=0 step=3 role=policy stage=train_start"),
+    (log_lines.train_end, (0, 3), "epoch=0 step=3 role=policy stage=train_end"),
+    (log_lines.train_start, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_start rows=8"),
+    (log_lines.train_end, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_end rows=8"),
+    (log_lines.reward_mean, (0, 3, 0.125), "epoch=0 step=3 metric=reward_mean value=0.125000"),
     (
-        lifecycle.rollout_logprob_mean,
+        log_lines.rollout_logprob_mean,
         (0, 3, -0.17456013709306717),
         "epoch=0 step=3 metric=rollout_logprob_mean value=-0.174560",
     ),
     (
-        lifecycle.train_stats,
+        log_lines.train_stats,
         (0, 3, {"loss": 0.0, "lr": 1e-06, "train_logprobs_mean": -0.2500366196036339, "rows": 12345678}),
         "epoch=0 step=3 train_stats={'loss': 0.0, 'lr': 1e-06, 'train_logprobs_mean': -0.250037, 'rows': 12345678}",
     ),
-    (lifecycle.max_steps_reached, (0, 3), "epoch=0 step=3 stage=max_steps_reached"),
+    (log_lines.max_steps_reached, (0, 3), "epoch=0 step=3 stage=max_steps_reached"),
     (
-        lifecycle.save_checkpoint_start,
+        log_lines.save_checkpoint_start,
         (0, 3, "runs/a/checkpoints/step_000004"),
         "epoch=0 step=3 stage=save_checkpoint_start path=runs/a/checkpoints/step_000004",
     ),
     (
-        lifecycle.save_checkpoint_end,
+        log_lines.save_checkpoint_end,
         (0, 3, "runs/a/checkpoints/step_000004"),
         "epoch=0 step=3 stage=save_checkpoint_end path=runs/a/checkpoints/step_000004",
     ),
-    (lifecycle.sft_dataset_filter, (17,), "stage=sft_dataset_filter skipped_long_or_empty=17"),
+    (log_lines.sft_dataset_filter, (17,), "stage=sft_dataset_filter skipped_long_or_empty=17"),
     (
-        lifecycle.backend_time,
+        log_lines.backend_time,
         (213.929721, 17.327612, 231.297132),
         "time rollout=213.929721 train=17.327612 total=231.297132",
     ),
     (
-        lifecycle.decode_progress,
+        log_lines.decode_progress,
         (0, 2, 6, True, 60.8),
         "rollout decode progress: dp=0/2 active=6 cuda_graph=True tokens_per_second=60.8",
     ),

@@ -1,7 +1,6 @@
-"""Sending an answer, whole or as a stream, to a client that may go away at any moment.
+"""Sends responses, complete or streamed, and cancels generation as soon as the client disconnects.
 
-Who goes away cancels the request in the engine at once: one task waits for the end of the connection while another waits
-for tokens.
+One task waits for the disconnect while another waits for tokens.
 """
 
 import asyncio
@@ -15,75 +14,75 @@ from starlette.types import Receive, Scope, Send
 
 from areno.errors import EngineError
 from areno.observability import tracing
-from areno.serving.blocks import BlockAnswer
-from areno.serving.chat import ChatAnswer
-from areno.serving.completions import CompletionAnswer
+from areno.serving.chat_api import ChatResponse
+from areno.serving.completions_api import CompletionResponse
 from areno.serving.errors import ApiError, unexpected
 from areno.serving.generation import Generation, by_sample
-from areno.serving.job import Job
+from areno.serving.protocol_adapter import ProtocolAdapter
+from areno.serving.request_builder import GenerationJob
+from areno.serving.response_base import event
 from areno.serving.service import Service, first_done
-from areno.serving.wire import event
 
-Answer = ChatAnswer | CompletionAnswer | BlockAnswer
+ResponseBuilder = ChatResponse | CompletionResponse | ProtocolAdapter
 
-_CLIENT_GONE = 499
+_CLIENT_CLOSED_REQUEST = 499
 
 
-async def respond(service: Service, request: Request, job: Job, answer: Answer) -> Response:
-    """Generate, and answer in the way that the request asks for. Raises ApiError: full queue, shutdown or failed engine."""
+async def respond(service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder) -> Response:
+    """Generate, and respond as a stream or in one piece. Raises ApiError: queue full, shutdown, timeout or engine failure."""
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
-        return EventStream(service, generation, answer)
-    watching = asyncio.create_task(disconnected(request.receive))
-    watching.add_done_callback(lambda _: generation.cancel())  # which ends the collecting
+        return EventStream(service, generation, builder)
+    watcher = asyncio.create_task(disconnected(request.receive))
+    watcher.add_done_callback(lambda _: generation.cancel())  # ends `_collect`
     try:
         async with tracing.atrace_session_phase("generate"), _deadline(service):
-            return JSONResponse(await _collect(service, generation, answer))
+            return JSONResponse(await _collect(service, generation, builder))
     except ApiError:
-        if not watching.done():
+        if not watcher.done():
             raise
         service.metrics.disconnects.inc()
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
-        watching.cancel()
+        watcher.cancel()
 
 
-def respond_at_once(job: Job, chunks: list[dict[str, Any]], answer: Answer) -> Response:
-    """Send an answer that needs no tokens."""
+def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: ResponseBuilder) -> Response:
+    """Send a response that needs no generation."""
     if not job.body.stream:
-        return JSONResponse(answer.complete())
-    return Response(_joined([*chunks, *answer.closing()]) + answer.ending, media_type=EventStream.media_type)
+        return JSONResponse(builder.complete())
+    return Response(_joined([*chunks, *builder.closing()]) + builder.ending, media_type=EventStream.media_type)
 
 
 @contextlib.asynccontextmanager
 async def _deadline(service: Service) -> AsyncIterator[None]:
-    """Bounds what a request may take. Raises ApiError: 504, it has taken too long."""
+    """Limit the duration of a request. Raises ApiError: 504, it timed out."""
     limit = service.config.request_timeout_s
     try:
         async with asyncio.timeout(limit):
             yield
     except TimeoutError as error:
-        raise ApiError(504, f"no answer within {limit:g} s; ask for fewer tokens", code="timeout") from error
+        raise ApiError(504, f"the request timed out after {limit:g} s; request fewer tokens", code="timeout") from error
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """An answer as server-sent events."""
+    """A response as server-sent events."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, generation: Generation, answer: Answer) -> None:
-        self._service, self._generation, self._answer = service, generation, answer
+    def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder) -> None:
+        self._service, self._generation, self._builder = service, generation, builder
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the answer or the connection ends."""
+        """Send events until the response is complete or the client disconnects."""
         try:
             if await first_done(self._send(send), disconnected(receive)) is None:
                 self._service.metrics.disconnects.inc()
@@ -100,16 +99,16 @@ class EventStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         try:
             async with tracing.atrace_session_phase("generate"), _deadline(self._service):
-                yield _joined(self._answer.opening())
+                yield _joined(self._builder.opening())
                 async for tokens in self._generation.tokens():
-                    chunks = [chunk for turn in by_sample(tokens) for chunk in self._answer.push(*turn)]
+                    chunks = [chunk for batch in by_sample(tokens) for chunk in self._builder.push(*batch)]
                     if chunks:
                         yield _joined(chunks)
-                self._answer.check()
-                yield _joined(self._answer.closing()) + self._answer.ending
+                self._builder.check()
+                yield _joined(self._builder.closing()) + self._builder.ending
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # the status has been sent; all that is left is to say so in the stream
+        except Exception as error:  # the status line has been sent, so the error goes into the stream
             yield event(_as_api_error(self._service, error).body)
 
 
@@ -117,15 +116,15 @@ def _joined(chunks: list[dict[str, Any]]) -> bytes:
     return b"".join(map(event, chunks))
 
 
-async def _collect(service: Service, generation: Generation, answer: Answer) -> dict[str, Any]:
+async def _collect(service: Service, generation: Generation, builder: ResponseBuilder) -> dict[str, Any]:
     try:
         async for tokens in generation.tokens():
-            for sample, taken in by_sample(tokens):
-                answer.push(sample, taken)
+            for batch in by_sample(tokens):
+                builder.push(*batch)
     except EngineError as error:
         raise _as_api_error(service, error) from error
-    answer.check()
-    return answer.complete()
+    builder.check()
+    return builder.complete()
 
 
 def _as_api_error(service: Service, error: Exception) -> ApiError:

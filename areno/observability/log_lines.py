@@ -1,7 +1,7 @@
-"""The trainers' and the engine's log lines.
+"""The documented log lines of trainers and engine.
 
-Special here: these strings are a contract (people grep them, and tools parse them), so they are written in one place
-and tested literally. Each function takes the logger of the class that speaks, then the values of its line.
+They are a public contract (users grep them, tools parse them), so they are defined in one place and tested literally.
+Each function takes the caller's logger, then the values of the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ ScoreKind = Literal["logprob_score", "old_logprob_score", "value_score", "score"
 
 
 def _line(form: str) -> Callable[..., None]:
-    """Writes lines of this form; takes the logger and the values in the order in which the form has them."""
+    """A function that logs lines of this format; it takes the logger and the values in order."""
 
     def write(logger: Logger, *values: object) -> None:
         logger.info(form, *values)
@@ -22,7 +22,7 @@ def _line(form: str) -> Callable[..., None]:
 
 
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
-    """Writes ``epoch=0 step=0 role=policy stage=...``, and `` rows=8`` (SFT) or `` pairs=4`` (DPO) where given."""
+    """A function that logs ``epoch=0 step=0 role=policy stage=...``, with `` rows=8`` (SFT) or `` pairs=4`` (DPO) if passed."""
 
     def write(
         logger: Logger,
@@ -32,7 +32,7 @@ def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
         rows: int | None = None,
         pairs: int | None = None,
     ) -> None:
-        suffix = "".join(f" {what}={n}" for what, n in (("rows", rows), ("pairs", pairs)) if n is not None)
+        suffix = "".join(f" {unit}={n}" for unit, n in (("rows", rows), ("pairs", pairs)) if n is not None)
         logger.info("epoch=%d step=%d role=%s stage=%s%s", epoch, step, role, name, suffix)
 
     return write
@@ -42,7 +42,7 @@ epoch_start = _line("epoch=%d stage=epoch_start")
 epoch_end = _line("epoch=%d stage=epoch_end")
 rollout_start, rollout_end = _stage("rollout_start"), _stage("rollout_end")
 train_start, train_end = _stage("train_start"), _stage("train_end")
-train_skip = _stage("train_skip", "actor")  # a critic warm-up step leaves the policy alone
+train_skip = _stage("train_skip", "actor")  # a critic warm-up step does not train the policy
 max_steps_reached = _line("epoch=%d step=%d stage=max_steps_reached")
 save_checkpoint_start = _line("epoch=%d step=%d stage=save_checkpoint_start path=%s")
 save_checkpoint_end = _line("epoch=%d step=%d stage=save_checkpoint_end path=%s")
@@ -56,28 +56,28 @@ critic_value_loss = _line("epoch=%d step=%d role=critic metric=value_loss value=
 reward_mean = _line("epoch=%d step=%d metric=reward_mean value=%.6f")
 rollout_logprob_mean = _line("epoch=%d step=%d metric=rollout_logprob_mean value=%.6f")
 backend_time = _line("time rollout=%.6f train=%.6f total=%.6f")  # seconds; the backend's logger
-# The rank and number of data-parallel ranks, sequences; the engine's logger.
+# Data-parallel rank and size, active sequences; the engine's logger.
 decode_progress = _line("rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f")
 agentic_train_batch = _line("agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d")
 
 
 def rounded(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """For people: floats with six significant digits; ``metrics.jsonl`` has all of them."""
+    """Round floats to six significant digits for the log; ``metrics.jsonl`` has full precision."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in stats.items()}
 
 
 def train_stats(logger: Logger, epoch: int, step: int, stats: Mapping[str, Any]) -> None:
-    """``epoch=0 step=0 train_stats={'loss': 0.0, ...}``, a Python dictionary; numbers have six digits."""
+    """Log ``epoch=0 step=0 train_stats={'loss': 0.0, ...}``, a Python dictionary with rounded numbers."""
     logger.info("epoch=%d step=%d train_stats=%s", epoch, step, rounded(stats))
 
 
 def evaluation(logger: Logger, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-    """``epoch=0 step=20 eval={'loss': 0.5, ...}``, as ``train_stats``; here ``step`` counts the completed steps."""
+    """Log ``epoch=0 step=20 eval={'loss': 0.5, ...}``, like ``train_stats``; ``step`` is the number of completed steps."""
     logger.info("epoch=%d step=%d eval=%s", epoch, step, rounded(metrics))
 
 
 def agentic_rollout_batch(logger: Logger, prompts: int, n_samples: int, max_running_prompts: int) -> None:
-    """``agentic rollout batch prompts=2 n_samples=8 expected_requests=16 max_running_prompts=16``."""
+    """Log ``agentic rollout batch prompts=2 n_samples=8 expected_requests=16 max_running_prompts=16``."""
     logger.info(
         "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d",
         *(prompts, n_samples, prompts * n_samples, max_running_prompts),
@@ -87,15 +87,15 @@ def agentic_rollout_batch(logger: Logger, prompts: int, n_samples: int, max_runn
 def agentic_filtered(
     logger: Logger, max_context_len: int | None, total: int, lengths: Sequence[int], top: Sequence[Mapping[str, Any]]
 ) -> None:
-    """``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
+    """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` are the tokens of the trajectories that were filtered, at least one; ``top`` is what is known of the longest.
+    ``lengths`` are the token counts of the filtered trajectories, at least one; ``top`` describes the longest.
     """
     ordered = sorted(lengths)
-    middle = (ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90))
+    percentiles = (ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 90))
     logger.warning(
         "agentic trajectory filtered: max_context_len=%s total=%d kept=%d filtered=%d tokens[min/p50/p90/max]=%s top=%s",
         *(max_context_len, total, total - len(ordered), len(ordered)),
-        "/".join(map(str, (ordered[0], *middle, ordered[-1]))),
+        "/".join(map(str, (ordered[0], *percentiles, ordered[-1]))),
         "[" + "; ".join(" ".join(f"{name}={value!r}" for name, value in one.items()) for one in top) + "]",
     )

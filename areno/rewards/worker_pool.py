@@ -1,0 +1,242 @@
+"""The workers that run reward functions: processes, which can be killed, and threads, which can only be abandoned.
+
+A worker takes jobs and replies with the messages of :mod:`areno.rewards.worker`, plus ``["died", text]``. The runner
+handles deadlines and retries.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.frames import FrameError, Frames
+from areno.rewards.worker import MESSAGE_BYTES, Message, RewardJob, Scorer, describe_error, parse_message, source_file
+from areno.types import RewardRecord
+
+_CLOSE_GRACE_S = 1.0
+_STOP_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 60.0
+_BOOT = (
+    "import importlib, json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('sys_path'); "
+    "importlib.import_module(settings.pop('module')).main(settings)"
+)
+
+
+class WorkerProcess:
+    """A supervised Python process with a connection.
+
+    All of its descendants end when it ends or when this process ends, for whatever reason. The module must first call
+    :func:`areno.rewards.supervisor.supervised`.
+
+    Args:
+        module: its ``main(settings)`` runs in the process.
+        settings: JSON; ``connection`` and ``lifeline`` are added as file descriptors.
+        limit: maximum message size in bytes.
+    """
+
+    def __init__(self, module: str, settings: dict[str, Any], limit: int) -> None:
+        self.frames, worker_end = Frames.pair(limit)
+        self._lifeline, worker_lifeline = socket.socketpair()
+        settings = {
+            **settings,
+            "sys_path": [entry for entry in sys.path if isinstance(entry, str)],
+            "module": module,
+            "connection": worker_end.fileno(),
+            "lifeline": worker_lifeline.fileno(),
+        }
+        with worker_end, worker_lifeline:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(settings)],
+                pass_fds=[worker_end.fileno(), worker_lifeline.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """Kill the process and its descendants."""
+        self.stop()
+        self.close()
+
+    def stop(self) -> None:
+        """Kill the process but keep the connection open for a reading thread; :meth:`close` must follow."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(OSError):  # already ended
+                self._lifeline.shutdown(socket.SHUT_RDWR)
+            self.wait(_STOP_TIMEOUT_S)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.frames.close()
+        self._lifeline.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the process to exit."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the caller kills it next
+            self._process.wait(timeout_s)
+
+    def exit_reason(self) -> str:
+        """Why the process ended, once its connection is closed."""
+        try:
+            code = self._process.wait(timeout=_CLOSE_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "its worker process closed the connection to the trainer"
+        try:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        except ValueError:
+            how = f"signal {-code}"
+        return f"its worker process died ({how})"
+
+
+class RewardProcess(WorkerProcess):
+    """A worker process for a reward file."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
+
+    def payload(self, record: RewardRecord) -> Any:
+        """Pickle a record; raises whatever pickling raises."""
+        return pickle.dumps(record)
+
+    def submit(self, jobs: list[RewardJob]) -> None:
+        """Send jobs to an idle worker, which is reading, so that this does not block."""
+        try:
+            self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
+        except TimeoutError:
+            self.stop()
+        except OSError:  # the worker died; reading from it reports that
+            pass
+
+    def request_exit(self) -> None:
+        """Ask an idle worker to exit."""
+        self.frames.close()
+
+
+class RewardThread:
+    """A daemon thread for a callable that need not be importable or picklable; same methods as `RewardProcess`.
+
+    A function that hangs cannot be stopped, but does not keep the program alive either.
+    """
+
+    def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
+        self.frames, worker_end = Frames.pair(MESSAGE_BYTES)
+        self._inbox: queue.SimpleQueue[list[RewardJob] | None] = queue.SimpleQueue()
+        self._exit_reason = ""
+        arguments = (function, timeout_s, Frames.join(worker_end.detach()))
+        self._thread = threading.Thread(target=self._serve, args=arguments, name="areno-reward", daemon=True)
+        self._thread.start()
+
+    def payload(self, record: RewardRecord) -> Any:
+        """The record itself."""
+        return record
+
+    def submit(self, jobs: list[RewardJob]) -> None:
+        """Queue jobs."""
+        self._inbox.put(jobs)
+
+    def request_exit(self) -> None:
+        """End the thread once its function returns."""
+        self._inbox.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def kill(self) -> None:
+        """Abandon the thread and close its connection."""
+        self.request_exit()
+        self.frames.close()
+
+    def exit_reason(self) -> str:
+        """Why the thread ended by itself."""
+        return self._exit_reason
+
+    def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
+        try:
+            Scorer(function, timeout_s, frames, self.payload).serve(self._inbox.get)
+        except BaseException as error:
+            self._exit_reason = f"its event loop ended: {describe_error(error, source_file(function))}"
+        finally:
+            frames.close()
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """A slot of the pool: its worker, the worker's state and the records assigned to it."""
+
+    position: int
+    worker: RewardProcess | RewardThread
+    last_activity: float = field(default_factory=time.monotonic)  # start, or latest message in either direction
+    ready: bool = False
+    is_async: bool = False
+    waiting: list[int] = field(default_factory=list)  # submitted, not started
+    running: dict[int, float] = field(default_factory=dict)  # index -> start time
+    arrived: deque[Message] = field(default_factory=deque)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the function is imported and no record is assigned."""
+        return self.ready and not self.waiting and not self.running
+
+    def read(self) -> None:
+        """Read the messages that have arrived, without waiting."""
+        try:
+            self.arrived.extend(map(parse_message, self.worker.frames.arrived()))
+        except EOFError:
+            self.arrived.append(["died", self.worker.exit_reason()])
+        except (FrameError, ValueError) as error:
+            self.arrived.append(["died", f"its worker process was stopped because it violated the protocol: {error}"])
+
+
+class WorkerPool:
+    """A fixed number of workers for one reward function, started in parallel."""
+
+    def __init__(self, spawn: Callable[[], RewardProcess | RewardThread], size: int) -> None:
+        self._spawn, self._selector = spawn, selectors.DefaultSelector()
+        self.slots: list[WorkerSlot] = [self._started(position) for position in range(size)]
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[WorkerSlot, Message]]:
+        """Yield arrived messages, waiting up to ``timeout_s`` for the first; messages not consumed stay queued."""
+        for key, _ in self._selector.select(0 if any(slot.arrived for slot in self.slots) else timeout_s):
+            key.data.read()
+        for slot in list(self.slots):
+            while slot.arrived and self.slots[slot.position] is slot:
+                yield slot, slot.arrived.popleft()
+
+    def replace(self, position: int) -> None:
+        """Kill the worker of a slot and start a new one."""
+        self._selector.unregister(self.slots[position].worker.frames)
+        self.slots[position].worker.kill()
+        self.slots[position] = self._started(position)
+
+    def close(self) -> None:
+        """Stop all workers; idle ones get a second to clean up."""
+        idle = [slot for slot in self.slots if slot.idle]
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        self._selector.close()
+        for slot in idle:
+            slot.worker.request_exit()
+        for slot in idle:
+            slot.worker.wait(max(deadline - time.monotonic(), 0))
+        for slot in self.slots:
+            slot.worker.kill()
+
+    def _started(self, position: int) -> WorkerSlot:
+        slot = WorkerSlot(position, self._spawn())
+        self._selector.register(slot.worker.frames, selectors.EVENT_READ, slot)
+        return slot

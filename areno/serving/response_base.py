@@ -1,0 +1,112 @@
+"""Shared parts of OpenAI responses: the envelope around choices, usage, log-prob entries, server-sent events."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.serving.errors import ApiError
+from areno.serving.request_builder import GenerationJob
+from areno.serving.token_text import SampleText, TokenTexts
+from areno.types import FinishReason, GeneratedToken
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Encode one server-sent event; a ``type`` field also becomes the event name."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """One sample of a response while it is generated."""
+
+    index: int  # of the choice
+    text: SampleText  # decodes the tokens
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # character offset of each token in the text
+    sent: int = 0  # number of tokens streamed so far
+    finish: FinishReason | None = None  # None while it runs
+
+    def take(self, tokens: Sequence[GeneratedToken]) -> str:
+        """Add tokens; return the text that became final."""
+        self.tokens += tokens
+        self.finish = tokens[-1].finish
+        text, offsets = self.text.push(tokens)
+        self.offsets += offsets
+        return text
+
+    def next_unsent(self) -> range:
+        """Positions of the tokens not yet streamed; marks them as sent."""
+        first, self.sent = self.sent, len(self.tokens)
+        return range(first, self.sent)
+
+
+class SampledResponse:
+    """Base of the responses of both completion endpoints: samples, usage and envelopes."""
+
+    ending = DONE
+    prefix: str  # of the id, such as ``chatcmpl``
+    kind: str  # ``object`` of a complete response
+    chunk_kind: str  # ``object`` of a chunk
+
+    def __init__(self, job: GenerationJob, model: str, texts: TokenTexts) -> None:
+        self.id, self.created, self.model = uuid.uuid4().hex, int(time.time()), model
+        self.prompt_tokens = sum(len(request.prompt_tokens) for request in job.requests)
+        self._job, self._texts = job, texts
+        self._head = {"id": f"{self.prefix}-{self.id}", "created": self.created, "model": model}
+        count = len(job.requests) * job.body.samples
+        self._samples = [ChoiceState(index, job.sample_text()) for index in range(count)]
+
+    def check(self) -> None:
+        """Raises ApiError: a sample was cancelled, which only a shutdown does while the client still waits."""
+        if any(sample.finish is None for sample in self._samples):
+            raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
+
+    def closing(self) -> list[dict[str, Any]]:
+        """The final usage chunk, if the client requested it."""
+        return [self._chunk_envelope([], self._usage())] if self._job.body.include_usage else []
+
+    def _chunk_envelope(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        counts = {"usage": usage} if self._job.body.include_usage else {}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **counts}
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        """Token counts; a prompt with several samples counts once."""
+        completion = sum(len(sample.tokens) for sample in self._samples)
+        prompt = self.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _token_ids(self, sample: ChoiceState, positions: range, first: bool) -> dict[str, list[int]]:
+        """Token ids of a choice, if requested; the ``first`` chunk also has those of the prompt."""
+        if not self._job.body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}
+        return {**prompt, "token_ids": [sample.tokens[position].token for position in positions]}
+
+
+def chat_logprobs(tokens: Sequence[GeneratedToken], texts: TokenTexts) -> dict[str, Any]:
+    """``logprobs`` of a chat choice: each token with its most likely alternatives."""
+    content = [
+        {**_entry(t.token, t.logprob, texts), "top_logprobs": [_entry(*other, texts) for other in t.top]}
+        for t in tokens
+    ]
+    return {"content": content}
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text, data = texts(token)
+    return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def finite(logprob: float) -> float:
+    """A log-prob that JSON can represent; -9999 stands for minus infinity, as at OpenAI."""
+    return max(logprob, -9999.0)
