@@ -222,7 +222,7 @@ def test_an_empty_text_after_no_call_is_a_mistake_of_the_environment():
         def step(self, answer):
             return ""
 
-    with pytest.raises(UsageError, match=r"Silent\.step returned an empty text"):
+    with pytest.raises(UsageError, match=r"Silent\.step returned an empty string"):
         asyncio.run(replay(Silent(), {"start": 5}, [says("hm")]))
 
 
