@@ -56,7 +56,7 @@ def test_a_name_has_one_value_until_it_is_deleted(names):
     names.add("u/e/t/key", "again")
     assert names.get("u/e/t/key") == "again"
     for wrong in ("", "/", "a//b", "a/../b", "."):
-        with pytest.raises(UsageError, match="is no name"):
+        with pytest.raises(UsageError, match="is not a name"):
             names.add(wrong, "x")
 
 

@@ -162,7 +162,7 @@ def test_an_agent_that_hangs_is_cancelled_with_all_that_it_began(trainer):
         return turns
 
     began = time.monotonic()
-    only_bad_fails(collect(trainer, agent, timeout_s=1.5), "no end within 1.5 s (--agent-timeout-s)")
+    only_bad_fails(collect(trainer, agent, timeout_s=1.5), "timed out after 1.5 s (--agent-timeout-s)")
     assert time.monotonic() - began < 25
     assert len(cancelled) == 4  # in the first call and in the one alone
     check_nothing_left(trainer)
@@ -313,4 +313,4 @@ def test_turns_of_tasks_that_were_not_given_are_left_out(trainer, caplog):
 
     found = collect(trainer, agent)
     assert {place(sample.item) for sample in found.samples} == ALL
-    assert "prompt 8, sample 0, which it was not given" in caplog.text
+    assert "prompt 8, sample 0, which the agent was not given" in caplog.text

@@ -47,7 +47,7 @@ def test_a_template_that_refuses_a_conversation_is_named():
 def test_findings_say_what_will_happen():
     [finding] = lint_chat_template(tokenizer_of(FORMATS["thinking"]))
     text = str(finding)
-    assert "leaves the reasoning of earlier turns out after a user message" in text
+    assert "drops the reasoning of earlier turns after a user message" in text
     assert "several training rows with the same reward" in text
 
 

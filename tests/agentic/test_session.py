@@ -60,7 +60,7 @@ def test_without_a_proxy_there_is_no_address(trainer):
         pytest.raises(RuntimeError, match="rollout session proxy is disabled"),
     ):
         ctx.get_base_url()
-    with pytest.raises(RuntimeError, match="has not begun"):
+    with pytest.raises(RuntimeError, match="has not been entered"):
         trainer.rollout_session(sampling_params=sampling()).get_base_url()
 
 

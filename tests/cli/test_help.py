@@ -83,7 +83,7 @@ def test_defaults_are_shown(capsys):
         "Default: 1e-06.",
     ):
         assert part in text
-    assert "GAE lambda). Default: 0.95. (ppo)" in text
+    assert "GAE lambda: trades bias for variance in advantage estimation. Default: 0.95. (ppo)" in text
 
 
 def test_commands_are_listed_sorted_with_their_texts(capsys):
@@ -93,7 +93,7 @@ def test_commands_are_listed_sorted_with_their_texts(capsys):
         "check       Check whether this machine is ready to run AReno.",
         "env         Print an AReno environment/support report.",
         "export      Merge an adapter into its base model and write a full checkpoint.",
-        "plan        Show the memory that a training run will take, and whether it fits.",
+        "plan        Estimate the memory of a training run, and whether it fits.",
         "quickstart  ",
         "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",
     ]

