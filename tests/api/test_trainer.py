@@ -339,7 +339,7 @@ def test_the_constructor_loads_nothing_and_init_is_needed(tmp_path):
     trainer = Trainer(1, str(tmp_path / "does-not-exist"))
     with pytest.raises(EngineError, match=r"call trainer\.init\(\) first"):
         trainer.train([row([1], [2])], lambda pack, logprobs: logprobs.sum())
-    with pytest.raises(UsageError, match="is neither a folder"):
+    with pytest.raises(UsageError, match="does not exist"):
         trainer.init()
     trainer.close()
 
