@@ -170,7 +170,7 @@ def test_limits_and_choices_are_translated(stage):
                 model="policy", messages=hello, tools=tools, tool_choice=named, max_tokens=600
             )
             assert {block.name for block in called.content if block.type == "tool_use"} <= {"look_up"}
-            with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' cannot be read"):
+            with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' are not supported"):
                 client.messages.create(
                     model="policy",
                     messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}],

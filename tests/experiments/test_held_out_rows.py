@@ -100,7 +100,7 @@ def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, c
         with pytest.raises(UsageError, match=r"has the training rows.*set valid_dataset\.split=train"):
             check_inputs(configured("sft", tiny_checkpoint, tmp_path, train, valid))
     hub: Any = "owner/name:main:train"
-    with pytest.raises(UsageError, match="rows that are trained on"):
+    with pytest.raises(UsageError, match="has the training rows"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
     hub = "owner/name:main"
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
@@ -109,7 +109,7 @@ def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, c
     check_inputs(config)
     with caplog.at_level(logging.WARNING), trainer_class(config)(config) as trainer:
         assert len(trainer.eval_rows) == 12
-    assert "rows that are trained on" in caplog.text
+    assert "has the training rows" in caplog.text
 
 
 def test_a_split_without_effect_is_refused(tmp_path, tiny_checkpoint):

@@ -61,7 +61,7 @@ def test_a_server_that_is_not_there_or_refuses_is_said_so(taught):
     assert "areno serve" in done.stderr
     done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
     assert done.returncode == 1
-    assert "status 404: model: 'other' is not served here" in done.stderr
+    assert "status 404: model: 'other' is not served" in done.stderr
 
 
 def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):

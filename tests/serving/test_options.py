@@ -146,4 +146,4 @@ def test_the_name_that_other_commands_have_for_the_model_is_pointed_out(capsys):
     assert main(["serve", "--ckpt", "somewhere"]) == 2
     assert "--ckpt is not an option; this command calls it --model-path" in capsys.readouterr().err
     assert main(["eval", "--model-path", "somewhere"]) == 2
-    assert "--model-path is not an option; here it is --ckpt" in capsys.readouterr().err
+    assert "--model-path is not an option; this command calls it --ckpt" in capsys.readouterr().err
