@@ -10,7 +10,6 @@ which is committed with a release. Both sides use the same packages; each runs i
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -48,14 +47,13 @@ def compare(args: Any, folder: Path, base: Path) -> dict[str, Any]:
     """Ratios of this checkout to the base, and which of them are regressions."""
     sides: dict[str, Side] = {
         # The workers of this checkout, as an old one may not know their settings.
-        tree_name: (sys.executable, ARENO, {"PYTHONPATH": str(tree)})
-        for tree_name, tree in (("base", base), ("head", ROOT))
+        name: (sys.executable, ARENO, {"PYTHONPATH": str(tree), "ARENO_CACHE_DIR": str(folder / f"cache-{name}")})
+        for name, tree in (("base", base), ("head", ROOT))
     }
     entry: dict[str, Any] = {"machine": machine(), "base": git("describe", "--always", args.base), "regressions": []}
     model, _ = write_task(folder)
-    for name, (python, script, env) in sides.items():
-        sides[name] = (python, script, env | {"ARENO_CACHE_DIR": str(folder / f"cache-{name}")})
-        run_worker(python, script, {"build": True, "model": str(model)}, {**os.environ, **sides[name][2]})
+    for python, script, env in sides.values():
+        run_worker(python, script, {"build": True, "model": str(model)}, env)
     for algo in ("grpo", "sft"):
         found = measure(algo, args, folder, model, sides)
         ratios = {

@@ -10,6 +10,7 @@ import yaml
 
 from areno.config.conversion import convert
 from areno.config.parser import TypedParser
+from areno.config.yaml_io import read_mapping
 from areno.errors import UsageError
 
 
@@ -54,7 +55,7 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         word = rest.pop(0)
         name, equals, value = word.lstrip("-+").partition("=")
         if word.endswith((".yaml", ".yml")) and not equals:
-            yield from _flat(_read(Path(word)))
+            yield from _flat(read_mapping(Path(word), word))
         elif equals:
             yield name, yaml.safe_load(value)
         elif word.startswith("--"):
@@ -64,18 +65,7 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{word}: give a YAML file, --name value, or name=value")
 
 
-def _read(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-
-
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(values, Mapping):
-        raise UsageError(
-            f"{prefix or 'the file'}: got {type(values).__name__}; a configuration is a mapping of names to values"
-        )
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

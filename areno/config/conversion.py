@@ -69,6 +69,23 @@ def _positive(value: Any, _all: Settings) -> Any:
     return value if value is not None and _number(value) > 0 else None
 
 
+def _off(value: Any, _all: Settings) -> bool | None:
+    return None if _is_on(value) else True
+
+
+def _above_one(value: Any, _all: Settings) -> Any:
+    return value if _whole(value) > 1 else None
+
+
+def _if_on(name: str) -> Callable[[Any, Settings], Any]:
+    """A value that counts only where another setting is on."""
+    return lambda value, given: value if _is_on(given.get(name, False)) else None
+
+
+def _of_gae(value: Any, given: Settings) -> Any:
+    return value if _estimator(given) == "gae" else None
+
+
 _ALWAYS = "always on"
 _BY_MEMORY = "decided from free memory; --kv-cache-tokens sets it"
 _PREPARED = "the rows are read with --dataset-path, or by a function of yours (--dataset-loader-fn)"
@@ -94,7 +111,7 @@ TRL: dict[str, Rule] = {
     "top_p": Rule("--top-p"),
     "top_k": Rule("--top-k", value=_positive),
     "beta": Rule(together=True, note="--kl-coef; of DPO --dpo-beta"),
-    "num_iterations": Rule("--update-epochs", value=lambda value, _: _whole(value) if _whole(value) > 1 else None),
+    "num_iterations": Rule("--update-epochs", value=_above_one),
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
     "delta": Rule(note="areno bounds the loss instead: --grpo-dual-clip"),
@@ -125,13 +142,9 @@ TRL: dict[str, Rule] = {
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(note="--attn-backend flash takes the device's own kernels, native those of PyTorch"),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
-    "lora_r": Rule("--lora-rank", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None),
-    "lora_alpha": Rule(
-        "--lora-alpha", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None
-    ),
-    "lora_dropout": Rule(
-        "--lora-dropout", value=lambda value, given: value if _is_on(given.get("use_peft", False)) else None
-    ),
+    "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
+    "lora_alpha": Rule("--lora-alpha", value=_if_on("use_peft")),
+    "lora_dropout": Rule("--lora-dropout", value=_if_on("use_peft")),
     "lora_target_modules": Rule(
         "--lora-target-modules", value=lambda value, _: value if isinstance(value, str) else ",".join(value or ())
     ),
@@ -150,10 +163,10 @@ TRL: dict[str, Rule] = {
         note="areno's own engine generates; --rollout-backend vllm uses servers instead",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
-    "vllm_tensor_parallel_size": Rule("--tp-size", value=lambda value, _: value if _whole(value) > 1 else None),
+    "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
     "packing": Rule(note=_ALWAYS),
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
-    "shuffle_dataset": Rule("--no-shuffle", value=lambda value, _: None if _is_on(value) else True),
+    "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
         note="no equivalent: a reward function sees why an answer ended, and can decide"
     ),
@@ -167,14 +180,14 @@ VERL: dict[str, Rule] = {
     "data.train_batch_size": Rule("--batch-size"),
     "data.max_prompt_length": Rule("--max-prompt-tokens"),
     "data.max_response_length": Rule("--max-new-tokens"),
-    "data.shuffle": Rule("--no-shuffle", value=lambda value, _: None if _is_on(value) else True),
+    "data.shuffle": Rule("--no-shuffle", value=_off),
     "data.prompt_key": Rule(note=_PREPARED),
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
         together=True, note="grpo is --algo grpo, gae --algo ppo, rloo --algo grpo --advantage rloo"
     ),
-    "algorithm.gamma": Rule("--gamma", value=lambda value, given: value if _estimator(given) == "gae" else None),
-    "algorithm.lam": Rule("--lam", value=lambda value, given: value if _estimator(given) == "gae" else None),
+    "algorithm.gamma": Rule("--gamma", value=_of_gae),
+    "algorithm.lam": Rule("--lam", value=_of_gae),
     "algorithm.norm_adv_by_std_in_grpo": Rule(
         "--advantage",
         value=lambda value, given: "group_mean" if not _is_on(value) and _estimator(given) == "grpo" else None,
@@ -182,7 +195,7 @@ VERL: dict[str, Rule] = {
     "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef with --algo ppo"),
     "algorithm.kl_ctrl.kl_coef": Rule(
         "--kl-reward-coef",
-        value=lambda value, given: value if _is_on(given.get("algorithm.use_kl_in_reward", False)) else None,
+        value=_if_on("algorithm.use_kl_in_reward"),
     ),
     f"{_ACTOR}.optim.lr": Rule("--lr"),
     f"{_ACTOR}.optim.lr_warmup_steps": Rule("--lr-warmup-steps", value=_positive),
@@ -205,12 +218,10 @@ VERL: dict[str, Rule] = {
         ),
     ),
     f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; of PPO --use-kl-loss"),
-    f"{_ACTOR}.kl_loss_coef": Rule(
-        "--kl-coef", value=lambda value, given: value if _is_on(given.get(f"{_ACTOR}.use_kl_loss", False)) else None
-    ),
+    f"{_ACTOR}.kl_loss_coef": Rule("--kl-coef", value=_if_on(f"{_ACTOR}.use_kl_loss")),
     f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type"),
     f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, not part of the loss"),
-    f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=lambda value, _: value if _whole(value) > 1 else None),
+    f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{_ACTOR}.ppo_mini_batch_size": Rule(
         together=True, note="prompts of an optimizer step: --update-minibatches is train_batch_size over it"
     ),
@@ -240,23 +251,19 @@ VERL: dict[str, Rule] = {
     f"{_ROLLOUT}.top_k": Rule("--top-k", value=_positive),
     f"{_ROLLOUT}.max_num_seqs": Rule("--max-running-prompts"),
     f"{_ROLLOUT}.gpu_memory_utilization": Rule(note=_BY_MEMORY),
-    f"{_ROLLOUT}.tensor_model_parallel_size": Rule(
-        "--tp-size", value=lambda value, _: value if _whole(value) > 1 else None
-    ),
+    f"{_ROLLOUT}.tensor_model_parallel_size": Rule("--tp-size", value=_above_one),
     f"{_ROLLOUT}.enable_chunked_prefill": Rule(note=_ALWAYS),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": Rule("--score-micro-bs"),
     "critic.model.path": Rule("--critic-ckpt"),
     "critic.optim.lr": Rule("--critic-lr"),
-    "trainer.critic_warmup": Rule(
-        "--critic-warmup-steps", value=lambda value, given: value if _estimator(given) == "gae" else None
-    ),
+    "trainer.critic_warmup": Rule("--critic-warmup-steps", value=_of_gae),
     "trainer.total_epochs": Rule("--epochs"),
     "trainer.total_training_steps": Rule("--max-steps"),
     "trainer.n_gpus_per_node": Rule("--world-size"),
     "trainer.nnodes": Rule(note="several nodes need an experiment: areno run FILE.yaml cluster.n_nodes=N"),
     "trainer.save_freq": Rule("--save-interval", value=_positive),
     "trainer.test_freq": Rule("--eval-interval", value=_positive),
-    "trainer.val_before_train": Rule("--no-eval-before-train", value=lambda value, _: None if _is_on(value) else True),
+    "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
     "trainer.experiment_name": Rule(note="the run directory is the name: --run-dir"),

@@ -37,20 +37,23 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
     path = Path(path).expanduser()
     if not path.is_file():
         raise UsageError(f"{option} file does not exist: {path}; pass a YAML file of option names and values")
+    return _normalized(read_mapping(path, f"{option} {path}"), f"{option} {path}")
+
+
+def read_mapping(path: Path, where: str) -> dict[Any, Any]:
+    """Read a YAML file that holds a mapping with unique keys; an empty file is empty. ``where`` begins messages."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{option} {path}{line}: not valid YAML: {error.problem}; fix the file") from error
+        raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{option} {path} cannot be read: {error}; pass a YAML text file") from error
+        raise UsageError(f"{where} cannot be read: {error}; pass a YAML text file") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise UsageError(
-            f"{option} {path}: expected a mapping, got a {type(loaded).__name__}; write lines like lr: 1.0e-5"
-        )
-    return _normalized(loaded, f"{option} {path}")
+        raise UsageError(f"{where}: expected a mapping, got a {type(loaded).__name__}; write lines like lr: 1.0e-5")
+    return loaded
 
 
 def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ view and copies nothing; columns grow while sequences do, so memory follows what
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class LayerShape:
     value_size: int
 
 
-class KVCache:
+class KVCache(ABC):
     """Keys, values and recurrent states of the live sequences, in slots or in pages.
 
     Layers allocate on first use, because only the call knows how many heads of which size they cache.
@@ -75,9 +76,9 @@ class KVCache:
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
 
+    @abstractmethod
     def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
         """Keys [length, size] of a layer with one head."""
-        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
         """All that is allocated."""

@@ -207,6 +207,11 @@ def state_bytes(count: int, quantised: bool | None = None) -> int:
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
 
 
+def moment_kinds(quantised: bool) -> tuple[str, str]:
+    """What both moments of a tensor are called: of the second one its root, where it is in 8 bits."""
+    return ("mean", "root" if quantised else "square")
+
+
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
     """Both moments of a tensor's state, fp32 [count]; of the second one its root, where it is in 8 bits."""
     if "mean" in state:

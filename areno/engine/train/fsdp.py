@@ -136,9 +136,7 @@ class SpreadAdamW(Optimizer):
 
     def state_head(self) -> dict[str, Any]:
         """Step counts, and what the state is of."""
-        shares = zip(self._names, self._shares, strict=True)
-        counts = {name: int(self._adam.state[share]["step"]) for name, share in shares if self._adam.state.get(share)}
-        return self._head(self._names, counts, self._rounded)
+        return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
 
     def state_parts(self) -> Iterator[StatePart]:
         """Moments, and master weights that a model rounds: shares that no rank before this one holds."""
@@ -163,9 +161,9 @@ class SpreadAdamW(Optimizer):
             return {}
         if not self.config.adam_8bit:
             return {kind: moments[kind] for kind in MOMENTS}
-        second = "root" if adam_8bit.is_quantised(parameter.numel()) else "square"
+        kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
         pair = adam_8bit.moments_in(moments, share.numel())
-        return {kind: values.reshape(share.shape) for kind, values in zip(("mean", second), pair, strict=True)}
+        return {kind: values.reshape(share.shape) for kind, values in zip(kinds, pair, strict=True)}
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:

@@ -220,6 +220,11 @@ class Optimizer(ABC):
         self._adam.step()
         return rate
 
+    def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
+        """Updates of the parameters whose tensors of the rule have moments."""
+        states = zip(names, map(self._adam.state.get, tensors), strict=True)
+        return {name: int(state["step"]) for name, state in states if state}
+
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
         """What every saved state begins with; ``counts`` are the updates of parameters that have moments."""
         return {
@@ -330,11 +335,7 @@ class MasterAdamW(Optimizer):
 
     def state_head(self) -> dict[str, Any]:
         """Step counts, and what the state is of."""
-        moments = zip(self._names, self._masters, strict=True)
-        counts = {
-            name: int(self._adam.state[master]["step"]) for name, master in moments if self._adam.state.get(master)
-        }
-        return self._head(self._names, counts, self._has_masters)
+        return self._head(self._names, self._counts(self._names, self._masters), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
         """Moments, and master weights where they are not the model's own, all of them whole."""
@@ -385,7 +386,7 @@ def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -
 
     They are saved as codes where the blocks of the rank that wrote them were blocks of the whole tensor, else as numbers.
     """
-    kinds = ("mean", "root" if adam_8bit.is_quantised(parameter.numel()) else "square")
+    kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:
         mean, second = (saved.read(moment_key(name, kind), index) for kind in kinds)
         return mean, second

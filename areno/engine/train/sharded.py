@@ -16,7 +16,6 @@ when ranks exchange them.
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -181,8 +180,12 @@ class ShardedAdamW(Optimizer):
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
         """Write this rank's share of such a flat tensor [share]."""
         for segment, start, stop in self._owned():
-            entries = value(segment).reshape(-1)[start - segment.start : stop - segment.start]
-            part[start - self._first : stop - self._first] = entries.to(part)
+            self._put(part, value(segment), segment, start, stop)
+
+    def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
+        """Write the entries of a parameter's ``values`` between two places of the flat tensor into this share of it."""
+        entries = values.reshape(-1)[start - segment.start : stop - segment.start]
+        part[start - self._first : stop - self._first] = entries.to(part)
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
         """Segments that lie in this rank's share, with the range that does."""
@@ -372,7 +375,7 @@ class ShardedAdamW(Optimizer):
                     rows = torch.arange(len(values)) + first // adam_8bit.BLOCK
                     yield StatePart(moment_key(segment.name, kind), values, (rows, *whole_index(values.shape[1:])))
             return
-        kinds = ("mean", "root" if segment.quantised else "square")
+        kinds = adam_8bit.moment_kinds(segment.quantised)
         for kind, values in zip(kinds, adam_8bit.moments_in(state, count), strict=True):
             yield from flat_parts(moment_key(segment.name, kind), values, first, index)
 
@@ -393,7 +396,10 @@ class ShardedAdamW(Optimizer):
 
     def _take_moments(self, saved: SavedState) -> None:
         """Take this rank's share of the moments."""
-        flat = tuple(self._own_part(partial(self._saved_moment, saved, which)) for which in range(2))
+        flat = [torch.zeros(self._share, device=self._home) for _ in MOMENTS]
+        for segment, start, stop in self._owned():
+            for part, values in zip(flat, self._saved_moments(saved, segment), strict=True):
+                self._put(part, values, segment, start, stop)
         count = next(iter(saved.head["counts"].values()))
         for piece, quantised, place in self._pieces:
             first, second = (moment[place] for moment in flat)
@@ -404,11 +410,12 @@ class ShardedAdamW(Optimizer):
                 kind = torch.bfloat16 if self.config.adam_bf16 else torch.float32
                 self._adam.state[piece] = {"step": step, "exp_avg": first.to(kind), "exp_avg_sq": second.to(kind)}
 
-    def _saved_moment(self, saved: SavedState, which: int, segment: _Segment) -> Tensor:
+    def _saved_moments(self, saved: SavedState, segment: _Segment) -> tuple[Tensor, ...]:
+        """Both moments of this rank's part of a parameter."""
         index = positions(segment.parameter)
         if self.config.adam_8bit:
-            return low_moments(saved, segment.name, segment.parameter, index)[which]
-        return saved.read(moment_key(segment.name, MOMENTS[which]), index)
+            return low_moments(saved, segment.name, segment.parameter, index)
+        return tuple(saved.read(moment_key(segment.name, kind), index) for kind in MOMENTS)
 
 
 def _segments(
