@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from areno.engine.model.adapter import NAME, Adapter
-from areno.engine.parallel.parts import local, part_of, whole_of
+from areno.engine.parallel.parts import local, part_of, unsharded
 from areno.engine.parallel.sharding import style_of
 from areno.errors import UsageError
 
@@ -61,7 +61,7 @@ class SpreadAdapter(Adapter):
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Adapter.state`; every rank must call."""
         named = self._wrapped.named_parameters()
-        return {name: whole_of(local(p.detach()), p) for name, p in named if name in self._trained}
+        return {name: unsharded(local(p.detach()), p) for name, p in named if name in self._trained}
 
 
 @contextmanager

@@ -37,56 +37,56 @@ class Channel:
         self.traffic: Counter[str] = Counter()
         """Bytes that this rank has passed on, by operation, as a ring of ranks does it."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
         return values
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Least of the ranks' numbers."""
         return value
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What each rank says, in the order of ranks; any picklable object."""
         return [value]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What rank 0 says."""
         return value
 
-    def sum_part(self, values: Tensor) -> Tensor:
+    def reduce_scatter(self, values: Tensor) -> Tensor:
         """Add up values [size * n] over the ranks, and return this rank's n of them."""
         return values
 
-    def join(self, part: Tensor) -> Tensor:
+    def all_gather_tensor(self, part: Tensor) -> Tensor:
         """Put the ranks' parts [n] together: [size * n]."""
         return part
 
-    def exchange(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
         equal = [len(parts) // self.size] * self.size
-        return self.route(parts, equal, equal)
+        return self.all_to_all_v(parts, equal, equal)
 
-    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
         return rows
 
-    def spread(self, values: Tensor) -> Tensor:
+    def broadcast(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place."""
         return values
 
-    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """All ranks' tensors, which have different names, on rank 0 in the computer's memory; nothing on the others."""
         return {name: value.cpu() for name, value in values.items()}
 
-    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On rank 0 the values of another rank, of that shape; both must call."""
         return values
 
-    def sums(self, count: int, device: torch.device) -> Sums | None:
+    def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
         """Make a place to add up ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
         return None
 
-    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+    def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
         """Make memory for ``count`` entries that all ranks have in common; None where ranks have memory of their own only."""
         return None
 
@@ -99,13 +99,13 @@ class Group(Channel):
         self.size, self.rank = process_group.size(), process_group.rank()
         self._group, self._device = process_group, device
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
-        self.traffic["sum"] += values.nbytes
+        self.traffic["all_reduce"] += values.nbytes
         self._group.allreduce([values]).wait()
         return values
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Least of the ranks' numbers."""
         least = torch.tensor([value], device=self._device)
         options = dist.AllreduceOptions()
@@ -113,16 +113,16 @@ class Group(Channel):
         self._group.allreduce([least], options).wait()
         return int(least)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What each rank says: sizes first, then all texts padded to the longest."""
         mine = self._encode(value)
-        sizes = self.join(torch.tensor([len(mine)], device=self._device)).tolist()
+        sizes = self.all_gather_tensor(torch.tensor([len(mine)], device=self._device)).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         padded[: len(mine)] = mine
-        texts = self.join(padded).view(self.size, -1)
+        texts = self.all_gather_tensor(padded).view(self.size, -1)
         return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What rank 0 says."""
         text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
         size = torch.tensor([len(text)], device=self._device)
@@ -132,33 +132,33 @@ class Group(Channel):
         self._group.broadcast([text], dist.BroadcastOptions()).wait()
         return self._decode(text) if self.rank else value
 
-    def sum_part(self, values: Tensor) -> Tensor:
+    def reduce_scatter(self, values: Tensor) -> Tensor:
         """Add up values [size * n] over the ranks, and return this rank's n of them."""
-        self.traffic["sum_part"] += values.nbytes - values.nbytes // self.size
+        self.traffic["reduce_scatter"] += values.nbytes - values.nbytes // self.size
         part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
         self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
         return part
 
-    def join(self, part: Tensor) -> Tensor:
+    def all_gather_tensor(self, part: Tensor) -> Tensor:
         """Put the ranks' parts [n] together: [size * n]."""
-        self.traffic["join"] += part.nbytes * (self.size - 1)
+        self.traffic["all_gather_tensor"] += part.nbytes * (self.size - 1)
         whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
 
-    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
-        self.traffic["route"] += rows.nbytes - rows[: sent[self.rank]].nbytes
+        self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
         found = rows.new_empty(sum(received), *rows.shape[1:])
         self._group.alltoall_base(found, rows, received, sent).wait()
         return found
 
-    def spread(self, values: Tensor) -> Tensor:
+    def broadcast(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place."""
         self._group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
 
-    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On rank 0 the values of another rank, of that shape; both must call."""
         if self.rank:
             self.send(values.to(self._device).contiguous(), 0).wait()
@@ -167,13 +167,13 @@ class Group(Channel):
         self.receive(found, rank).wait()
         return found
 
-    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """All ranks' tensors, one at a time, on rank 0 in the computer's memory; nothing on the others."""
-        known = self.everyone([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
+        known = self.all_gather([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
         found = {} if self.rank else {name: value.cpu() for name, value in values.items()}
         for rank, entries in enumerate(known[1:], 1):
             for name, shape, dtype in entries if self.rank in (0, rank) else ():
-                value = self.pass_on(values.get(name, torch.empty(0)), rank, shape, dtype)
+                value = self.send_to_first(values.get(name, torch.empty(0)), rank, shape, dtype)
                 if not self.rank:
                     found[name] = value.cpu()
         return found
@@ -198,38 +198,42 @@ class Group(Channel):
 class SharedGroup(Group):
     """A group whose ranks may share memory; where the system does not let them, it is like any other group."""
 
-    def sums(self, count: int, device: torch.device) -> Sums | None:
+    def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
         """See :class:`Channel`."""
         size = count * torch.float32.itemsize
         memories = self._memories([size] * self.size) if device.type == "cpu" else []
-        return Sums(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories]) if memories else None
+        return (
+            SharedReduceBuffer(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories])
+            if memories
+            else None
+        )
 
-    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+    def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
         """See :class:`Channel`."""
         memories = self._memories([count * dtype.itemsize])
-        return Common(self, memories[0], dtype) if memories else None
+        return SharedMemory(self, memories[0], dtype) if memories else None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.smallest(0)
+        self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
         """Memory of so many bytes of each of the first ranks, open on all; nothing if one rank cannot open it."""
         own: Segment | None = None
         with suppress(OSError):
             own = Segment(sizes[self.rank]) if NAMELESS and self.rank < len(sizes) and sizes[self.rank] else None
-        said = self.everyone((node_id(), own.path if own else ""))
+        said = self.all_gather((node_id(), own.path if own else ""))
         found: list[mmap.mmap] = []
         with suppress(OSError, ValueError):
             if len({node for node, _ in said}) == 1:
                 found = [mapped(path, size, writable=True) for (_, path), size in zip(said, sizes, strict=False)]
-        opened = self.smallest(int(len(found) == len(sizes)))  # also: nobody opens them any more
+        opened = self.all_reduce_min(int(len(found) == len(sizes)))  # also: nobody opens them any more
         if own:
             own.close()
         return found if opened else []
 
 
-class Sums:
+class SharedReduceBuffer:
     """Numbers that are added up over the ranks again and again, in one buffer fp32 [size * n] per rank.
 
     Attributes:
@@ -246,7 +250,7 @@ class Sums:
 
     def part(self) -> Tensor:
         """This rank's n of the sums. They hold until ``values`` change, and lie in them where that saves memory."""
-        self._group.traffic["sum_part"] += self.values.nbytes - self._part.nbytes  # the others read it
+        self._group.traffic["reduce_scatter"] += self.values.nbytes - self._part.nbytes  # the others read it
         self._group.barrier()
         for other in self._others:
             self._part.add_(other)
@@ -254,7 +258,7 @@ class Sums:
         return self._part
 
 
-class Common:
+class SharedMemory:
     """Memory that all ranks of a group have in common, as entries of one type."""
 
     def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:

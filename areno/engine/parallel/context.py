@@ -47,11 +47,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         ctx.channel = channel
-        return channel.join(x.reshape(-1)).view(channel.size * len(x), *x.shape[1:])
+        return channel.all_gather_tensor(x.reshape(-1)).view(channel.size * len(x), *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        part = ctx.channel.sum_part(grad.reshape(-1))
+        part = ctx.channel.reduce_scatter(grad.reshape(-1))
         return part.view(len(grad) // ctx.channel.size, *grad.shape[1:]), None
 
 
@@ -60,7 +60,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
-        return channel.sum(x.clone())
+        return channel.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -70,12 +70,12 @@ class _Sum(torch.autograd.Function):
 def _to_heads(x: Tensor, channel: Channel) -> Tensor:
     tokens, heads, size = x.shape
     parts = x.view(tokens, channel.size, heads // channel.size, size).transpose(0, 1).reshape(-1)
-    return channel.exchange(parts).view(channel.size * tokens, heads // channel.size, size)
+    return channel.all_to_all(parts).view(channel.size * tokens, heads // channel.size, size)
 
 
 def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
     tokens, heads, size = len(x) // channel.size, *x.shape[1:]
-    parts = channel.exchange(x.reshape(-1)).view(channel.size, tokens, heads, size)
+    parts = channel.all_to_all(x.reshape(-1)).view(channel.size, tokens, heads, size)
     return parts.transpose(0, 1).reshape(tokens, channel.size * heads, size)
 
 

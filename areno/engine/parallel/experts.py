@@ -31,11 +31,11 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], channel: Channel) -> Tensor:
         ctx.sizes, ctx.channel = (received, sent), channel
-        return channel.route(rows, sent, received)
+        return channel.all_to_all_v(rows, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.channel.route(grad.contiguous(), *ctx.sizes), None, None, None
+        return ctx.channel.all_to_all_v(grad.contiguous(), *ctx.sizes), None, None, None
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def is_experts(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Experts") and bool(own) and all(len(p) == count for p in own)
 
 
-class DividedExperts:
+class ExpertParallelExperts:
     """The experts of one mixture, of which this rank keeps a part.
 
     Args:
@@ -81,7 +81,7 @@ class DividedExperts:
         self._whole = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             mine = parameter.detach().to_local()
-            self._whole[name] = self.channel.join(mine.reshape(-1)).view(self.total, *mine.shape[1:])
+            self._whole[name] = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.total, *mine.shape[1:])
         self.module.num_experts = self.total
 
     def release(self) -> None:
@@ -106,10 +106,10 @@ class DividedExperts:
         each = chosen.shape[1]
         experts, order = chosen.flatten().sort(stable=True)
         sent = torch.bincount(experts // self.own, minlength=self.channel.size)
-        sizes = sent.tolist(), self.channel.exchange(sent).tolist()
+        sizes = sent.tolist(), self.channel.all_to_all(sent).tolist()
         rows = hidden.index_select(0, order // each)
         arrived = _Route.apply(rows, *sizes, self.channel)
-        wanted = self.channel.route(experts % self.own, *sizes)
+        wanted = self.channel.all_to_all_v(experts % self.own, *sizes)
         made = self._computed(arrived, wanted[:, None], torch.ones_like(wanted, dtype=weights.dtype)[:, None])
         if not len(arrived):  # the others wait for this rank's part of the backward pass
             made = (
@@ -122,7 +122,7 @@ class DividedExperts:
         return torch.zeros_like(hidden).index_add(0, order // each, scaled.to(hidden.dtype))
 
 
-def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[DividedExperts]:
+def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[ExpertParallelExperts]:
     """Leave this rank its part of the experts of every mixture.
 
     Raises:
@@ -147,7 +147,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> lis
             f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; make e "
             f"{_below(wrong[0], channel.size)}"
         )
-    return [DividedExperts(child, mesh, channel) for child in mixtures]
+    return [ExpertParallelExperts(child, mesh, channel) for child in mixtures]
 
 
 def _below(count: int, size: int) -> int:

@@ -24,16 +24,16 @@ from torch.distributed.fsdp import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areno.engine.model.packed_model import PackedModel, Weights
-from areno.engine.parallel.experts import DividedExperts, divide_experts
+from areno.engine.parallel.experts import ExpertParallelExperts, shard_experts
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UsageError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP gives parameters that a backward pass leaves out their part in it: from PyTorch 2.13 on."""
 
 
-class SpreadWeights(Weights):
+class FullyShardedWeights(Weights):
     """Weights of a model that are sharded across the replicas, whose ranks must have joined the default process group.
 
     Args:
@@ -42,7 +42,12 @@ class SpreadWeights(Weights):
     """
 
     def __init__(
-        self, module: nn.Module, peers: Peers, device: torch.device, trained: bool, reduces: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        peers: RankContext,
+        device: torch.device,
+        trained: bool,
+        reduces: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = next(module.parameters()).dtype
         self.whole = False
@@ -50,11 +55,11 @@ class SpreadWeights(Weights):
         if layout.reads_once and layout.ep_size > 1:  # before the experts are divided
             _receive(module, peers, set())
         mesh, expert_mesh = _mesh(module, layout, device), None
-        self._experts: list[DividedExperts] = []
+        self._experts: list[ExpertParallelExperts] = []
         if layout.ep_size > 1:
             sizes = (layout.shards // layout.ep_size, layout.ep_size, layout.tp_size)
             expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("efsdp", "ep", "tp"))
-            self._experts = divide_experts(module, expert_mesh["ep", "tp"], peers.experts)
+            self._experts = shard_experts(module, expert_mesh["ep", "tp"], peers.experts)
             expert_mesh = expert_mesh["efsdp"]
         mixtures = {id(divided.module) for divided in self._experts}
         # Beside an adapter, which is fp32 already, the weights are frozen in the type that they compute in.
@@ -130,11 +135,11 @@ class SpreadWeights(Weights):
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
 
 
-def spread_over_replicas(
-    model: PackedModel, peers: Peers, *, trained: bool, reduces: torch.dtype = torch.float32
+def shard_over_replicas(
+    model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
     """Leave this rank its share of a model that is whole; every rank must call, with the same model."""
-    model.weights = SpreadWeights(model.module, peers, model.device, trained, reduces)
+    model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
@@ -144,11 +149,11 @@ def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
 
 
-def _receive(part: nn.Module, peers: Peers, known: set[int]) -> None:
+def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
     """Take the parameters of a part that are not ``known`` from the rank that has read them."""
     for parameter in part.parameters():
         if id(parameter) not in known:
-            peers.from_reader(parameter.detach())
+            peers.broadcast_from_reader(parameter.detach())
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:

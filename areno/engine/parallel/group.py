@@ -121,7 +121,7 @@ class EngineGroup:
     @property
     def version(self) -> int:
         """Optimizer steps that the actor's weights have seen."""
-        return self.each_rank(attrgetter("version"))[0]
+        return self.run_on_all_ranks(attrgetter("version"))[0]
 
     def _read_limits(self) -> None:
         self.context_length, self.vocab_size, self.kv_tokens = self.workers.call("limits", ranks=[0])[0]
@@ -325,8 +325,8 @@ class EngineGroup:
         """Continue with a state, saved in any layout."""
         self._all("engine.load_state", checkpoint)
 
-    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, see :meth:`Backend.each_rank`."""
+    def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call a function with the engine of each rank, see :meth:`Backend.run_on_all_ranks`."""
         return self._all("apply", function, *arguments)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class LeadingLoop(_Counting):
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
             cancelled = [self._numbers[group] for group in news.cancelled]
-            self._turns.from_first(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
+            self._turns.broadcast_object(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
         super()._apply(news)
 
     @contextmanager
@@ -91,7 +91,7 @@ class LeadingLoop(_Counting):
     def close(self) -> None:
         """Stop the followers too."""
         super().close()
-        self._turns.from_first(_Message(said=self.said, last=True))
+        self._turns.broadcast_object(_Message(said=self.said, last=True))
 
 
 class FollowingLoop(_Counting):
@@ -110,7 +110,7 @@ class FollowingLoop(_Counting):
             if not self._busy:
                 self._threads.reset()
                 self._wake.notify_all()
-        message: _Message = self._turns.from_first(None)
+        message: _Message = self._turns.broadcast_object(None)
         if message.last:
             return False
         if message.said != self.said:

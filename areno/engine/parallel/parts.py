@@ -22,12 +22,12 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local(gradient)
 
 
-def is_whole(tensor: Tensor) -> bool:
+def is_unsharded(tensor: Tensor) -> bool:
     """Whether each rank of the replica holds all of it."""
     return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)
 
 
-def whole_of(part: Tensor, like: Tensor) -> Tensor:
+def unsharded(part: Tensor, like: Tensor) -> Tensor:
     """Put the parts of a tensor together that is spread as ``like`` is; every rank of the replica must call."""
     if not isinstance(like, DTensor):
         return part

@@ -22,7 +22,7 @@ from torch import Tensor
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.attention import AttentionPlan
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.schedule import Action, Schedule, make_schedule, needed
 from areno.engine.progress import PROGRESS
 
@@ -61,7 +61,7 @@ class _Kept:
 class Pipeline:
     """One rank's side of it. Every rank of a stage, and every stage, must make the same calls."""
 
-    def __init__(self, model: PackedModel, peers: Peers) -> None:
+    def __init__(self, model: PackedModel, peers: RankContext) -> None:
         assert model.stage is not None
         self.model, self.peers, self.layers = model, peers, model.stage
         self.stage = peers.place.stage

@@ -12,7 +12,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import connect
+from areno.engine.parallel.rank_context import connect
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult

@@ -20,8 +20,8 @@ from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.parts import local, whole_of
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.parts import local, unsharded
+from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UnsupportedModelError
 
 # Styles of an output head that put the ranks' logits together.
@@ -112,7 +112,7 @@ def style_of(module: Any, name: str) -> str | None:
     return module.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))  # type: ignore[no-any-return]
 
 
-def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:
+def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -> None:
     """Write a model in Hugging Face format, tensor by tensor put together on the first rank.
 
     Every rank that holds a share must call.
@@ -125,12 +125,12 @@ def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:
         if id(tensor) in kept:
             tied[name] = first_names[id(tensor)]
             continue
-        whole = whole_of(local(tensor.detach()), tensor)
+        whole = unsharded(local(tensor.detach()), tensor)
         rounded = isinstance(tensor, nn.Parameter) and whole.is_floating_point()
         kept[id(tensor)] = whole.to("cpu", model.dtype if rounded else whole.dtype) if peers.heads else torch.empty(0)
         weights[name], first_names[id(tensor)] = kept[id(tensor)], name
-    weights = peers.pipeline.to_first(weights if peers.heads else {})
-    tied = {name: other for each in peers.pipeline.everyone(tied) for name, other in each.items()}
+    weights = peers.pipeline.gather_to_first(weights if peers.heads else {})
+    tied = {name: other for each in peers.pipeline.all_gather(tied) for name, other in each.items()}
     if peers.first:
         weights |= {name: weights[other] for name, other in tied.items()}
         module: Any = model.module

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from areno.engine.parallel.parts import is_first_copy, local, positions
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (
     MOMENTS,
@@ -29,14 +29,14 @@ from areno.engine.train.optimizer import (
 from areno.engine.train.state_files import SavedState, StatePart
 
 
-class SpreadAdamW(Optimizer):
+class FullyShardedAdamW(Optimizer):
     """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
-        peers: Peers,
+        peers: RankContext,
         dtype: torch.dtype,
         partial: Collection[str] = (),
         tied: Collection[str] = (),
@@ -82,14 +82,14 @@ class SpreadAdamW(Optimizer):
             if parameter.grad is not None:
                 gradient = local(parameter.grad).to(self._device)
                 if partial:
-                    self.peers.tensor.sum(gradient)
+                    self.peers.tensor.all_reduce(gradient)
                 if tied:
-                    self.peers.ends.sum(gradient)
+                    self.peers.ends.all_reduce(gradient)
                 numbers = [gradient.double().square().sum(), torch.count_nonzero(gradient), gradient.numel()]
                 copies = self._copies(parameter) * (2 if tied else 1)
                 found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / copies
                 share.grad = gradient.to(share.device)
-        square, nonzero, total = self.peers.pipeline.sum(self.peers.stage.sum(found)).tolist()
+        square, nonzero, total = self.peers.pipeline.all_reduce(self.peers.stage.all_reduce(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
 
     def _copies(self, parameter: Tensor) -> int:

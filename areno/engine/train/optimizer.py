@@ -23,7 +23,7 @@ from areno.engine.device import read_all
 from areno.engine.train import adam_8bit, adam_bf16
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.schedule import DecayStyle, LrSchedule
-from areno.engine.train.state_files import Index, SavedState, StatePart, whole_index
+from areno.engine.train.state_files import Index, SavedState, StatePart, full_index
 from areno.errors import UsageError
 
 
@@ -341,9 +341,9 @@ class MasterAdamW(Optimizer):
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
-                    yield StatePart(moment_key(name, kind), values, whole_index(values.shape))
+                    yield StatePart(moment_key(name, kind), values, full_index(values.shape))
             if parameter is not master:
-                yield StatePart(master_key(name), master.detach(), whole_index(master.shape))
+                yield StatePart(master_key(name), master.detach(), full_index(master.shape))
 
     def load_state(self, saved: SavedState) -> None:
         """Continue from a state of any layout."""
@@ -353,7 +353,7 @@ class MasterAdamW(Optimizer):
             zip(self._names, self._parameters, self._masters, strict=True)
         ):
             if name in counts:
-                adam[index] = saved_moments(saved, name, master, whole_index(master.shape), self.config)
+                adam[index] = saved_moments(saved, name, master, full_index(master.shape), self.config)
             if parameter is not master:
                 master.data.copy_(saved.whole(master_key(name)))
         self._adam.load_state_dict({"state": adam, "param_groups": self._adam.state_dict()["param_groups"]})

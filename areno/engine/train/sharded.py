@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel.channels import Channel, Common
-from areno.engine.parallel.parts import is_whole, local, local_gradient, positions
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.channels import Channel, SharedMemory
+from areno.engine.parallel.parts import is_unsharded, local, local_gradient, positions
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (
     MOMENTS,
@@ -36,7 +36,7 @@ from areno.engine.train.optimizer import (
     master_key,
     moment_key,
 )
-from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, whole_index
+from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, full_index
 
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
@@ -65,7 +65,7 @@ class _Segment:
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
-class ShardedAdamW(Optimizer):
+class ZeroAdamW(Optimizer):
     """AdamW over a share of the parameters; every rank makes the same calls.
 
     Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0. Of the ``partial``
@@ -76,7 +76,7 @@ class ShardedAdamW(Optimizer):
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
-        peers: Peers,
+        peers: RankContext,
         partial: set[str] | frozenset[str] = frozenset(),
         tied: Collection[str] = (),
     ) -> None:
@@ -91,13 +91,13 @@ class ShardedAdamW(Optimizer):
         self._device = local(parameters[0][1]).device if parameters else torch.device("cpu")
         self._home = torch.device("cpu") if config.offload else self._device
         # Gradients end to end: in memory that replicas share, or in their own from the first gradient of a step to its sum.
-        self._shared = peers.data.sums(self._share * peers.data.size, self._device)
-        self._flat = None if self._shared is None else self._shared.values
+        self._reduce_buffer = peers.data.reduce_buffer(self._share * peers.data.size, self._device)
+        self._flat = None if self._reduce_buffer is None else self._reduce_buffer.values
         self._filled: set[str] = set()
         self._gradient = torch.zeros(0, device=self._home)
-        self._common: Common | None = None
+        self._shared_memory: SharedMemory | None = None
         self._share_weights()
-        in_place = self._common is not None and self._weight_dtype == torch.float32
+        in_place = self._shared_memory is not None and self._weight_dtype == torch.float32
         self._master = nn.Parameter(self._own_weights() if in_place else self._own_part(self._read))
         self._pieces = list(self._cut())
         self._adam = make_adam(self._groups(), config)
@@ -147,7 +147,7 @@ class ShardedAdamW(Optimizer):
         )
         if self._device.type != "cpu" or not movable:
             return
-        self._common = common = self.peers.data.common(self._share * self.peers.data.size, dtype)
+        self._shared_memory = common = self.peers.data.shared_memory(self._share * self.peers.data.size, dtype)
         if common is None:
             return
         self._fill(self._own_weights(), self._read)
@@ -158,8 +158,8 @@ class ShardedAdamW(Optimizer):
 
     def _own_weights(self) -> Tensor:
         """This rank's share of the weights that the replicas have in common."""
-        assert self._common is not None
-        return self._common.tensor(self._first, self._share)
+        assert self._shared_memory is not None
+        return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
         """The flat gradient [replicas * share]."""
@@ -199,7 +199,7 @@ class ShardedAdamW(Optimizer):
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients, and free their memory if nobody else reads it."""
-        if self._shared is None:
+        if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
@@ -216,10 +216,10 @@ class ShardedAdamW(Optimizer):
             if segment.name not in self._filled:
                 flat[segment.start : segment.stop].zero_()
         self._sum_partial(flat)
-        if self._shared is None:
+        if self._reduce_buffer is None:
             self._gradient, self._flat = self._summed(flat), None
         else:
-            self._gradient = self._shared.part()
+            self._gradient = self._reduce_buffer.part()
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(4, dtype=torch.float64, device=self._home)
         look = _LOOK if self._home.type == "cpu" else _LOOK_ON_GPU
@@ -229,7 +229,9 @@ class ShardedAdamW(Optimizer):
                 found[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
             found[2] += (stop - start) / segment.copies
         found[3] = float(bool(self._filled))
-        totals = self.peers.pipeline.sum(self.peers.tensor.sum(self.peers.data.sum(found.to(self._device))))
+        totals = found.to(self._device)
+        for channel in (self.peers.data, self.peers.tensor, self.peers.pipeline):
+            totals = channel.all_reduce(totals)
         square, nonzero, total, seen = totals.tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
@@ -240,7 +242,7 @@ class ShardedAdamW(Optimizer):
 
     def _sum_over(self, ranks: Channel, parts: list[Tensor]) -> None:
         if parts:
-            summed = ranks.sum(torch.cat(parts).to(self._device))
+            summed = ranks.all_reduce(torch.cat(parts).to(self._device))
             for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
 
@@ -259,13 +261,13 @@ class ShardedAdamW(Optimizer):
         kind = torch.bfloat16 if self.config.reduce_bf16 else torch.float32
         for window in self._windows():
             sent = by_rank[:, window].reshape(-1).to(self._device, kind)
-            part[window] = self.peers.data.sum_part(sent).to(part)
+            part[window] = self.peers.data.reduce_scatter(sent).to(part)
         return part
 
     def _joined(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Put the ranks' shares together: pieces of the flat buffer on the model's device, with their first entry."""
         for window in self._windows():
-            found = self.peers.data.join(part[window].to(self._device).contiguous())
+            found = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
             for rank, piece in enumerate(found.view(self.peers.data.size, -1)):
                 yield rank * self._share + window.start, piece
 
@@ -287,16 +289,16 @@ class ShardedAdamW(Optimizer):
 
     def _publish(self) -> None:
         """Put the masters into the model, on all replicas."""
-        if self._common is None:
+        if self._shared_memory is None:
             self._put_weights()
             return
         if self._weight_dtype != torch.float32:
             self._own_weights().copy_(self._master)
-        self._common.barrier()
+        self._shared_memory.barrier()
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        counts = [(segment.parameter.numel(), is_whole(segment.parameter)) for segment in self._segments]
+        counts = [(segment.parameter.numel(), is_unsharded(segment.parameter)) for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
         in_numbers = 8 if self.config.adam_8bit else 0  # of tensors that tensor parallelism has cut
         return masters + sum(
@@ -306,7 +308,7 @@ class ShardedAdamW(Optimizer):
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
-        masters = 0 if self._common is not None and self._weight_dtype == torch.float32 else 4 * self._share
+        masters = 0 if self._shared_memory is not None and self._weight_dtype == torch.float32 else 4 * self._share
         if not moments:
             return masters
         kept = [(piece.numel(), quantised) for piece, quantised, _ in self._pieces]
@@ -345,7 +347,9 @@ class ShardedAdamW(Optimizer):
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
             piece = next(pieces)[0] if self.config.adam_8bit else self._master
-            if (segment.tied and self.peers.place.stage) or (is_whole(segment.parameter) and self.peers.tensor.rank):
+            if (segment.tied and self.peers.place.stage) or (
+                is_unsharded(segment.parameter) and self.peers.tensor.rank
+            ):
                 continue
             place, index = slice(start - self._first, stop - self._first), positions(segment.parameter)
             first = start - segment.start
@@ -366,11 +370,11 @@ class ShardedAdamW(Optimizer):
         """Moments of a piece in codes where its blocks are blocks of the whole tensor, else in numbers."""
         if not state:
             return
-        if segment.quantised and is_whole(segment.parameter):
+        if segment.quantised and is_unsharded(segment.parameter):
             for kind, values in state.items():
                 if kind != "step":
                     rows = torch.arange(len(values)) + first // adam_8bit.BLOCK
-                    yield StatePart(moment_key(segment.name, kind), values, (rows, *whole_index(values.shape[1:])))
+                    yield StatePart(moment_key(segment.name, kind), values, (rows, *full_index(values.shape[1:])))
             return
         kinds = ("mean", "root" if segment.quantised else "square")
         for kind, values in zip(kinds, adam_8bit.moments_in(state, count), strict=True):
@@ -422,6 +426,6 @@ def _segments(
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()
-        copies = (tp_size if is_whole(parameter) else 1) * (2 if name in tied else 1)
+        copies = (tp_size if is_unsharded(parameter) else 1) * (2 if name in tied else 1)
         yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1, name in tied)
         start = -(-stop // block) * block

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 
 _HEAD = "state.json"
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -52,7 +52,7 @@ class _Chunk:
     sizes: tuple[int, ...]
 
 
-def whole_index(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """The index of a part that is the whole tensor."""
     return tuple(torch.arange(size) for size in shape)
 
@@ -68,11 +68,11 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
         yield StatePart(key, own.view(shape), tuple(axis[part] for axis, part in zip(index, box, strict=True)))
 
 
-def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: Peers) -> None:
+def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
     """Write the state of one optimizer, in place of what the folder holds; every rank must call, with the same folder."""
     if peers.first and folder.exists():  # other layouts write files of other names
         shutil.rmtree(folder)
-    peers.smallest(0)  # all ranks have come
+    peers.all_reduce_min(0)  # all ranks have come
     folder.mkdir(exist_ok=True)
     files: list[dict[str, tuple[Tensor, tuple[int, ...]]]] = []
     for part in parts:
@@ -86,7 +86,7 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
         metadata = {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
         name = f"shard-{peers.rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"
         save_file({key: values for key, (values, _) in file.items()}, folder / name, metadata)
-    head = _joined_head(peers.pipeline.everyone(head))
+    head = _joined_head(peers.pipeline.all_gather(head))
     if peers.first:
         (folder / _HEAD).write_text(json.dumps(head, indent=1), encoding="utf-8")
 
@@ -123,7 +123,7 @@ class SavedState:
     def whole(self, key: str) -> Tensor:
         """A whole tensor."""
         ends = ([o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in self._chunks[key])
-        return self.read(key, whole_index([max(axis) for axis in zip(*ends, strict=True)]))
+        return self.read(key, full_index([max(axis) for axis in zip(*ends, strict=True)]))
 
     def read(self, key: str, index: Index) -> Tensor:
         """A part of a tensor, on the CPU.

@@ -19,8 +19,8 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.routing import RoutingCount, recompute_contexts
 from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
-from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.pipeline import Pipeline
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.plan.memory import avoid_shortage, usable_bytes
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
@@ -91,7 +91,7 @@ class TrainStep:
     activation_checkpointing: bool | None = True
     max_skipped: int = 5  # stop after this many updates in a row whose gradient was not finite
     kind: ModelKind = "policy"  # what the loss gets from it, see :mod:`areno.engine.train.outputs`
-    peers: Peers = field(default_factory=Peers)
+    peers: RankContext = field(default_factory=RankContext)
     tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
     pipeline: Pipeline | None = None  # where other stages have the other layers
@@ -171,7 +171,7 @@ class TrainStep:
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
         found = [self._accumulate(mine, loss_fn, mini_bs, rows, tree)]
         if self.peers.data.size > 1:
-            found = self.peers.data.everyone(found[0])
+            found = self.peers.data.all_gather(found[0])
         sums = Sums()
         for _, more in found:
             _merge(sums, more)
@@ -196,11 +196,11 @@ class TrainStep:
         measured, self._routing = _Measured(), RoutingCount()
         passes = list(self._passes(mine, loss_fn, mini_bs, tree))
         alike = not self.model.weights.whole  # all ranks must make as many passes
-        missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
+        missing = -self.peers.data.all_reduce_min(-len(passes)) - len(passes) if alike else 0
         spare = [[min(rows, key=lambda row: len(row.tokens))]] * missing
         if self.pipeline is not None:
             self._through_stages([*passes, *spare], len(passes), loss_fn, total, tree, measured)
-            loss, sums = self.peers.pipeline.everyone(measured.totals())[-1]
+            loss, sums = self.peers.pipeline.all_gather(measured.totals())[-1]
             return loss, sums | self._routing_sums()
         for chunk in passes:
             PROGRESS.tick()
@@ -228,7 +228,7 @@ class TrainStep:
             return {}
         found = read_all([self._routing.changed, self._routing.replayed])
         for channel in (self.peers.context, self.peers.pipeline):
-            found = [sum(numbers) for numbers in zip(*channel.everyone(found), strict=True)]
+            found = [sum(numbers) for numbers in zip(*channel.all_gather(found), strict=True)]
         return {"routed_experts_changed": ("mean", found)} if found[1] else {}
 
     def _through_stages(

@@ -75,9 +75,9 @@ def test_weights_in_common_and_sent_ones(dtype, four):
                 assert torch.equal(found, expected)
         parts = numbers(size, 33, dtype, seed=size)
         truth = torch.stack(parts).double().sum(0)
-        for joined in four.call("call", "join", parts, ranks=ranks):
+        for joined in four.call("call", "all_gather_tensor", parts, ranks=ranks):
             assert torch.equal(joined, torch.cat(parts))
-        totals = four.call("call", "sum", parts, ranks=ranks)
+        totals = four.call("call", "all_reduce", parts, ranks=ranks)
         for total in totals:
             assert torch.equal(total, totals[0])
             assert (total.double() - truth).abs().max() <= size * torch.finfo(dtype).eps * truth.abs().max()

@@ -26,7 +26,7 @@ another, whatever the order in which the two ranks use them.
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class RankContext:
     """One rank's place, and its channels."""
 
     layout: Layout = field(default_factory=Layout)
@@ -93,18 +93,20 @@ class Peers:
         """Whether this rank reads weights: all do, unless one reads for those with the same layers."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
-    def from_reader(self, values: Tensor) -> None:
+    def broadcast_from_reader(self, values: Tensor) -> None:
         """Values of the rank that reads, in place, on all with the same layers."""
         if self.place.replica == 0:
-            self.context.spread(values)
-        self.data.spread(values)
+            self.context.broadcast(values)
+        self.data.broadcast(values)
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Least number over all ranks."""
-        return self.pipeline.smallest(self.data.smallest(self.context.smallest(self.tensor.smallest(value))))
+        for channel in (self.tensor, self.context, self.data, self.pipeline):
+            value = channel.all_reduce_min(value)
+        return value
 
 
-def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> Peers:
+def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> RankContext:
     """Join the other ranks; returns when all have come."""
     place = layout.place(rank)
     across = SharedGroup if device.type == "cpu" else Group
@@ -124,7 +126,7 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
     column = f"{place.replica}-{place.context}-{place.tensor}"
     at_an_end = place.stage in (0, layout.pp_size - 1)
     line = f"{place.stage}-{place.replica}-{place.context}"
-    return Peers(
+    return RankContext(
         layout,
         rank,
         data=group(f"data-{place.stage}-{place.context}-{place.tensor}", place.replica, layout.dp_size, kind=across),
