@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.engine import Engine
-from areno.engine.parallel.parts import local, part_of, unsharded
+from areno.engine.parallel.parts import local, shard_of, unsharded
 from areno.errors import EngineError, UsageError
 
 _ADAPTER = (".lora_", ".modules_to_save.")
@@ -133,7 +133,7 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
     parameters = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            part, target = part_of(tensor, parameters[name]), local(parameters[name])
+            part, target = shard_of(tensor, parameters[name]), local(parameters[name])
             target.copy_(part)
             if check and not torch.equal(raw(target), raw(part.to(target.device, target.dtype))):
                 raise EngineError(

@@ -130,7 +130,7 @@ class Member:
 
     def refuse_memory(self) -> None:
         """As where the system has none to share."""
-        channels.NAMELESS = False
+        channels.ANONYMOUS = False
 
     def learn(
         self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerConfig
