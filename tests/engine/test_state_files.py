@@ -38,7 +38,7 @@ def test_strided_parts_are_read_in_any_other_parts(tmp_path):
         parts = [StatePart("w", whole[own][:, columns], (own, columns)) for columns in even_and_odd(5)]
         save_as(rank, tmp_path, parts)
     state = SavedState(tmp_path)
-    assert torch.equal(state.whole("w"), whole)
+    assert torch.equal(state.read_full("w"), whole)
     index = (torch.tensor([1, 2, 3, 7]), torch.tensor([0, 3, 4]))
     assert torch.equal(state.read("w", index), whole[index[0]][:, index[1]])
     assert state.read("w", (torch.arange(0), torch.arange(5))).shape == (0, 5)
@@ -89,7 +89,7 @@ def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):
     optimizer.collect()
     optimizer.step()
     found = SavedState(saved(optimizer, tmp_path / "one"))
-    read = {key: torch.zeros_like(found.whole(key)) for key in found.tensor_names()}
+    read = {key: torch.zeros_like(found.read_full(key)) for key in found.tensor_names()}
     dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path / "one")), no_dist=True)
     kinds = ("state.{}.exp_avg", "state.{}.exp_avg_sq", "master.{}")
     assert read.keys() == {kind.format(name) for name in weights for kind in kinds}

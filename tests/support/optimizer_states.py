@@ -19,4 +19,4 @@ def saved(optimizer, folder=None, peers=None):
 def contents(folder):
     """Everything that a folder holds: the head under its name, and whole tensors under theirs."""
     state = SavedState(folder)
-    return {"head": state.head} | {key: state.whole(key) for key in state.tensor_names()}
+    return {"head": state.head} | {key: state.read_full(key) for key in state.tensor_names()}

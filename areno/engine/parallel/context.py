@@ -6,7 +6,7 @@ all-to-all gives each rank all tokens of some heads, it attends as a single proc
 exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is balanced. Each all-to-all sends
 (c - 1) / c of a rank's queries, keys, values or outputs.
 
-Where c does not divide the heads, keys and values are repeated and heads of zeros are added. More ranks than heads are wasteful.
+Where c does not divide the heads, keys and values are repeated and zero heads are added. More ranks than heads are wasteful.
 
 All ranks compute the same loss, from the predictions of all. So the gradient of a weight is the sum of the ranks' gradients.
 """

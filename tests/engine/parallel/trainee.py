@@ -112,7 +112,7 @@ def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Te
 def whole_gradients(optimizer: ZeroAdamW) -> dict[str, torch.Tensor]:
     """Of every parameter, from the ranks' shares of the summed gradient."""
     flat = torch.empty(optimizer._share * optimizer.peers.data.size)
-    for first, values in optimizer._joined(optimizer._gradient.clone()):
+    for first, values in optimizer._gathered(optimizer._gradient.clone()):
         flat[first : first + len(values)] = values
     return {
         one.name: unsharded(flat[one.start : one.stop].view_as(local(one.parameter)), one.parameter).detach()
