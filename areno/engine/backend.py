@@ -137,7 +137,7 @@ class Backend(Generator, Protocol):
         CheckpointError: the state is missing, damaged, or made for other parameters.
         """
 
-    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+    def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call a function with the engine of each rank, and further arguments; returns what each has returned.
 
         Raises EngineError: a rank failed alone; BaseException: what the function raised on all ranks.

@@ -72,7 +72,7 @@ class Engine:
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
         if config.return_routed_experts:
-            follow_routers(self.actor.model, path, config.peers.pipeline.everyone)
+            follow_routers(self.actor.model, path, config.peers.pipeline.all_gather)
         if config.device.type == "cpu":
             keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
@@ -239,7 +239,7 @@ class Engine:
         self._stamp_version()
         return stats
 
-    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+    def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call a function with the engine of each rank, which is this one, and further arguments."""
         return [function(self, *arguments)]
 

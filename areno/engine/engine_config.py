@@ -7,7 +7,7 @@ import torch
 
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.train.optimizer import OptimizerConfig
 
@@ -45,7 +45,9 @@ class EngineConfig:
     decode_progress_interval_s: float = 10.0
     neighbours: int = 1  # engines like this one that share the machine, each with its own ranks
     shares_device: bool = False  # another process uses the same GPU
-    peers: Peers = field(default_factory=Peers)  # ranks with the same configuration, which get the same calls
+    peers: RankContext = field(
+        default_factory=RankContext
+    )  # ranks with the same configuration, which get the same calls
 
     @property
     def compute_dtype(self) -> str:

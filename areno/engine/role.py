@@ -20,8 +20,8 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.pipeline import Pipeline
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.scoring import Scored, TokenRows, score, temperature_per_row
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -43,7 +43,7 @@ class Role:
     model: PackedModel  # the model; frozen roles of the same checkpoint share it
     optimizer: Optimizer | None = None  # None for a frozen role
     activation_checkpointing: bool | None = True
-    peers: Peers = field(default_factory=Peers)
+    peers: RankContext = field(default_factory=RankContext)
     adapter_off: bool = False  # it is the model that the adapter of ``model`` was made for
     tree: bool = False
     offload_activations: bool = False
@@ -153,9 +153,9 @@ class Role:
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
         if self.peers.layout.fsdp or self.peers.layout.pp_size > 1:
-            from areno.engine.parallel.sharding import save_whole
+            from areno.engine.parallel.sharding import save_unsharded
 
-            save_whole(self.model, folder, self.peers)
+            save_unsharded(self.model, folder, self.peers)
         elif self.peers.replica == 0:
             module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
         if self.peers.first:
@@ -211,10 +211,10 @@ def load_role(
     if optimizer is None:
         model.module.requires_grad_(False)
     if options.peers.layout.fsdp:
-        from areno.engine.parallel.fsdp import spread_over_replicas
+        from areno.engine.parallel.fsdp import shard_over_replicas
 
         reduces = torch.bfloat16 if optimizer is not None and optimizer.reduce_bf16 else torch.float32
-        spread_over_replicas(model, options.peers, trained=optimizer is not None, reduces=reduces)
+        shard_over_replicas(model, options.peers, trained=optimizer is not None, reduces=reduces)
     if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
     own = _optimizer(model, optimizer, options.peers)
@@ -266,7 +266,7 @@ def _check_choices(
             raise UsageError(f"--fsdp with {what} are not sharded; leave one of the two out")
 
 
-def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
+def _optimizer(model: PackedModel, config: OptimizerConfig, peers: RankContext) -> Optimizer:
     if peers.alone:
         return MasterAdamW(model.parameters(), config)
     from areno.engine.parallel.sharding import partial_names
@@ -274,11 +274,11 @@ def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Opt
     partial = partial_names(model.config, [name for name, _ in model.parameters()]) if peers.tensor.size > 1 else set()
     tied = model.stage.tied_names(model.module) if model.stage is not None else set()
     if peers.layout.fsdp:
-        from areno.engine.train.fsdp import SpreadAdamW
+        from areno.engine.train.fsdp import FullyShardedAdamW
 
-        return SpreadAdamW(model.parameters(), config, peers, model.dtype, partial, tied)
-    from areno.engine.train.sharded import ShardedAdamW
+        return FullyShardedAdamW(model.parameters(), config, peers, model.dtype, partial, tied)
+    from areno.engine.train.sharded import ZeroAdamW
 
     if model.adapter is not None:
         partial |= model.adapter.partial_names()
-    return ShardedAdamW(model.parameters(), config, peers, partial, tied)
+    return ZeroAdamW(model.parameters(), config, peers, partial, tied)

@@ -34,7 +34,7 @@ class SharedEngine:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Context in which the engine generates; on exit, it waits for the requests started in it."""
-        self.engine.each_rank(_stamp, self.version)
+        self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True
             self._start()

@@ -140,30 +140,30 @@ def main() -> None:
     engine = Engine(str(options.ckpt), config) if alone else EngineGroup(str(options.ckpt), config, sizes.layout)
     for role in sizes.roles():
         engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.optimizer is not None)})
-    peaks["load"] = sum(engine.each_rank(peak))
+    peaks["load"] = sum(engine.run_on_all_ranks(peak))
     lengths, microbatches = sizes.microbatch(sizes.longest_row(None))
     batch = rows_of(lengths, sizes.scored(lengths))
     if alone:
-        engine.each_rank(allocate)
+        engine.run_on_all_ranks(allocate)
     else:  # memory in which ranks sum gradients is there from a first update on
-        engine.each_rank(update, batch, 1, loss_fn)
+        engine.run_on_all_ranks(update, batch, 1, loss_fn)
 
     if sizes.spec.requires_rollout:
         prompts = [[(11 * i + j) % 500 for j in range(options.max_prompt_tokens)] for i in range(options.batch_size)]
         sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
         seeds = list(range(options.n_samples))
-        engine.each_rank(trial.begin)
+        engine.run_on_all_ranks(trial.begin)
         for future in engine.submit([Request(prompt, sampling, seeds) for prompt in prompts]):
             future.result()
-        peaks["rollout"] = sum(engine.each_rank(peak))
+        peaks["rollout"] = sum(engine.run_on_all_ranks(peak))
         engine.end_rollout()
 
     if sizes.roles():
-        engine.each_rank(trial.begin)
+        engine.run_on_all_ranks(trial.begin)
         tokens = [row.tokens for row in batch] * sizes.layout.dp_size
         engine.score_logprobs("ref", tokens, micro_bs=options.score_micro_bs)
-        peaks["score"] = sum(engine.each_rank(peak))
-    found = engine.each_rank(update, batch, min(microbatches, 2), loss_fn)
+        peaks["score"] = sum(engine.run_on_all_ranks(peak))
+    found = engine.run_on_all_ranks(update, batch, min(microbatches, 2), loss_fn)
     peaks |= {name: sum(one[name] for one in found) for name in found[0]}
     engine.close()
     print(json.dumps({"before": before, "peaks": {name: value - baseline + before for name, value in peaks.items()}}))

@@ -31,7 +31,7 @@ def held(engine):
         t.data_ptr(): t.numel() * t.element_size() for t in map(local, [*module.parameters(), *module.buffers()])
     }
     states_bytes = sum(
-        t.numel() * t.element_size() for t in [*states, *([] if optimizer._common else [optimizer._master])]
+        t.numel() * t.element_size() for t in [*states, *([] if optimizer._shared_memory else [optimizer._master])]
     )
     return sum(tensors.values()), states_bytes, engine.loop.cache.nbytes()
 
@@ -57,7 +57,7 @@ def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path)
         sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
         for future in group.submit([Request([i] * 40, sampling, [0, 1]) for i in range(1, 5)]):
             future.result()
-        found = group.each_rank(held)
+        found = group.run_on_all_ranks(held)
     finally:
         group.close()
     assert max(weights for weights, _, _ in found) == pytest.approx(part(plan, "backward", "weights"), rel=0.001)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
-from areno.engine.train.state_files import SavedState, StatePart, flat_parts, save_state, whole_index
+from areno.engine.train.state_files import SavedState, StatePart, flat_parts, full_index, save_state
 from tests.support.optimizer_states import saved
 
 HEAD = {"names": ["w"], "counts": {"w": 1}}
@@ -22,7 +22,7 @@ HEAD = {"names": ["w"], "counts": {"w": 1}}
 
 def save_as(rank, folder, parts, head=HEAD):
     """As a rank of several, one after the other: the channels between them are not real."""
-    peers = SimpleNamespace(rank=rank, first=rank == 0, smallest=int, pipeline=Peers().pipeline)
+    peers = SimpleNamespace(rank=rank, first=rank == 0, all_reduce_min=int, pipeline=RankContext().pipeline)
     save_state(folder, head, parts, peers)
 
 
@@ -38,7 +38,7 @@ def test_strided_parts_are_read_in_any_other_parts(tmp_path):
         parts = [StatePart("w", whole[own][:, columns], (own, columns)) for columns in even_and_odd(5)]
         save_as(rank, tmp_path, parts)
     state = SavedState(tmp_path)
-    assert torch.equal(state.whole("w"), whole)
+    assert torch.equal(state.read_full("w"), whole)
     index = (torch.tensor([1, 2, 3, 7]), torch.tensor([0, 3, 4]))
     assert torch.equal(state.read("w", index), whole[index[0]][:, index[1]])
     assert state.read("w", (torch.arange(0), torch.arange(5))).shape == (0, 5)
@@ -49,7 +49,7 @@ def test_a_range_of_the_flattened_tensor_is_a_few_boxes(shape, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
-    parts = list(flat_parts("w", whole.flatten()[start:stop], start, whole_index(shape)))
+    parts = list(flat_parts("w", whole.flatten()[start:stop], start, full_index(shape)))
     assert torch.cat([part.values.flatten() for part in parts] or [torch.zeros(0)]).tolist() == list(range(start, stop))
     for part in parts:
         assert torch.equal(whole[torch.meshgrid(*part.index, indexing="ij")] if shape else whole, part.values)
@@ -59,16 +59,16 @@ def test_a_range_of_the_flattened_tensor_is_a_few_boxes(shape, data):
 def test_a_missing_file_is_an_error_not_a_hole(tmp_path):
     whole = torch.arange(6.0)
     for rank in range(2):
-        save_as(rank, tmp_path, flat_parts("w", whole[3 * rank :][:3], 3 * rank, whole_index([6])))
+        save_as(rank, tmp_path, flat_parts("w", whole[3 * rank :][:3], 3 * rank, full_index([6])))
     next(tmp_path.glob("shard-00001-*")).unlink()
     with pytest.raises(ValueError, match="w is incomplete: a rank's file is missing"):
-        SavedState(tmp_path).read("w", whole_index([6]))
+        SavedState(tmp_path).read("w", full_index([6]))
 
 
 def test_stages_of_a_pipeline_have_one_head(tmp_path):
     stages = [{"names": ["tied", "a"], "counts": {"a": 2}, "steps": 2}, {"names": ["b", "tied"], "counts": {"b": 2}}]
-    pipeline = SimpleNamespace(everyone=lambda head: stages)
-    save_state(tmp_path, stages[0], [], SimpleNamespace(rank=0, first=True, smallest=int, pipeline=pipeline))
+    pipeline = SimpleNamespace(all_gather=lambda head: stages)
+    save_state(tmp_path, stages[0], [], SimpleNamespace(rank=0, first=True, all_reduce_min=int, pipeline=pipeline))
     head = json.loads((tmp_path / "state.json").read_text())
     assert head == {"names": ["tied", "a", "b"], "counts": {"a": 2, "b": 2}, "steps": 2}
 
@@ -78,7 +78,7 @@ def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):
     whole = torch.randn(6, 4)
     for rank in range(2):
         own = whole.flatten()[13 * rank :][: 13 - 2 * rank]
-        save_as(rank, tmp_path / "two", flat_parts("w", own, 13 * rank, whole_index([6, 4])))
+        save_as(rank, tmp_path / "two", flat_parts("w", own, 13 * rank, full_index([6, 4])))
     read = {"w": torch.zeros(6, 4)}
     dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path / "two")), no_dist=True)
     assert torch.equal(read["w"], whole)
@@ -89,7 +89,7 @@ def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):
     optimizer.collect()
     optimizer.step()
     found = SavedState(saved(optimizer, tmp_path / "one"))
-    read = {key: torch.zeros_like(found.whole(key)) for key in found.tensor_names()}
+    read = {key: torch.zeros_like(found.read_full(key)) for key in found.tensor_names()}
     dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path / "one")), no_dist=True)
     kinds = ("state.{}.exp_avg", "state.{}.exp_avg_sq", "master.{}")
     assert read.keys() == {kind.format(name) for name in weights for kind in kinds}

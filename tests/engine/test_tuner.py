@@ -162,8 +162,8 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
     size = {"world_size": layout.world_size, "tp_size": layout.tp_size}
     run = options(checkpoint, tune_max_samples=64, **size)
     try:
-        before = group.each_rank(fingerprint)
-        held = max(group.each_rank(lambda engine: held_memory(CPU)))
+        before = group.run_on_all_ranks(fingerprint)
+        held = max(group.run_on_all_ranks(lambda engine: held_memory(CPU)))
         if layout.tp_size == 1:  # else what a rank's first steps take is more than its half of the cache
             # First, while no rank's allocator has kept freed memory, which would be room that no share counts.
             long = dataclasses.replace(run, max_new_tokens=2000)  # 64 sequences take 128 MiB of cache on each rank
@@ -173,9 +173,9 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
             chosen = tune_sizes(group, run, grpo_loss_fn)
         assert sizes_of(chosen) == (64, 16, 16)
         assert chosen.drop_rollout_state
-        assert group.each_rank(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
+        assert group.run_on_all_ranks(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
         assert " MiB on each rank: " in caplog.text
-        assert group.each_rank(fingerprint) == before
+        assert group.run_on_all_ranks(fingerprint) == before
         with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 does not fit"):
             tune_sizes(group, run, grpo_loss_fn, capacity=held)
         request = Request([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), [3])

@@ -38,7 +38,7 @@ def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tin
     sent: list[Path] = []
     with PPOTrainer(config) as trainer:
         replicas = trainer.fleet._up().values()  # type: ignore[union-attr]
-        assert [group.each_rank(environment_of) for group in replicas] == [["a"], ["a"]]
+        assert [group.run_on_all_ranks(environment_of) for group in replicas] == [["a"], ["a"]]
         pids = [pid for group in replicas for pid in group.workers.pids]
         assert len({os.getpid(), *pids}) == 3
         update = trainer.fleet.update_weights  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path, monkeypatch)
         ):
             threading.Timer(0.5, setattr, (clock, "late", late)).start()
             with outcome:
-                trainer.engine.each_rank(lambda _engine, seconds: time.sleep(seconds), seconds)
+                trainer.engine.run_on_all_ranks(lambda _engine, seconds: time.sleep(seconds), seconds)
     (other,) = alone.checkpoints.rglob("*globalstep1/model.safetensors")
     whole = load_file(other)
     for name, value in load_file(file).items():

@@ -44,7 +44,7 @@ def variables(_rank, _value):
 
 
 def shares_memory(engine):
-    return engine.config.peers.data.common(8, torch.float32) is not None
+    return engine.config.peers.data.shared_memory(8, torch.float32) is not None
 
 
 def test_a_group_of_workers_that_dial(launcher, tmp_path):
@@ -83,9 +83,9 @@ def test_commands_before_a_worker_and_the_command_that_starts_it(launcher):
 def test_training_on_two_nodes_gives_the_weights_of_one(policy, launcher, layout, tmp_path):  # noqa: F811
     near = EngineGroup(str(policy), config(), layout, processes=Processes(threads=1))
     far = EngineGroup(str(policy), config(), layout, processes=processes(launcher))
-    assert far.each_rank(shares_memory) == [False] * 2
+    assert far.run_on_all_ranks(shares_memory) == [False] * 2
     if layout.dp_size > 1:
-        assert near.each_rank(shares_memory) == [True] * 2
+        assert near.run_on_all_ranks(shares_memory) == [True] * 2
     for step in range(3):
         one, other = learn(near, step), learn(far, step)
         assert one["loss"] == other["loss"]
@@ -108,17 +108,17 @@ def test_weights_reach_replicas_of_other_nodes_bit_for_bit_and_those_that_start_
         learn(trainer, seed=version)
         report = fleet.update_weights(trainer, version, verify=True)
         assert set(report.pauses_s) == {0, 1}
-    expected = trainer.each_rank(parameters_of)[0]
+    expected = trainer.run_on_all_ranks(parameters_of)[0]
     for group in fleet._up().values():
-        assert same(group.each_rank(parameters_of)[0], expected)
+        assert same(group.run_on_all_ranks(parameters_of)[0], expected)
     said = answers(fleet, requests(4))
     learn(trainer, seed=3)  # what was not brought is not what a new replica gets
     os.kill(fleet.health().replicas[1].worker.pids[0], signal.SIGKILL)
     wait_until(lambda: fleet.health().restarts == 1 and all(r.worker.state == "ready" for r in fleet.health().replicas))
-    assert same(fleet._up()[1].each_rank(parameters_of)[0], expected)
+    assert same(fleet._up()[1].run_on_all_ranks(parameters_of)[0], expected)
     assert answers(fleet, requests(4)) == said
     learn(trainer, seed=4)
     fleet.update_weights(trainer, 3, verify=True)
     for group in fleet._up().values():
-        assert same(group.each_rank(parameters_of)[0], trainer.each_rank(parameters_of)[0])
+        assert same(group.run_on_all_ranks(parameters_of)[0], trainer.run_on_all_ranks(parameters_of)[0])
     trainer.close()

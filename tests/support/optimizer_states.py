@@ -5,18 +5,18 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train.state_files import SavedState, save_state
 
 
 def saved(optimizer, folder=None, peers=None):
     """Save an optimizer's state, by default in a new folder; returns the folder."""
     folder = Path(tempfile.mkdtemp()) if folder is None else folder
-    save_state(folder, optimizer.state_head(), optimizer.state_parts(), peers or Peers())
+    save_state(folder, optimizer.state_head(), optimizer.state_parts(), peers or RankContext())
     return folder
 
 
 def contents(folder):
     """Everything that a folder holds: the head under its name, and whole tensors under theirs."""
     state = SavedState(folder)
-    return {"head": state.head} | {key: state.whole(key) for key in state.tensor_names()}
+    return {"head": state.head} | {key: state.read_full(key) for key in state.tensor_names()}

@@ -154,9 +154,9 @@ class Adapter:
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
-        from areno.engine.parallel.parts import local, whole_of  # costs a second to import, and few need it
+        from areno.engine.parallel.parts import local, unsharded  # costs a second to import, and few need it
 
-        return {name: whole_of(local(p.detach()), p) for name, p in trained.items()}
+        return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call."""

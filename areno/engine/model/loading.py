@@ -31,7 +31,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
 from areno.engine.model.stages import StageLayers, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.errors import ArenoError, UnsupportedModelError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class LoadOptions:
     four_bit: bool = False  # hold the weights of linear layers in 4 bits, which then cannot be trained
     use_kernels: bool = False  # of the Hugging Face hub, in place of layers that they have been written for
     option: str = "--ckpt"  # what an error message calls the place that named the checkpoint
-    peers: Peers = field(default_factory=Peers)
+    peers: RankContext = field(default_factory=RankContext)
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from areno.engine.model.adapter import NAME, Adapter
-from areno.engine.parallel.parts import local, part_of, whole_of
+from areno.engine.parallel.parts import local, shard_of, unsharded
 from areno.engine.parallel.sharding import style_of
 from areno.errors import UsageError
 
@@ -61,7 +61,7 @@ class SpreadAdapter(Adapter):
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Adapter.state`; every rank must call."""
         named = self._wrapped.named_parameters()
-        return {name: whole_of(local(p.detach()), p) for name, p in named if name in self._trained}
+        return {name: unsharded(local(p.detach()), p) for name, p in named if name in self._trained}
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
         _refuse_other_layers(name, layer, style)
     for layer in layers:
         weight = layer.get_base_layer().weight
-        local(weight).add_(part_of(layer.get_delta_weight(NAME), weight))
+        local(weight).add_(shard_of(layer.get_delta_weight(NAME), weight))
     return cast(nn.Module, wrapped.unload())
 
 

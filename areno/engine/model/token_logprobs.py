@@ -28,7 +28,7 @@ class VocabularyShare:
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [N, total] of slices [N, width], without gradient; every rank must call."""
         mine = pad(logits.detach(), (0, self.longest - self.width))
-        slices = self.channel.join(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
+        slices = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
         return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]
 
 
@@ -131,4 +131,4 @@ def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
     """What every rank says [size, *numbers.shape], in the order of ranks."""
-    return channel.join(numbers.reshape(-1)).view(channel.size, *numbers.shape)
+    return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

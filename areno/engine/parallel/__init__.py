@@ -1,1 +1,1 @@
-"""More than one device: worker processes, their groups, and what they share out."""
+"""Multi-device execution: worker processes, process groups and sharding."""

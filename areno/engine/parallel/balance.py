@@ -1,16 +1,16 @@
-"""Shares of equal weight: which rank trains or scores which rows."""
+"""Balanced partitions: which rank trains or scores which rows."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Split items into shares whose sums differ little (Karmarkar and Karp 1982, the largest differencing method).
+    """Partition items so that the sums of weights differ little (Karmarkar and Karp 1982, largest differencing method).
 
-    Each item begins as a tuple of shares, all but one of them empty. The two tuples with the largest differences are merged
-    over and over, heaviest share to lightest, until one is left. Equal input gives equal shares on every machine.
+    Each item starts as a tuple of parts, all but one of them empty. The two tuples with the largest differences are merged,
+    heaviest part to lightest, until one tuple remains. The result is deterministic.
 
-    Returns indices of each share's items, ascending; shares may be empty. Weights must not be negative.
+    Returns the indices of each part's items, ascending; parts may be empty. Weights must not be negative.
     """
     if parts == 1:
         return [list(range(len(weights)))]
@@ -29,7 +29,7 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Row indices of each share, split by tokens; ``together`` neighbouring rows (a pair) are never parted."""
+    """Partition rows by token count; return row indices. Blocks of ``together`` adjacent rows (a pair) stay in one part."""
     blocks = range(0, len(lengths), together)
     found = shares([sum(lengths[start : start + together]) for start in blocks], parts)
     return [[blocks[block] + row for block in share for row in range(together)] for share in found]

@@ -1,10 +1,10 @@
-"""What the ranks of a group say to each other; on the CPUs of one machine, sums and weights in memory that all of them see.
+"""Collectives among the ranks of a group; on the CPUs of one machine, gradients and weights in shared memory.
 
-In shared memory nothing is sent. Each rank adds its numbers up in a buffer of its own, which the others can read. When all
-are done, each rank sums its part over the buffers: first its own entries, then those of the others in the order of ranks, so
-equal numbers give equal sums. Each part is summed by one rank, so all ranks see the same ones. Ranks wait for each other in
-gloo's sockets: waiting takes no processor time, and a rank that has ended breaks the connection, which is an error on the
-others. The memory has no name (see :mod:`areno.engine.parallel.segment`), so none is left behind, whatever ends a rank.
+Shared memory sends nothing. Each rank accumulates into its own buffer, which the others can read. Then each rank reduces its
+shard over the buffers: its own entries first, then the others' in rank order, so equal inputs give equal sums. One rank
+reduces each shard, so all ranks see the same result. Ranks wait for each other in gloo's sockets: waiting takes no processor
+time, and a rank that exits breaks the connection, which raises an error on the others. The memory is anonymous (see
+:mod:`areno.engine.parallel.segment`), so none is left behind, however a rank ends.
 """
 
 from __future__ import annotations
@@ -22,108 +22,108 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areno.engine.parallel.rendezvous import Rendezvous, node_id, own_address
-from areno.engine.parallel.segment import NAMELESS, Segment, mapped
+from areno.engine.parallel.segment import ANONYMOUS, Segment, map_segment
 
 PATIENCE = timedelta(days=7)
-"""Ranks wait for each other as long as it takes: whoever watches the processes knows better when one is stuck."""
+"""Collectives never time out in practice: the process that watches the ranks detects the ones that are stuck."""
 
 
 class Channel:
-    """Talk among the ranks of one group, here of one; every rank of it makes the same calls in the same order."""
+    """Collectives of one group, here of one rank; all its ranks must make the same calls in the same order."""
 
     size, rank = 1, 0
 
     def __init__(self) -> None:
         self.traffic: Counter[str] = Counter()
-        """Bytes that this rank has passed on, by operation, as a ring of ranks does it."""
+        """Bytes that this rank has sent, by operation, as in a ring algorithm."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Add up over the ranks, in place."""
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
         return values
 
-    def smallest(self, value: int) -> int:
-        """Least of the ranks' numbers."""
+    def all_reduce_min(self, value: int) -> int:
+        """Return the minimum over the ranks."""
         return value
 
-    def everyone(self, value: Any) -> list[Any]:
-        """What each rank says, in the order of ranks; any picklable object."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return each rank's object, in rank order; any picklable type."""
         return [value]
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 says."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's object."""
         return value
 
-    def sum_part(self, values: Tensor) -> Tensor:
-        """Add up values [size * n] over the ranks, and return this rank's n of them."""
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        """Sum values [size * n] over the ranks and return this rank's shard [n]."""
         return values
 
-    def join(self, part: Tensor) -> Tensor:
-        """Put the ranks' parts [n] together: [size * n]."""
+    def all_gather_tensor(self, part: Tensor) -> Tensor:
+        """Concatenate the ranks' shards [n] to [size * n]."""
         return part
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Send chunk i of values [size * n] to rank i; return the chunks received, by sender: [size * n]."""
         equal = [len(parts) // self.size] * self.size
-        return self.route(parts, equal, equal)
+        return self.all_to_all_v(parts, equal, equal)
 
-    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
+    def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """All-to-all with uneven splits: rows are sorted by receiver, ``sent`` to each; return received rows, by sender."""
         return rows
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Rank 0's values, in place."""
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Overwrite with rank 0's values, in place."""
         return values
 
-    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All ranks' tensors, which have different names, on rank 0 in the computer's memory; nothing on the others."""
+    def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Collect all ranks' tensors, whose names differ, in rank 0's host memory; empty on the others."""
         return {name: value.cpu() for name, value in values.items()}
 
-    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """On rank 0 the values of another rank, of that shape; both must call."""
+    def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Send a rank's values, of that shape, to rank 0; both must call."""
         return values
 
-    def sums(self, count: int, device: torch.device) -> Sums | None:
-        """Make a place to add up ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
+    def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
+        """Allocate a buffer to reduce ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
         return None
 
-    def common(self, count: int, dtype: torch.dtype) -> Common | None:
-        """Make memory for ``count`` entries that all ranks have in common; None where ranks have memory of their own only."""
+    def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
+        """Allocate ``count`` entries that all ranks see; None where they share no memory."""
         return None
 
 
 class Group(Channel):
-    """A group of several ranks; objects travel on ``device``: the CPU for gloo, the rank's GPU for NCCL."""
+    """A group of several ranks; objects are sent from ``device``: the CPU for gloo, the rank's GPU for NCCL."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self.size, self.rank = process_group.size(), process_group.rank()
         self._group, self._device = process_group, device
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Add up over the ranks, in place."""
-        self.traffic["sum"] += values.nbytes
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        self.traffic["all_reduce"] += values.nbytes
         self._group.allreduce([values]).wait()
         return values
 
-    def smallest(self, value: int) -> int:
-        """Least of the ranks' numbers."""
+    def all_reduce_min(self, value: int) -> int:
+        """Return the minimum over the ranks."""
         least = torch.tensor([value], device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._group.allreduce([least], options).wait()
         return int(least)
 
-    def everyone(self, value: Any) -> list[Any]:
-        """What each rank says: sizes first, then all texts padded to the longest."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather objects: sizes first, then all pickles padded to the longest."""
         mine = self._encode(value)
-        sizes = self.join(torch.tensor([len(mine)], device=self._device)).tolist()
+        sizes = self.all_gather_tensor(torch.tensor([len(mine)], device=self._device)).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         padded[: len(mine)] = mine
-        texts = self.join(padded).view(self.size, -1)
+        texts = self.all_gather_tensor(padded).view(self.size, -1)
         return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 says."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's object."""
         text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
         size = torch.tensor([len(text)], device=self._device)
         self._group.broadcast([size], dist.BroadcastOptions()).wait()
@@ -132,59 +132,59 @@ class Group(Channel):
         self._group.broadcast([text], dist.BroadcastOptions()).wait()
         return self._decode(text) if self.rank else value
 
-    def sum_part(self, values: Tensor) -> Tensor:
-        """Add up values [size * n] over the ranks, and return this rank's n of them."""
-        self.traffic["sum_part"] += values.nbytes - values.nbytes // self.size
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        """Sum values [size * n] over the ranks and return this rank's shard [n]."""
+        self.traffic["reduce_scatter"] += values.nbytes - values.nbytes // self.size
         part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
         self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
         return part
 
-    def join(self, part: Tensor) -> Tensor:
-        """Put the ranks' parts [n] together: [size * n]."""
-        self.traffic["join"] += part.nbytes * (self.size - 1)
-        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
-        self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
-        return whole
+    def all_gather_tensor(self, part: Tensor) -> Tensor:
+        """Concatenate the ranks' shards [n] to [size * n]."""
+        self.traffic["all_gather_tensor"] += part.nbytes * (self.size - 1)
+        gathered = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
+        self._group._allgather_base(gathered, part).wait()  # type: ignore[attr-defined]
+        return gathered
 
-    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
-        self.traffic["route"] += rows.nbytes - rows[: sent[self.rank]].nbytes
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        self._group.alltoall_base(found, rows, received, sent).wait()
-        return found
+    def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """All-to-all with uneven splits: rows are sorted by receiver, ``sent`` to each; return received rows, by sender."""
+        self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        self._group.alltoall_base(output, rows, received, sent).wait()
+        return output
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Rank 0's values, in place."""
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Overwrite with rank 0's values, in place."""
         self._group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
 
-    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """On rank 0 the values of another rank, of that shape; both must call."""
+    def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Send a rank's values, of that shape, to rank 0; both must call."""
         if self.rank:
             self.send(values.to(self._device).contiguous(), 0).wait()
             return values
-        found = torch.empty(shape, dtype=dtype, device=self._device)
-        self.receive(found, rank).wait()
-        return found
+        received = torch.empty(shape, dtype=dtype, device=self._device)
+        self.receive(received, rank).wait()
+        return received
 
-    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All ranks' tensors, one at a time, on rank 0 in the computer's memory; nothing on the others."""
-        known = self.everyone([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
-        found = {} if self.rank else {name: value.cpu() for name, value in values.items()}
-        for rank, entries in enumerate(known[1:], 1):
+    def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Collect all ranks' tensors, one at a time, in rank 0's host memory; empty on the others."""
+        specs = self.all_gather([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
+        gathered = {} if self.rank else {name: value.cpu() for name, value in values.items()}
+        for rank, entries in enumerate(specs[1:], 1):
             for name, shape, dtype in entries if self.rank in (0, rank) else ():
-                value = self.pass_on(values.get(name, torch.empty(0)), rank, shape, dtype)
+                value = self.send_to_first(values.get(name, torch.empty(0)), rank, shape, dtype)
                 if not self.rank:
-                    found[name] = value.cpu()
-        return found
+                    gathered[name] = value.cpu()
+        return gathered
 
     def send(self, values: Tensor, rank: int) -> dist.Work:
-        """Begin to send values to a rank, which must not change until it is done."""
+        """Start to send values to a rank; they must not change until the work is done."""
         self.traffic["send"] += values.nbytes
         return self._group.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> dist.Work:
-        """Begin to receive a rank's values, in place."""
+        """Start to receive a rank's values, in place."""
         return self._group.recv([values], rank, 0)
 
     def _encode(self, value: Any) -> Tensor:
@@ -196,44 +196,50 @@ class Group(Channel):
 
 
 class SharedGroup(Group):
-    """A group whose ranks may share memory; where the system does not let them, it is like any other group."""
+    """A group whose ranks share memory where the system allows it."""
 
-    def sums(self, count: int, device: torch.device) -> Sums | None:
+    def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
         """See :class:`Channel`."""
         size = count * torch.float32.itemsize
         memories = self._memories([size] * self.size) if device.type == "cpu" else []
-        return Sums(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories]) if memories else None
+        return (
+            SharedReduceBuffer(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories])
+            if memories
+            else None
+        )
 
-    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+    def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
         """See :class:`Channel`."""
         memories = self._memories([count * dtype.itemsize])
-        return Common(self, memories[0], dtype) if memories else None
+        return SharedMemory(self, memories[0], dtype) if memories else None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.smallest(0)
+        self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Memory of so many bytes of each of the first ranks, open on all; nothing if one rank cannot open it."""
-        own: Segment | None = None
+        """Map a segment of ``sizes[i]`` bytes from each rank i on all ranks; empty if any rank cannot map one."""
+        segment: Segment | None = None
         with suppress(OSError):
-            own = Segment(sizes[self.rank]) if NAMELESS and self.rank < len(sizes) and sizes[self.rank] else None
-        said = self.everyone((node_id(), own.path if own else ""))
-        found: list[mmap.mmap] = []
+            segment = Segment(sizes[self.rank]) if ANONYMOUS and self.rank < len(sizes) and sizes[self.rank] else None
+        offers = self.all_gather((node_id(), segment.path if segment else ""))
+        memories: list[mmap.mmap] = []
         with suppress(OSError, ValueError):
-            if len({node for node, _ in said}) == 1:
-                found = [mapped(path, size, writable=True) for (_, path), size in zip(said, sizes, strict=False)]
-        opened = self.smallest(int(len(found) == len(sizes)))  # also: nobody opens them any more
-        if own:
-            own.close()
-        return found if opened else []
+            if len({node for node, _ in offers}) == 1:
+                memories = [
+                    map_segment(path, size, writable=True) for (_, path), size in zip(offers, sizes, strict=False)
+                ]
+        opened = self.all_reduce_min(int(len(memories) == len(sizes)))  # also a barrier: all have mapped
+        if segment:
+            segment.close()
+        return memories if opened else []
 
 
-class Sums:
-    """Numbers that are added up over the ranks again and again, in one buffer fp32 [size * n] per rank.
+class SharedReduceBuffer:
+    """A reusable reduce-scatter in shared memory, with one fp32 buffer [size * n] per rank.
 
     Attributes:
-        values: this rank's buffer, the only one that it changes; 0 at first.
+        values: this rank's buffer, the only one that it writes; initially 0.
     """
 
     def __init__(self, group: SharedGroup, buffers: list[Tensor]) -> None:
@@ -245,30 +251,30 @@ class Sums:
         self._others = parts
 
     def part(self) -> Tensor:
-        """This rank's n of the sums. They hold until ``values`` change, and lie in them where that saves memory."""
-        self._group.traffic["sum_part"] += self.values.nbytes - self._part.nbytes  # the others read it
+        """Return this rank's shard [n] of the sums, a view of ``values`` that is valid until they change."""
+        self._group.traffic["reduce_scatter"] += self.values.nbytes - self._part.nbytes  # the others read it
         self._group.barrier()
         for other in self._others:
             self._part.add_(other)
-        self._group.barrier()  # from here on everybody may change what the others have read
+        self._group.barrier()  # all have read: buffers may change again
         return self._part
 
 
-class Common:
-    """Memory that all ranks of a group have in common, as entries of one type."""
+class SharedMemory:
+    """Memory that all ranks of a group share, as entries of one type."""
 
     def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:
         self._group, self._memory, self._dtype = group, memory, dtype
 
     def tensor(self, start: int, count: int) -> Tensor:
-        """Some of its entries, as a tensor with a storage of its own."""
+        """Return a slice as a tensor with its own storage."""
         if not count:
             return torch.empty(0, dtype=self._dtype)
         offset = start * self._dtype.itemsize
         return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=offset)
 
     def barrier(self) -> None:
-        """Wait for all ranks; what they have written is there then."""
+        """Wait for all ranks; their writes are then visible."""
         self._group.barrier()
 
 
@@ -281,18 +287,18 @@ def meet(
     patience: timedelta = PATIENCE,
     kind: type[Group] = Group,
 ) -> Group:
-    """Join processes in a group of its own; returns when all have come.
+    """Join a new process group; return when all members have joined.
 
     Args:
-        where: they meet.
-        name: of the group, which is used once.
+        where: the rendezvous of the members.
+        name: of the group; used once.
         rank: this process, of ``size``.
-        device: where what they send each other is.
-        patience: how long each waits for the others, now and later.
-        kind: of group.
+        device: of the tensors that members send.
+        patience: timeout of joining and of each collective.
+        kind: class of the group.
 
     Raises:
-        RuntimeError: a member has not come.
+        RuntimeError: a member did not join in time.
     """
     store = where.store(name, rank, size, patience)
     if device.type == "cuda":
@@ -303,7 +309,7 @@ def meet(
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
-    # Connections are not authenticated, so on one machine nobody else may make them.
+    # Connections are unauthenticated: on one machine, listen on the loopback interface only.
     named = "GLOO_SOCKET_IFNAME" in os.environ
     options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname=own_address())]
     return kind(gloo(store, rank, size, options), device)

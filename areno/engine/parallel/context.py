@@ -1,15 +1,14 @@
-"""Context parallelism: the ranks of a replica divide the tokens of a pass, and inside attention its heads.
+"""Context parallelism: the ranks of a replica divide the tokens of a pass, and inside attention its heads ("Ulysses", Jacobs et
+al. 2023, arXiv:2309.14509).
 
-Each rank has a run of neighbouring tokens, for embeddings, layers and output layer. Attention needs all tokens of a sequence:
-there the ranks exchange, so that each has all tokens of some heads, attends as one process would, and exchanges back (Jacobs et
-al. 2023, arXiv:2309.14509, "Ulysses"). So whatever an attention plan does (packing, trees, windows, sinks) holds as it is, and
-every rank does the same work. Each exchange sends (c - 1) / c of a rank's queries, keys, values or outputs.
+Each rank holds contiguous tokens for embeddings, layers and output layer. Attention needs all tokens of a sequence: an
+all-to-all gives each rank all tokens of some heads, it attends as a single process would, and a second one reverses the
+exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is balanced. Each all-to-all sends
+(c - 1) / c of a rank's queries, keys, values or outputs.
 
-Heads are made divisible: keys and values are repeated for fewer queries each, and heads of zeros are added. More ranks than
-heads are a waste, and work.
+Where c does not divide the heads, keys and values are repeated and zero heads are added. More ranks than heads are wasteful.
 
-The loss is computed on all ranks alike, from what each has predicted at its own tokens. So the gradient of a weight is the sum
-over the ranks of what their tokens contribute.
+All ranks compute the same loss, from the predictions of all. So the gradient of a weight is the sum of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Own tokens of all heads [n, size * h, D] <-> all tokens of own heads [size * n, h, D]; the adjoint is the inverse."""
+    """Local tokens of all heads [n, size * h, D] <-> all tokens of local heads [size * n, h, D]; the adjoint is the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, to_heads: bool) -> Tensor:
@@ -41,26 +40,26 @@ class _Exchange(torch.autograd.Function):
         return (_to_tokens if ctx.to_heads else _to_heads)(grad, ctx.channel), None, None
 
 
-class _Join(torch.autograd.Function):
-    """x [n, ...] of each rank -> [size * n, ...]; every rank computes with the whole, so their gradients are summed."""
+class _AllGather(torch.autograd.Function):
+    """All-gather x [n, ...] -> [size * n, ...]; every rank computes with the result, so the backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         ctx.channel = channel
-        return channel.join(x.reshape(-1)).view(channel.size * len(x), *x.shape[1:])
+        return channel.all_gather_tensor(x.reshape(-1)).view(channel.size * len(x), *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        part = ctx.channel.sum_part(grad.reshape(-1))
+        part = ctx.channel.reduce_scatter(grad.reshape(-1))
         return part.view(len(grad) // ctx.channel.size, *grad.shape[1:]), None
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks, of which each computes the same with it: the gradient of every term is that of the sum."""
+    """Sum over the ranks, which all compute the same from it: each term's gradient is the sum's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
-        return channel.sum(x.clone())
+        return channel.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -70,17 +69,17 @@ class _Sum(torch.autograd.Function):
 def _to_heads(x: Tensor, channel: Channel) -> Tensor:
     tokens, heads, size = x.shape
     parts = x.view(tokens, channel.size, heads // channel.size, size).transpose(0, 1).reshape(-1)
-    return channel.exchange(parts).view(channel.size * tokens, heads // channel.size, size)
+    return channel.all_to_all(parts).view(channel.size * tokens, heads // channel.size, size)
 
 
 def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
     tokens, heads, size = len(x) // channel.size, *x.shape[1:]
-    parts = channel.exchange(x.reshape(-1)).view(channel.size, tokens, heads, size)
+    parts = channel.all_to_all(x.reshape(-1)).view(channel.size, tokens, heads, size)
     return parts.transpose(0, 1).reshape(tokens, channel.size * heads, size)
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens; ``whole`` is that of all, of which the last rank's may be filled up."""
+    """Attention plan of this rank's tokens; ``whole`` is that of all tokens. The last rank's tokens may be padded."""
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -92,21 +91,21 @@ class ContextPlan:
         self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's n of values [T, ...]; zeros behind the last token."""
+        """Return this rank's n of values [T, ...], zero-padded after the last token."""
         part = values[self.first : self.first + self.count]
         missing = self.count - len(part)
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Which of some packed positions are this rank's, as indices."""
+        """Return the indices of the packed positions that belong to this rank."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, each of which has entries of its own and zeros elsewhere."""
+        """Sum over the ranks, each of which holds its own entries and zeros elsewhere."""
         return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [n, H, D] over the k, v [n, K, D] of all ranks; returns [n, H, Dv]."""
+        """Return the attention [n, H, Dv] of q [n, H, D] over the k, v [n, K, D] of all ranks."""
         heads, size, total = q.shape[1], self.channel.size, self.whole.tokens
         repeats = _repeats(heads, k.shape[1], size)
         padded = -(-heads // size) * size
@@ -119,21 +118,21 @@ class ContextPlan:
             sinks = pad(layer.sinks, (0, padded - heads))[self.channel.rank * own :][:own]
             layer = dataclasses.replace(layer, sinks=sinks)
         q, k, v = (_Exchange.apply(x, self.channel, True)[:total] for x in (q, k, v))
-        found = self._filled(self.whole.attend(layer, q, k, v))
-        return _Exchange.apply(found, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
+        attended = self._padded(self.whole.attend(layer, q, k, v))
+        return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Run a stateful layer over the hidden [n, C] of all ranks, on each, and take this rank's part."""
-        whole = _Join.apply(hidden, self.channel)[: self.whole.tokens]
-        return self.own(self.whole.run_recurrent(module, forward, whole))
+        """Run a stateful layer over the gathered hidden [n, C] of all ranks; return this rank's part."""
+        gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
+        return self.own(self.whole.run_recurrent(module, forward, gathered))
 
-    def _filled(self, values: Tensor) -> Tensor:
-        """Values [T, h, D] with zeros up to [size * n, h, D]."""
+    def _padded(self, values: Tensor) -> Tensor:
+        """Zero-pad values [T, h, D] to [size * n, h, D]."""
         return pad(values, (0, 0, 0, 0, 0, self.channel.size * self.count - len(values)))
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """How often to repeat each key head, at least, so that equal shares of queries find their keys in equal shares."""
+    """Return the least repetition of key heads that lets ranks divide key heads along with their query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

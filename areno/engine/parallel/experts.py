@@ -1,11 +1,12 @@
-"""Expert parallelism: ranks that share a mixture's experts out, and send each token to those that it was routed to.
+"""Expert parallelism: ranks divide the experts of each mixture and dispatch tokens to them (Lepikhin et al. 2020,
+arXiv:2006.16668).
 
-A rank keeps E / e experts of each mixture. In a pass its tokens go to the ranks that have their experts, once for each of them,
-and what these have made of them comes back (all-to-all, as of Lepikhin et al. 2020, arXiv:2006.16668). The module's own forward
-computes there, so nothing here knows what an expert is. No token is dropped, whatever the loads are.
+A rank holds E / e experts of each mixture. In a pass it sends each token to the ranks that hold the token's experts, and
+receives their outputs (two all-to-alls). The module's own forward computes the experts, so this code is independent of the
+architecture. No token is dropped, however unbalanced the routing.
 
-The ranks of a group must make as many passes as each other. Where all weights are put together, experts are too, and nothing
-is sent.
+All ranks of a group must make the same number of passes. Once all weights are gathered, so are the experts, and no tokens are
+sent.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ Forward = Callable[..., Tensor]
 
 
 class _Route(torch.autograd.Function):
-    """Rows [sum(sent), ...] in the order of the ranks that get them -> rows [sum(received), ...] in that of their senders."""
+    """Rows [sum(sent), ...] sorted by receiver -> rows [sum(received), ...] sorted by sender."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], channel: Channel) -> Tensor:
         ctx.sizes, ctx.channel = (received, sent), channel
-        return channel.route(rows, sent, received)
+        return channel.all_to_all_v(rows, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.channel.route(grad.contiguous(), *ctx.sizes), None, None, None
+        return ctx.channel.all_to_all_v(grad.contiguous(), *ctx.sizes), None, None, None
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a mixture, each tensor with one axis for them in front."""
+    """Whether a module holds the experts of a mixture, stacked along the first axis of each tensor."""
     count = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
     return type(module).__name__.endswith("Experts") and bool(own) and all(len(p) == count for p in own)
 
 
-class DividedExperts:
-    """The experts of one mixture, of which this rank keeps a part.
+class ExpertParallelExperts:
+    """The experts of one mixture, sharded across a group.
 
     Args:
-        module: with all of them; from here on with this rank's.
-        mesh: with the axes ``ep`` and ``tp``.
-        channel: to the ranks with the others.
+        module: holds all experts; afterwards only this rank's.
+        mesh: has the axes ``ep`` and ``tp``.
+        channel: of the ranks that divide the experts.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, channel: Channel) -> None:
         self.module, self.channel = cast(Any, module), channel
         self.total = self.module.num_experts
         self.own = self.total // channel.size
-        self._whole: dict[str, Tensor] | None = None
+        self._gathered: dict[str, Tensor] | None = None
         self._forward: Forward = module.forward
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, self._part(parameter, mesh))
@@ -77,57 +78,57 @@ class DividedExperts:
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
     def gather(self) -> None:
-        """Have all experts here; every rank of the group must call, with FSDP's shares put together."""
-        self._whole = {}
+        """Gather all experts, after FSDP has unsharded them; every rank of the group must call."""
+        self._gathered = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             mine = parameter.detach().to_local()
-            self._whole[name] = self.channel.join(mine.reshape(-1)).view(self.total, *mine.shape[1:])
+            self._gathered[name] = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.total, *mine.shape[1:])
         self.module.num_experts = self.total
 
     def release(self) -> None:
-        """Keep this rank's."""
-        self._whole = None
+        """Free the experts of other ranks."""
+        self._gathered = None
         self.module.num_experts = self.own
 
     def _computed(self, *inputs: Tensor) -> Tensor:
-        """The module's own forward with what is here, as plain tensors."""
-        kept = dict(self.module._parameters)
-        here = self._whole or {name: cast(Any, parameter).to_local() for name, parameter in kept.items()}
-        self.module._parameters.update(here)
+        """Run the module's own forward over the local experts, as plain tensors."""
+        sharded = dict(self.module._parameters)
+        local = self._gathered or {name: cast(Any, parameter).to_local() for name, parameter in sharded.items()}
+        self.module._parameters.update(local)
         try:
             return self._forward(*inputs)
         finally:
-            self.module._parameters.update(kept)
+            self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Outputs [T, C] of hidden [T, C], each routed to the experts chosen [T, K] with weights [T, K]."""
-        if self._whole is not None:
+        if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]
         experts, order = chosen.flatten().sort(stable=True)
         sent = torch.bincount(experts // self.own, minlength=self.channel.size)
-        sizes = sent.tolist(), self.channel.exchange(sent).tolist()
+        sizes = sent.tolist(), self.channel.all_to_all(sent).tolist()
         rows = hidden.index_select(0, order // each)
         arrived = _Route.apply(rows, *sizes, self.channel)
-        wanted = self.channel.route(experts % self.own, *sizes)
-        made = self._computed(arrived, wanted[:, None], torch.ones_like(wanted, dtype=weights.dtype)[:, None])
-        if not len(arrived):  # the others wait for this rank's part of the backward pass
-            made = (
-                made
+        local = self.channel.all_to_all_v(experts % self.own, *sizes)
+        outputs = self._computed(arrived, local[:, None], torch.ones_like(local, dtype=weights.dtype)[:, None])
+        if not len(arrived):  # the backward pass must still reach the all-to-all that other ranks wait in
+            outputs = (
+                outputs
                 + arrived
                 + sum(p.to_local().flatten()[:1].sum() * 0 for p in self.module.parameters(recurse=False))
             )
-        back = _Route.apply(made, *reversed(sizes), self.channel)
+        back = _Route.apply(outputs, *reversed(sizes), self.channel)
         scaled = back * weights.flatten()[order][:, None]
         return torch.zeros_like(hidden).index_add(0, order // each, scaled.to(hidden.dtype))
 
 
-def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[DividedExperts]:
-    """Leave this rank its part of the experts of every mixture.
+def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[ExpertParallelExperts]:
+    """Shard the experts of every mixture across a group.
 
     Raises:
-        UnsupportedModelError: there are none, or they cannot be divided among so many ranks.
-        UsageError: an adapter is trained beside them.
+        UnsupportedModelError: there are none, or the group's size does not divide their number.
+        UsageError: they have adapters.
     """
     layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):
@@ -147,7 +148,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> lis
             f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; make e "
             f"{_below(wrong[0], channel.size)}"
         )
-    return [DividedExperts(child, mesh, channel) for child in mixtures]
+    return [ExpertParallelExperts(child, mesh, channel) for child in mixtures]
 
 
 def _below(count: int, size: int) -> int:

@@ -1,10 +1,10 @@
-"""Weights that are spread over the replicas too, and put together where somebody computes with them (FSDP2, ZeRO stage 3).
+"""Fully sharded weights (FSDP2, ZeRO stage 3): sharded across replicas, gathered for computation.
 
-Between passes each rank holds a share of every tensor. A training pass puts one decoder layer together at a time, forward
-and again backward, and hands the sum of its gradient out in shares. Whoever makes many passes without a gradient (a rollout,
-scoring, a save) puts all weights together once, in the type that they compute in, and lets go of them afterwards.
+Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in forward and
+again in backward, and reduce-scatters its gradient. Rollouts, scoring and saves, which make many passes without a gradient,
+gather all weights once, in the compute dtype, and release them afterwards.
 
-Shares of trained weights are fp32: they are the master weights of the optimizer.
+Shards of trained weights are fp32: they are the optimizer's master weights.
 """
 
 from collections.abc import Callable
@@ -24,48 +24,53 @@ from torch.distributed.fsdp import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areno.engine.model.packed_model import PackedModel, Weights
-from areno.engine.parallel.experts import DividedExperts, divide_experts
+from areno.engine.parallel.experts import ExpertParallelExperts, shard_experts
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UsageError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether FSDP gives parameters that a backward pass leaves out their part in it: from PyTorch 2.13 on."""
+"""Whether FSDP can reduce gradients of parameters that a backward pass does not use: since PyTorch 2.13."""
 
 
-class SpreadWeights(Weights):
+class FullyShardedWeights(Weights):
     """Weights of a model that are sharded across the replicas, whose ranks must have joined the default process group.
 
     Args:
-        module: the model, whole; from here on it holds this rank's shares, in fp32 if they are ``trained``.
-        reduces: type in which gradients are added up.
+        module: the unsharded model; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
+        reduces: dtype of gradient reduction.
     """
 
     def __init__(
-        self, module: nn.Module, peers: Peers, device: torch.device, trained: bool, reduces: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        peers: RankContext,
+        device: torch.device,
+        trained: bool,
+        reduces: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = next(module.parameters()).dtype
         self.whole = False
         layout = peers.layout
-        if layout.reads_once and layout.ep_size > 1:  # before the experts are divided
+        if layout.reads_once and layout.ep_size > 1:  # before the experts are sharded
             _receive(module, peers, set())
         mesh, expert_mesh = _mesh(module, layout, device), None
-        self._experts: list[DividedExperts] = []
+        self._experts: list[ExpertParallelExperts] = []
         if layout.ep_size > 1:
             sizes = (layout.shards // layout.ep_size, layout.ep_size, layout.tp_size)
             expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("efsdp", "ep", "tp"))
-            self._experts = divide_experts(module, expert_mesh["ep", "tp"], peers.experts)
+            self._experts = shard_experts(module, expert_mesh["ep", "tp"], peers.experts)
             expert_mesh = expert_mesh["efsdp"]
         mixtures = {id(divided.module) for divided in self._experts}
-        # Beside an adapter, which is fp32 already, the weights are frozen in the type that they compute in.
+        # With an adapter, which is fp32 already, the other weights are frozen in the compute dtype.
         rounded = trained and self.dtype != torch.float32 and all(p.requires_grad for p in module.parameters())
         policy = MixedPrecisionPolicy(self.dtype if rounded else None, reduces)
         layers = [divided.module for divided in self._experts] + _units(module, layout.units)
-        pinned = device.type == "cuda"  # page-locked memory, from which a GPU reads at full speed
+        pinned = device.type == "cuda"  # page-locked memory transfers faster
         offload = CPUOffloadPolicy(pin_memory=pinned) if layout.offloads else OffloadPolicy()
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         sharded: set[int] = set()
-        for part in (*layers, module):  # the last takes what the layers leave: embedding, last norm, output layer
+        for part in (*layers, module):  # module itself has the rest: embedding, last norm, output layer
             if layout.reads_once and layout.ep_size == 1:
                 _receive(part, peers, sharded)
             if rounded:
@@ -84,23 +89,23 @@ class SpreadWeights(Weights):
             sharded |= set(map(id, part.parameters()))
         self._root = cast(Any, module)
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for spread in self._parts:
-            spread.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
-            spread.set_force_sum_reduction_for_comms(True)
-            # An expert may get no token, and a backward pass leaves out the runs of layers that it does not come through.
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
+            part.set_force_sum_reduction_for_comms(True)
+            # An expert may get no token, and with a pipeline each backward pass uses one run of layers only.
             if REDUCES_UNUSED:
-                spread.set_reduce_scatter_unused_params(True, recurse=False)
-        # Whose forward runs first is taken for the outermost module, and body and head are called one by one.
+                part.set_reduce_scatter_unused_params(True, recurse=False)
+        # FSDP takes the module whose forward runs first for the root, but body and head are called separately.
         self._root.areno_pass = lambda work: work()
         register_fsdp_forward_method(self._root, "areno_pass")
         self.run(lambda: torch.zeros(()))
         self.release()
 
     def gather(self) -> None:
-        """Put all weights together, until :meth:`release`; every rank must call.
+        """Gather all weights, until :meth:`release`; every rank must call.
 
-        Passes are nobody else's business then: FSDP would note each, and let the order of those that one rank has made
-        decide what it puts together with the others in the next backward pass.
+        Removes FSDP's hooks meanwhile: they record every pass, and the order of one rank's passes would decide what it
+        gathers with the others in the next backward pass.
         """
         if self.whole:
             return
@@ -113,7 +118,7 @@ class SpreadWeights(Weights):
         self.whole = True
 
     def release(self) -> None:
-        """Keep this rank's shares only."""
+        """Free all but this rank's shards."""
         for divided in self._experts:
             divided.release()
         for part in self._parts:
@@ -124,35 +129,35 @@ class SpreadWeights(Weights):
         self.whole = False
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Make a pass whose result may be differentiated; each layer is put together when it is its turn."""
+        """Make a differentiable pass, gathering each layer when it runs."""
         if self.whole:
             return work()
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
 
 
-def spread_over_replicas(
-    model: PackedModel, peers: Peers, *, trained: bool, reduces: torch.dtype = torch.float32
+def shard_over_replicas(
+    model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
-    """Leave this rank its share of a model that is whole; every rank must call, with the same model."""
-    model.weights = SpreadWeights(model.module, peers, model.device, trained, reduces)
+    """Shard an unsharded model across the replicas; every rank must call, with the same model."""
+    model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """The ranks that shard each tensor: of all, or the axis beside that of tensor parallelism in the mesh of the model."""
+    """Return the mesh of ranks that shard each tensor: with tensor parallelism the ``fsdp`` axis of the model's mesh."""
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
 
 
-def _receive(part: nn.Module, peers: Peers, known: set[int]) -> None:
-    """Take the parameters of a part that are not ``known`` from the rank that has read them."""
+def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
+    """Receive a module's parameters, except the ``known``, from the rank that read them."""
     for parameter in part.parameters():
         if id(parameter) not in known:
-            peers.from_reader(parameter.detach())
+            peers.broadcast_from_reader(parameter.detach())
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Modules that are sharded one by one: those of classes with these names, else the decoder layers."""
+    """Return the modules to shard as units: instances of the named classes, else the decoder layers."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     found = [child for child in module.modules() if type(child).__name__ in names and child is not module]
@@ -163,11 +168,11 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
         raise UsageError(
             f"fsdp.wrap_policy: {type(module).__name__} has no module of class {', '.join(missing)}; it has {', '.join(known)}"
         )
-    return found[::-1]  # what is inside of another one comes first
+    return found[::-1]  # inner modules first
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:
-    """Trained parameters only, and not those with these ids: tables that a model computes with keep their type."""
+    """Convert trained parameters, except those with ids in ``but``, to fp32; constant tables keep their dtype."""
     for parameter in part.parameters():
         if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in but:
             parameter.data = parameter.data.float()

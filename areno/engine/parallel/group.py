@@ -1,7 +1,7 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
-Every rank is given all rows and takes its share by one rule, so nothing has to be agreed on. A request goes to the replica
-that has the least to do; what it says does not depend on which.
+Every rank receives all rows and selects its own by a deterministic rule, so ranks need not coordinate. A request goes to the
+least loaded replica; the result does not depend on which.
 """
 
 import functools
@@ -49,7 +49,7 @@ class _Pending:
 
 
 class EngineGroup:
-    """See the module's text.
+    """An engine on several ranks; see the module docstring.
 
     Args:
         path: checkpoint folder or hub id of the actor.
@@ -82,7 +82,7 @@ class EngineGroup:
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         self._lock = threading.Lock()
-        # With FSDP the weights are put together before the first request, by all ranks: calls must not overtake each other.
+        # With FSDP all ranks gather the weights before the first request: calls must not overtake each other.
         self._order = threading.Lock()
         self._gathered = not layout.fsdp
         self._pending: dict[int, _Pending] = {}
@@ -92,7 +92,7 @@ class EngineGroup:
         processes = processes or Processes()
         if processes.names is None:
             places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
-        else:  # it gives each rank a device of its own
+        else:  # the launcher gives each rank its own device
             own = torch.device("cuda", 0) if config.device.type == "cuda" else config.device
             places = [own] * layout.world_size
         self.meets = meeting_place(processes, Path(self._folder.name))
@@ -120,8 +120,8 @@ class EngineGroup:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the actor's weights have seen."""
-        return self.each_rank(attrgetter("version"))[0]
+        """Number of optimizer steps applied to the actor's weights."""
+        return self.run_on_all_ranks(attrgetter("version"))[0]
 
     def _read_limits(self) -> None:
         self.context_length, self.vocab_size, self.kv_tokens = self.workers.call("limits", ranks=[0])[0]
@@ -129,10 +129,10 @@ class EngineGroup:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each. Raises EngineError: a rank has failed, or a request cannot be answered."""
+        """Queue requests; return one future each. Raises EngineError if a rank has failed or a request cannot be served."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
-        # The ranks would say the same, but only later.
+        # The ranks would raise the same errors, but only later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
@@ -151,7 +151,7 @@ class EngineGroup:
         return [pending.future for pending in opened.values()]
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
-        """Give each request a number, and the replica that has the least to do."""
+        """Assign each request a number and the least loaded replica."""
         opened: dict[int, _Pending] = {}
         with self._lock:
             tokens = [0] * self.layout.dp_size
@@ -166,7 +166,7 @@ class EngineGroup:
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks, after which the weights may be spread over the replicas again."""
+        """Call a method on all ranks, after which the weights may be sharded again."""
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)
@@ -178,7 +178,7 @@ class EngineGroup:
             return any(pending.replica == replica for pending in self._pending.values())
 
     def _heard(self, _rank: int, payload: Any) -> None:
-        """In the thread of the worker group."""
+        """Handle an event, in the thread of the worker group."""
         if isinstance(payload, TokenEvent):
             pending = self._pending.get(payload.request)
             if pending is not None and pending.request.listener is not None:
@@ -196,7 +196,7 @@ class EngineGroup:
             return self._pending.pop(number, None)
 
     def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
-        """A rank did not take requests at all."""
+        """Fail requests that a rank did not accept."""
         error = asked.exception()
         for number in numbers if error is not None else ():
             if (pending := self._take(number)) is not None:
@@ -210,19 +210,19 @@ class EngineGroup:
         self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far."""
+        """Finish one request with the tokens sampled so far."""
         with self._lock:
-            wanted = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
-        for number, replica in wanted:
+            matches = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
+        for number, replica in matches:
             self.workers.tell(self.layout.leaders()[replica], "cancel", number)
 
     def load(self) -> EngineLoad:
-        """What generation is busy with, over all replicas."""
+        """Return the load of generation over all replicas."""
         loads = [self.workers.tell(rank, "engine.load") for rank in self.layout.leaders()]
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""
+        """Limit the sequences decoded at once, over all replicas; None restores the configured limit of each."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
@@ -231,7 +231,7 @@ class EngineGroup:
         self.workers.call("engine.keep_contexts", wanted)
 
     def end_rollout(self) -> None:
-        """Abort what is pending, and drop the caches unless they are kept."""
+        """Abort pending requests, and drop the caches unless they are kept."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self._all("end_rollout")
 
@@ -251,7 +251,7 @@ class EngineGroup:
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Loss and statistics without training; see :meth:`Engine.measure`."""
+        """Return loss and statistics without training; see :meth:`Engine.measure`."""
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def score_logprobs(
@@ -262,15 +262,15 @@ class EngineGroup:
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; see :meth:`Engine.score_logprobs`."""
+        """Return the log-prob of each token of each row given its prefix; see :meth:`Engine.score_logprobs`."""
         return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Value after each token of each row."""
+        """Return the value after each token of each row."""
         return self._score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Score of each row at its last token."""
+        """Return the score of each row at its last token."""
         return self._score("rewards", role, rows, micro_bs)
 
     def _score(
@@ -285,14 +285,14 @@ class EngineGroup:
         for index, row in enumerate(rows):
             if not row:
                 raise ValueError(f"row {index} is empty: a row to score needs at least one token")
-        found = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures, routed)
-        by_row = dict(entry for part in found for entry in part)
+        parts = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures, routed)
+        by_row = dict(entry for part in parts for entry in part)
         return [by_row[index] for index in range(len(rows))]
 
     # -- roles and checkpoints -------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not there yet, on all ranks."""
+        """Load the roles that are not loaded yet, on all ranks."""
         self._all("engine.ensure_roles", dict(roles))
         self._read_limits()  # their memory may have come from the cache
 
@@ -301,15 +301,15 @@ class EngineGroup:
         self._all("engine.drop_role", name)
 
     def learning_rate(self, role: str) -> float:
-        """Rate of a role's next optimizer step."""
+        """Return the learning rate of a role's next optimizer step."""
         return float(self.workers.call("engine.learning_rate", role, ranks=[0])[0])
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule by a constant rate."""
+        """Replace a role's schedule with a constant rate."""
         self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint with the state of everything that is trained."""
+        """Return the size of a checkpoint with the state of all trained roles."""
         stages = range(0, self.layout.world_size, self.layout.stage_size)
         return sum(self.workers.call("engine.checkpoint_bytes", ranks=stages))
 
@@ -318,15 +318,15 @@ class EngineGroup:
         self._all("engine.save_model", Path(folder), role)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write what a resume needs, in any layout."""
+        """Write the training state; any layout can resume from it."""
         self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Continue with a state, saved in any layout."""
+        """Load a training state saved in any layout."""
         self._all("engine.load_state", checkpoint)
 
-    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, see :meth:`Backend.each_rank`."""
+    def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call a function with the engine of each rank, see :meth:`Backend.run_on_all_ranks`."""
         return self._all("apply", function, *arguments)
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class EngineGroup:
 
 
 def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
-    """Where ranks meet: in a folder of this machine, or by the names of whoever starts them elsewhere."""
+    """Return the ranks' rendezvous: a folder of this machine, or the launcher's name registry."""
     names = processes.names
     if names is None:
         return FolderRendezvous(folder)
@@ -355,7 +355,7 @@ def open_engine(
     stall_s: float = STALL_S,
     processes: Processes | None = None,
 ) -> Backend:
-    """Load the engine of a layout: of one rank, in this process. For the arguments see :class:`EngineGroup`."""
+    """Load the engine of a layout; one rank runs in this process. For the arguments see :class:`EngineGroup`."""
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)
     return EngineGroup(path, config, layout, devices, stall_s, processes)

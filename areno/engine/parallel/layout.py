@@ -1,8 +1,8 @@
 """How the ranks of an engine divide a model and its work.
 
-Ranks form a grid with the axes pipeline, data, context, tensor; the last one counts fastest, so ranks that talk most are
-neighbours. A replica is a copy of the model: the ranks of one place on the data axis. A stage is the part of all replicas
-that has the same layers: the ranks of one place on the pipeline axis.
+Ranks form a grid with the axes pipeline, data, context, tensor; the last one varies fastest, so that ranks that communicate
+most are adjacent. A replica is a copy of the model: the ranks of one place on the data axis. A stage has the same layers of all
+replicas: the ranks of one place on the pipeline axis.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ class Place(NamedTuple):
 class Layout:
     """Sizes of the axes.
 
-    ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it each replica has them whole, and
-    only the optimizer's states are sharded. Layouts with context or expert parallelism always shard. The experts of a mixture
-    are divided among ``ep_size`` of those ranks, and sharded across the rest.
+    ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it only the optimizer state is
+    sharded. Layouts with context or expert parallelism always shard. The experts of a mixture are divided among ``ep_size``
+    of those ranks, and sharded across the rest.
 
-    The layers are cut into ``pp_size`` x ``pp_chunks`` runs of neighbours, which the stages take in turn: with two chunks the
-    first of two stages has the first and the third run. ``pp_less`` is what the first and the last run have to do beside
-    layers (embedding, output layer), counted in layers. ``reshards`` says whether layers that FSDP has put together are freed
-    between forward and backward; ``units`` are the classes of modules that it shards one by one, if not decoder layers; with
-    ``offloads`` shards wait in the computer's memory. With
-    ``reads_once`` one rank reads the weights of a stage and sends them to the others.
+    The layers are cut into ``pp_size`` x ``pp_chunks`` runs, which the stages take in turn: with two chunks the first of two
+    stages has the first and the third run. ``pp_less`` is the extra work of the first and the last run (embedding, output
+    layer), counted in layers. ``reshards`` frees layers that FSDP has gathered between forward and backward; ``units`` are
+    the classes of modules that it shards as units, if not decoder layers; ``offloads`` keeps shards in host memory. With
+    ``reads_once`` one rank reads the weights of a stage and broadcasts them.
     """
 
     dp_size: int = 1
@@ -67,7 +66,7 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks that have the same layers."""
+        """Number of ranks with the same layers."""
         return self.dp_size * self.cp_size * self.tp_size
 
     @property
@@ -76,16 +75,17 @@ class Layout:
         return self.dp_size * self.cp_size
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
+        """Return a rank's place on each axis."""
         rest, tensor = divmod(rank, self.tp_size)
         rest, context = divmod(rest, self.cp_size)
         stage, replica = divmod(rest, self.dp_size)
         return Place(stage, replica, context, tensor)
 
     def runs_of_layers(self, count: int) -> list[range]:
-        """Layers of each run, for a model of so many; run i belongs to stage i % ``pp_size``.
+        """Divide ``count`` layers into runs; run i belongs to stage i % ``pp_size``.
 
-        Each has at least one. Every further layer goes to the run that has the least to do. ValueError: there are too few.
+        Each run has at least one; every further layer goes to the run with the least work. Raises ValueError if there are
+        too few layers.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:
@@ -101,12 +101,12 @@ class Layout:
         return [range(end - size, end) for end, size in zip(ends, layers, strict=True)]
 
     def leaders(self) -> list[int]:
-        """First rank of each replica, in the first stage."""
+        """Return the first rank of each replica, in the first stage."""
         return [replica * self.cp_size * self.tp_size for replica in range(self.dp_size)]
 
     @classmethod
     def of(cls, world_size: int, tp_size: int, dp_size: int | None, fsdp: bool = False) -> Layout:
-        """Make a layout; a UsageError says which sizes do not fit each other."""
+        """Create a layout. Raises UsageError if the sizes do not fit each other."""
         for name, value in (("world_size", world_size), ("tp_size", tp_size), ("dp_size", dp_size)):
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: use at least 1")

@@ -1,8 +1,8 @@
-"""Rollout loops of one replica that is spread over several ranks: one decides, the others do the same.
+"""Rollout loops of a replica that is sharded across several ranks: one leads, the others follow in lockstep.
 
-A turn of a rollout loop depends on the requests that it has, and on nothing else. The leader tells the followers before
-each turn what has been asked of it; all then schedule, compute and sample alike. A running sum of the sampled tokens goes
-with every message, so ranks that come to differ are found at the next turn.
+A turn of a rollout loop depends on its requests only. Before each turn the leader broadcasts new requests and cancellations;
+all ranks then schedule, compute and sample identically. Each message carries a running sum of the sampled tokens, so a rank
+that diverges is detected at the next turn.
 """
 
 import dataclasses
@@ -24,22 +24,23 @@ from areno.types import Request
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What the leader sends before a turn.
+    """The leader's message before a turn.
 
     Attributes:
-        arrived: new requests with their numbers; ``cancelled``: those to abort.
+        arrived: new requests with their numbers.
+        cancelled: numbers of the requests to abort.
     """
 
     arrived: list[tuple[int, Request]] = field(default_factory=list)
     cancel_all: bool = False
     cancelled: list[int] = field(default_factory=list)
-    said: int = 0  # sum of all tokens that were sampled so far
-    pause: bool = False  # all ranks pause before this turn, until each has changed its weights
+    said: int = 0  # sum of all tokens sampled so far
+    pause: bool = False  # all ranks pause before this turn until their weights have changed
     last: bool = False  # the loop ends
 
 
 class _Counting(RolloutLoop):
-    """A loop that adds up what it samples."""
+    """A loop that sums the tokens it samples."""
 
     said = 0
 
@@ -49,7 +50,7 @@ class _Counting(RolloutLoop):
 
 
 class LeadingLoop(_Counting):
-    """The loop of a replica's first rank; arguments beside ``turns`` are those of :class:`RolloutLoop`."""
+    """The loop of a replica's first rank; arguments other than ``turns`` are those of :class:`RolloutLoop`."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -71,7 +72,7 @@ class LeadingLoop(_Counting):
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
             cancelled = [self._numbers[group] for group in news.cancelled]
-            self._turns.from_first(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
+            self._turns.broadcast_object(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
         super()._apply(news)
 
     @contextmanager
@@ -79,7 +80,7 @@ class LeadingLoop(_Counting):
         """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
         with self._wake:
             self._refuse_ended()
-            self._start()  # it is this thread that tells the others
+            self._start()  # the loop's thread notifies the followers
         with super().weights_changing(version):
             yield
 
@@ -91,11 +92,11 @@ class LeadingLoop(_Counting):
     def close(self) -> None:
         """Stop the followers too."""
         super().close()
-        self._turns.from_first(_Message(said=self.said, last=True))
+        self._turns.broadcast_object(_Message(said=self.said, last=True))
 
 
 class FollowingLoop(_Counting):
-    """The loop of a replica's other ranks; it takes requests from the leader alone."""
+    """The loop of a replica's other ranks; takes requests from the leader only."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -110,7 +111,7 @@ class FollowingLoop(_Counting):
             if not self._busy:
                 self._threads.reset()
                 self._wake.notify_all()
-        message: _Message = self._turns.from_first(None)
+        message: _Message = self._turns.broadcast_object(None)
         if message.last:
             return False
         if message.said != self.said:
@@ -118,7 +119,7 @@ class FollowingLoop(_Counting):
                 "the ranks of a replica have sampled different tokens; this is a defect, please report it"
             )
         if message.arrived and self.model.adapter is not None:
-            with torch.inference_mode(False):  # as in the thread that asks the leader
+            with torch.inference_mode(False):  # as in the leader's submitting thread
                 self.model.adapter.merge()
         with self._wake:
             groups = {number: self._group(request) for number, request in message.arrived}
@@ -133,7 +134,7 @@ class FollowingLoop(_Counting):
             super()._turn()
 
     def close(self) -> None:
-        """Wait for the leader's last word."""
+        """Wait for the leader's last message."""
         if self._thread is not None:
             self._thread.join()
         self.decode.close()

@@ -1,6 +1,6 @@
-"""What the processes of a worker group say to each other, and how it is written down.
+"""Messages between the processes of a worker group, and their serialization.
 
-Objects travel with ``cloudpickle``, so a loss may be a closure or come from a file of the user's.
+Objects are serialized with ``cloudpickle``, so a loss may be a closure or come from a user's file.
 """
 
 import sys
@@ -16,20 +16,20 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: makes the object whose methods are called, given a way to send :class:`Event` payloads.
-        sharing: processes that share the CPU cores and adapt their threads to what other programs leave; 0 keeps ``threads``.
+        make: creates the object whose methods are called, given a function that sends :class:`Event` payloads.
+        sharing: number of processes that share the CPU cores and adapt their threads to the load; 0 keeps ``threads``.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
-    search_path: list[str]  # of modules, as in the process that asks
+    search_path: list[str]  # of modules, as in the starting process
     threads: int  # for PyTorch
     sharing: int = 0
-    own_log: bool = False  # write log records to the error output, too, which is a file
+    own_log: bool = False  # also write log records to stderr, which is a file
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method to call, with dots one of a part of the object; ``now``: at once, in the thread that reads messages."""
+    """A method to call, as a dotted path from the object; ``now`` runs it at once, in the thread that reads messages."""
 
     number: int
     method: str
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the method of a call has returned, or what it raised, and where as text."""
+    """The return value of a call, or the exception it raised and its traceback."""
 
     number: int
     value: Any = None
@@ -49,14 +49,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a worker sends on its own."""
+    """An unsolicited message of a worker."""
 
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life; ``progress`` grows while the worker gets on with its work, ``doing`` is the method that runs."""
+    """A heartbeat; ``progress`` grows while the worker makes progress, ``doing`` is the running method."""
 
     progress: float
     doing: str = ""
@@ -72,14 +72,14 @@ class LogLine:
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize an object, with modules made from a user's file, as nobody else can import them."""
+    """Serialize an object; modules loaded from a user's file go by value, as other processes cannot import them."""
     global _modules
     if len(sys.modules) != _modules:
-        known = sys.modules.copy()  # other threads may be importing
-        _modules = len(known)
-        for name in known:
+        modules = sys.modules.copy()  # other threads may be importing
+        _modules = len(modules)
+        for name in modules:
             if name.startswith("areno_user_"):
-                cloudpickle.register_pickle_by_value(known[name])
+                cloudpickle.register_pickle_by_value(modules[name])
     return cloudpickle.dumps(value)
 
 

@@ -1,6 +1,6 @@
-"""A tensor as this rank's part, and as a whole.
+"""Convert tensors between local shards and unsharded tensors.
 
-Parameters that are cut or sharded are ``DTensor``s. Everything here also takes plain tensors, which every rank holds whole.
+Sharded parameters are ``DTensor``s. All functions also take plain tensors, which are unsharded.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory."""
+    """Return this rank's shard, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of this rank's part, also where backward has left that of the whole, or a sum still to be taken."""
+    """Return the gradient of this rank's shard, also where backward has left an unsharded gradient or a pending sum."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -22,13 +22,13 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local(gradient)
 
 
-def is_whole(tensor: Tensor) -> bool:
-    """Whether each rank of the replica holds all of it."""
+def is_unsharded(tensor: Tensor) -> bool:
+    """Whether each rank of the replica holds the full tensor."""
     return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)
 
 
-def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """Put the parts of a tensor together that is spread as ``like`` is; every rank of the replica must call."""
+def unsharded(part: Tensor, like: Tensor) -> Tensor:
+    """Gather the shards of a tensor sharded like ``like``; every rank of the replica must call."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -36,32 +36,32 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
     ).full_tensor()
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that all ranks hold, spread as ``like`` is."""
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of an unsharded tensor, sharded like ``like``."""
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def positions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """For each dimension, the indices in the whole tensor [entries] of what this rank's part holds."""
-    found = [torch.arange(size) for size in tensor.shape]
+    """Return, for each dimension, the indices [entries] in the unsharded tensor of this rank's shard."""
+    indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return tuple(found)
+        return tuple(indices)
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     for placement, size, rank in zip(tensor.placements, tensor.device_mesh.shape, coordinates, strict=True):
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
-        index = found[dim].view([1] * dim + [-1])
+        index = indices[dim].view([1] * dim + [-1])
         pieces, _ = placement._split_tensor(index, size, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
-        found[dim] = pieces[rank].flatten()
-    return tuple(found)
+        indices[dim] = pieces[rank].flatten()
+    return tuple(indices)
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no rank before this one, in the mesh that a tensor is spread over, holds the same part of it."""
+    """Whether this is the first rank of the tensor's mesh that holds its shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

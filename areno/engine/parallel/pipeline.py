@@ -1,11 +1,11 @@
 """Pipeline parallelism: each stage has some layers, and microbatches pass from stage to stage.
 
-All stages know all microbatches, so shapes need no talk: hidden states go on to the next stage, and their gradients back, as
-soon as they are there, while the sender computes what is next in its schedule. Microbatches need not be of one length. The
-last stage computes what is predicted, and the loss.
+All stages know all microbatches, so shapes are never communicated. Hidden states go to the next stage, and gradients to the
+previous one, as soon as they are computed, while the sender continues with its schedule. Microbatches may differ in length. The
+last stage computes the predictions and the loss.
 
-The schedule is our own, not ``torch.distributed.pipelining``: that one takes microbatches of one shape only, and its process
-group must be part of the default one, which here is a stage.
+``torch.distributed.pipelining`` is not used: it needs microbatches of one shape, and its process group must be part of the
+default one, which here is a stage.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.attention import AttentionPlan
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.schedule import Action, Schedule, make_schedule, needed
 from areno.engine.progress import PROGRESS
 
 
 class Microbatch(Protocol):
-    """What each stage needs of a microbatch."""
+    """What each stage needs from a microbatch."""
 
     @property
     def tokens(self) -> Tensor:
-        """Those of this rank [T]."""
+        """This rank's token ids [T]."""
 
     @property
     def plan(self) -> Plan:
@@ -40,91 +40,91 @@ class Microbatch(Protocol):
 
 
 class Plan(AttentionPlan, Protocol):
-    """An attention plan that says where its tokens stand."""
+    """An attention plan with position ids."""
 
     position_ids: Tensor
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""Of the last stage: makes of a microbatch's number and hidden states [T, C] a tensor to differentiate and its gradient."""
+"""The last stage's head: maps a microbatch's index and hidden states [T, C] to a tensor to differentiate and its gradient."""
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What a forward pass leaves for its backward pass."""
+class _Saved:
+    """What a forward pass saves for its backward pass."""
 
-    given: Tensor
-    result: Tensor
-    gradient: Tensor | None = None  # of the result, where this is the last stage
+    input: Tensor
+    output: Tensor
+    gradient: Tensor | None = None  # of the output, on the last stage
 
 
 class Pipeline:
-    """One rank's side of it. Every rank of a stage, and every stage, must make the same calls."""
+    """One rank's part of a pipeline. All ranks of all stages must make the same calls."""
 
-    def __init__(self, model: PackedModel, peers: Peers) -> None:
+    def __init__(self, model: PackedModel, peers: RankContext) -> None:
         assert model.stage is not None
         self.model, self.peers, self.layers = model, peers, model.stage
         self.stage = peers.place.stage
         self._width = int(model.config.get_text_config().hidden_size)
 
     def run(self, batches: Sequence[Microbatch], finish: Finish, backward: bool) -> None:
-        """Pass microbatches through all stages, and with ``backward`` their gradients back.
+        """Pass microbatches forward through all stages, and with ``backward`` their gradients back.
 
-        ``finish`` is what the last stage does with hidden states; with ``backward`` it returns something to differentiate.
+        The last stage calls ``finish`` with hidden states; with ``backward`` it returns a tensor to differentiate.
         """
         layout = self.peers.layout
         schedule = make_schedule(layout.pp_size, layout.pp_chunks, len(batches), backward)
         traffic = _Traffic(self, schedule, [len(batch.tokens) for batch in batches])
-        kept: dict[Action, _Kept] = {}
+        saved: dict[Action, _Saved] = {}
         for action in schedule[self.stage]:
             PROGRESS.tick()
             CPU_THREADS.apply()
             if action.backward:
-                self._backward(action, kept.pop(action._replace(backward=False)), traffic)
+                self._backward(action, saved.pop(action._replace(backward=False)), traffic)
             else:
-                found = self._forward(action, batches[action.microbatch], traffic, finish, backward)
+                result = self._forward(action, batches[action.microbatch], traffic, finish, backward)
                 if backward:
-                    kept[action] = found
+                    saved[action] = result
         traffic.finish()
 
-    def _forward(self, action: Action, batch: Microbatch, traffic: _Traffic, finish: Finish, backward: bool) -> _Kept:
+    def _forward(self, action: Action, batch: Microbatch, traffic: _Traffic, finish: Finish, backward: bool) -> _Saved:
         _, run, index = action
-        given = batch.tokens if run == 0 else traffic.take(action)
+        input = batch.tokens if run == 0 else traffic.take(action)
         if backward and run > 0:
-            given.requires_grad_()
+            input.requires_grad_()
         is_last, gradient = run == self.layers.last_run, None
 
         def work() -> Tensor:
             nonlocal gradient
-            hidden = self.model.body(given, batch.plan.position_ids, batch.plan, run)
+            hidden = self.model.body(input, batch.plan.position_ids, batch.plan, run)
             if not is_last:
                 return hidden.clone() if hidden._is_view() else hidden  # FSDP warns of views
-            found = finish(index, hidden)
-            result, gradient = found if found is not None else (hidden, None)
-            return result
+            finished = finish(index, hidden)
+            output, gradient = finished if finished is not None else (hidden, None)
+            return output
 
         with torch.set_grad_enabled(backward):
-            result = self.model.weights.run(work)
+            output = self.model.weights.run(work)
         if not is_last:
-            traffic.send(action, result.detach())
-        return _Kept(given, result, gradient)
+            traffic.send(action, output.detach())
+        return _Saved(input, output, gradient)
 
-    def _backward(self, action: Action, kept: _Kept, traffic: _Traffic) -> None:
-        gradient = kept.gradient if action.run == self.layers.last_run else traffic.take(action)
-        if kept.result.requires_grad:
-            torch.autograd.backward(kept.result, gradient)
+    def _backward(self, action: Action, saved: _Saved, traffic: _Traffic) -> None:
+        gradient = saved.gradient if action.run == self.layers.last_run else traffic.take(action)
+        if saved.output.requires_grad:
+            torch.autograd.backward(saved.output, gradient)
         if action.run > 0:
-            found = kept.given.grad
-            traffic.send(action, torch.zeros_like(kept.given) if found is None else found)
+            gradient = saved.input.grad
+            traffic.send(action, torch.zeros_like(saved.input) if gradient is None else gradient)
 
     def empty(self, length: int) -> Tensor:
-        """Room for hidden states [length, C] or their gradients."""
+        """Allocate hidden states [length, C] or their gradients."""
         return torch.empty(length, self._width, dtype=self.model.dtype, device=self.model.device)
 
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """What is on its way: to which stage, and the number of the action there that takes it."""
+    """A pending send: the receiving stage, and the index of its action that takes the values."""
 
     stage: int
     taken_by: int
@@ -134,7 +134,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What one stage sends here over one link, in the order in which it does."""
+    """What a stage sends here over one link, in order."""
 
     link: Any
     stage: int
@@ -144,7 +144,7 @@ class _Inbox:
 
 
 class _Traffic:
-    """What goes between this stage and its neighbours during one pass over all microbatches."""
+    """Sends and receives of this stage during one pass over all microbatches."""
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, lengths: Sequence[int]) -> None:
         self._pipeline, self._lengths = pipeline, lengths
@@ -160,11 +160,11 @@ class _Traffic:
             self._expect(inbox)
 
     def _goes_out(self, action: Action) -> bool:
-        """Whether another stage waits for what an action gives."""
+        """Whether another stage needs the result of an action."""
         return action.run > 0 if action.backward else action.run < self._last
 
     def _expect(self, inbox: _Inbox) -> None:
-        """Begin to receive what comes next, before it is needed."""
+        """Start the next receive before its values are needed."""
         inbox.next = None
         if inbox.coming:
             action = inbox.coming.popleft()
@@ -172,28 +172,28 @@ class _Traffic:
             inbox.next = action, room, inbox.link.receive(room, 0)
 
     def take(self, action: Action) -> Tensor:
-        """What an action needs from another stage."""
-        wanted = needed(action, self._last)
-        assert wanted is not None
+        """Return what an action needs from another stage."""
+        source = needed(action, self._last)
+        assert source is not None
         inbox = self._inboxes[action.backward]
-        while wanted not in inbox.arrived:
+        while source not in inbox.arrived:
             assert inbox.next is not None
-            found, room, work = inbox.next
+            sender, values, work = inbox.next
             work.wait()
-            inbox.arrived[found] = room
-            self._forget(inbox.stage, self._numbers[inbox.stage][found])
+            inbox.arrived[sender] = values
+            self._forget(inbox.stage, self._numbers[inbox.stage][sender])
             self._expect(inbox)
-        return inbox.arrived.pop(wanted)
+        return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """A stage has got to its action of that number: what it took before has arrived."""
+        """Drop sends to a stage that it took before its action of that number."""
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()
         self._sent = [sent for sent in self._sent if sent not in arrived]
 
     def send(self, action: Action, values: Tensor) -> None:
-        """Send what an action has given to the stage that waits for it."""
+        """Send the result of an action to the stage that needs it."""
         own = self._pipeline.stage
         receiver = Action(action.backward, action.run + (-1 if action.backward else 1), action.microbatch)
         stage = receiver.run % self._stages
@@ -202,7 +202,7 @@ class _Traffic:
         self._sent.append(_Sent(stage, self._numbers[stage][receiver], work, values))
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait for all sends."""
         for sent in self._sent:
             sent.work.wait()
         self._sent.clear()

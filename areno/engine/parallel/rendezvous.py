@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: in a folder of one machine, or by names that the processes of a run share."""
+"""Rendezvous of the ranks of a group: in a folder of one machine, or through the name registry of a run."""
 
 import functools
 import os
@@ -23,34 +23,34 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """Travels to the ranks; ``name`` is that of a group, which is used once."""
+    """A picklable meeting point; ``name`` is that of a group, which is used once."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
-        """The store of a group, in which its ranks leave their addresses."""
+        """Return the store through which the ranks of a group exchange addresses."""
 
     def open(self, name: str) -> None:
-        """Announce a group whose members will come one by one."""
+        """Announce a group whose members join one by one."""
 
     def come(self, name: str, member: int) -> None:
-        """Say that a member is there. OSError: the group has been called off."""
+        """Register a member. Raises OSError if the group has been called off."""
 
     def members(self, name: str) -> int:
-        """How many are there. OSError: the group has been called off."""
+        """Return the number of members. Raises OSError if the group has been called off."""
 
     def call_off(self, name: str) -> None:
-        """Have nobody wait for a group any more."""
+        """Cancel a group, so that nobody waits for it."""
 
 
 def own_address() -> str:
-    """Address under which the ranks of other machines reach this process; loopback where all are on one."""
+    """Return the address at which other machines reach this process; loopback if all ranks are on one machine."""
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 
 @functools.cache
 def node_id() -> str:
-    """The same for processes of one machine, and only for those: they can share memory."""
-    if given := os.environ.get(NODE):
-        return given
+    """Return an identifier of this machine; processes with the same one can share memory."""
+    if node := os.environ.get(NODE):
+        return node
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -58,8 +58,8 @@ def node_id() -> str:
 
 
 def serve_store(host: str, size: int, patience: timedelta) -> tuple[dist.Store, int]:
-    """A store of this process for ``size`` members, and its port at an address of this machine."""
-    # A socket of our own, because the store's would listen on every interface of the machine.
+    """Serve a store for ``size`` members at ``host``; return it and its port."""
+    # The store's own socket would listen on every interface of the machine.
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -103,7 +103,7 @@ def _repository(options: NameOptions) -> Repository:
 
 @dataclass(frozen=True, slots=True)
 class NamedRendezvous:
-    """Names below ``root``, which no other group of processes has ever used; rank 0 serves the store of a group."""
+    """Names below ``root``, which is unique to a group of processes; rank 0 serves the store of a group."""
 
     options: NameOptions
     root: str

@@ -1,8 +1,8 @@
-"""Which stage of a pipeline computes what, and in which order.
+"""Pipeline schedules: which stage computes what, in which order.
 
-After some forward passes to begin with, a stage makes a forward and a backward pass in turn, so that few activations wait for
-their backward passes. With one run of layers per stage that is 1F1B (Narayanan et al. 2019, arXiv:1806.03377), with several
-the interleaved form (Narayanan et al. 2021, arXiv:2104.04473), whose idle time is that of 1F1B divided by their number.
+After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations held. With one
+run of layers per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377); with several it is interleaved 1F1B (Narayanan
+et al. 2021, arXiv:2104.04473), which divides the bubble by their number.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ class Action(NamedTuple):
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""What each stage does, in order."""
+"""The actions of each stage, in order."""
 
 
 def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = True) -> Schedule:
-    """What each of ``stages`` does, each of which has ``chunks`` runs of layers; without ``backward`` forward passes alone.
+    """Return the schedule of ``stages`` with ``chunks`` runs of layers each; without ``backward``, of forward passes only.
 
-    Run i belongs to stage i % ``stages``. As many microbatches as there are stages pass a stage's first run before any passes
-    its next one; where the last of them are missing, they are left out of the same order.
+    Run i belongs to stage i % ``stages``. Microbatches pass a stage's runs in groups of ``stages``; an incomplete last group
+    keeps the order of a full one.
     """
     filled = -(-microbatches // stages) * stages
     schedule = []
@@ -54,7 +54,7 @@ def _present(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> Action | None:
-    """What must be done before an action, where the last run of layers has that number; None if it can begin at once."""
+    """Return the action that must precede an action, given the index of the last run; None if there is none."""
     backward, run, microbatch = action
     if not backward:
         return Action(False, run - 1, microbatch) if run else None

@@ -1,7 +1,7 @@
-"""Memory that the processes of a machine share.
+"""Memory shared by processes of one machine.
 
-On Linux it is a file without a name, which others open through ``/proc``: it is gone with the last process that has it
-open, whatever ends them, and the size of ``/dev/shm`` does not limit it. Elsewhere it is a file in the temporary folder.
+On Linux it is an anonymous file that other processes open through ``/proc``: the kernel frees it with the last process that
+holds it, and ``/dev/shm`` does not limit its size. Elsewhere it is a file in the temporary folder.
 """
 
 import mmap
@@ -11,15 +11,15 @@ import tempfile
 import torch
 from torch import Tensor
 
-NAMELESS = hasattr(os, "memfd_create")
-"""Whether it needs no file on a disk."""
+ANONYMOUS = hasattr(os, "memfd_create")
+"""Whether segments need no file on disk."""
 
 
 class Segment:
-    """Shared memory of this process, of so many bytes."""
+    """Shared memory of ``size`` bytes, created by this process."""
 
     def __init__(self, size: int) -> None:
-        if NAMELESS:
+        if ANONYMOUS:
             self._file = os.memfd_create("areno-memory")
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         else:
@@ -27,18 +27,18 @@ class Segment:
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
-        """Let go of it; who has it open keeps it."""
+        """Close it here; processes that have mapped it keep it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            if not NAMELESS:
+            if not ANONYMOUS:
                 os.unlink(self.path)
 
 
-def mapped(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """The memory of a segment, until the last tensor in it is gone; without ``writable``, changes stay with this process.
+def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
+    """Map a segment until its last tensor is freed; without ``writable``, changes stay in this process.
 
-    Raises OSError: it cannot be opened; ValueError: it is smaller.
+    Raises OSError if it cannot be opened, ValueError if it is smaller than ``size``.
     """
     file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
@@ -48,5 +48,5 @@ def mapped(path: str, size: int, *, writable: bool) -> mmap.mmap:
 
 
 def attach(path: str, size: int, *, writable: bool) -> Tensor:
-    """The same as uint8 [size]."""
-    return torch.frombuffer(mapped(path, size, writable=writable), dtype=torch.uint8)
+    """Map a segment as uint8 [size]; see :func:`map_segment`."""
+    return torch.frombuffer(map_segment(path, size, writable=writable), dtype=torch.uint8)

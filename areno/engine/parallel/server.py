@@ -12,7 +12,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import connect
+from areno.engine.parallel.rank_context import connect
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult
@@ -23,7 +23,7 @@ Send = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A token of a request that somebody listens to."""
+    """A token of a request that has a listener."""
 
     request: int
     sample: int
@@ -40,9 +40,9 @@ class RequestResult:
 
 
 class EngineServer:
-    """Its methods, and those of its ``engine``, are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks
-    with the same arguments. The ranks meet ``where`` they are told; ``send`` takes :class:`TokenEvent` and
-    :class:`RequestResult`.
+    """The engine of one rank; :class:`areno.engine.parallel.group.EngineGroup` calls its methods, and those of its
+    ``engine``, on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent`
+    and :class:`RequestResult`.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class EngineServer:
         self._open: dict[int, Future[RolloutResult]] = {}
 
     def limits(self) -> tuple[int | None, int, int]:
-        """Context length, vocabulary size and KV tokens of the loaded engine."""
+        """Return context length, vocabulary size and KV tokens of the loaded engine."""
         engine = self.engine
         return engine.context_length, engine.vocab_size, engine.kv_tokens
 
     # -- at once, on the leaders of replicas -------------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue requests by their numbers; those that are ``heard`` send every token."""
+        """Queue requests by number; those in ``heard`` send every token."""
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()
@@ -87,7 +87,7 @@ class EngineServer:
     # -- one after the other -----------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Nothing is pending any more: drop the cache unless it is to be kept."""
+        """Drop the cache, unless it is kept, once nothing is pending."""
         if self.peers.decides:
             self.engine.end_rollout()
             return
@@ -104,13 +104,13 @@ class EngineServer:
         temperatures: Sequence[float] | None,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's share, alike on all ranks with parts of the same layers: row number and result."""
-        self.engine.role(role).check(rows)  # on all ranks alike, before each looks at its own rows
+        """Score this rank's rows; return (row index, result) on the one rank of each data shard that reports them."""
+        self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
         records = None if routed is None else [routed[index] for index in mine]
-        found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own, records)
-        return list(zip(mine, found, strict=True)) if self.peers.decides and self.peers.predicts else []
+        scores = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own, records)
+        return list(zip(mine, scores, strict=True)) if self.peers.decides and self.peers.predicts else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with this rank's engine."""

@@ -1,6 +1,6 @@
-"""A model spread over the ranks of a replica, by its ``transformers`` plan; and its tensors as whole ones.
+"""Shard a model across the ranks of a replica by its ``transformers`` tensor-parallel plan, and save it unsharded.
 
-Parameters that a plan shards are ``DTensor``s. Everything here also takes plain tensors, which every rank holds whole.
+Parameters that the plan shards are ``DTensor``s; plain tensors are unsharded.
 """
 
 import re
@@ -20,18 +20,18 @@ from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.parts import local, whole_of
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.parts import local, unsharded
+from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UnsupportedModelError
 
-# Styles of an output head that put the ranks' logits together.
+# Styles of an output head that gathers the ranks' logits.
 _GATHERS = ("colwise_gather_output", "colwise_rep")
-# A style that sums the accumulated gradient over the ranks after every backward pass: wrong from the second microbatch on.
+# A style that all-reduces the accumulated gradient after every backward pass: wrong from the second microbatch on.
 _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
 class _Mesh(DistributedConfig):
-    """Makes a mesh with an axis for FSDP as well, which is applied later, to a model that is complete."""
+    """Creates a mesh with an FSDP axis too; FSDP itself is applied later, to the complete model."""
 
     dp_size = 1
 
@@ -39,16 +39,16 @@ class _Mesh(DistributedConfig):
 def distributed_config(
     config: PretrainedConfig, head_plan: dict[str, str], layout: Layout, option: str, path: str
 ) -> DistributedConfig:
-    """How ``transformers`` is to spread a model.
+    """Return the ``transformers`` configuration that shards a model.
 
-    Where a plan would sum gradients in a hook, the parameters are kept whole and :func:`partial_names` tells the optimizer
-    to sum them once. Where it would put logits together, every rank keeps its own: see :func:`vocabulary_share`.
+    Parameters whose gradients the plan would sum in a hook stay unsharded, and :func:`partial_names` tells the optimizer to
+    sum them once. Logits that the plan would gather stay sharded: see :func:`vocabulary_share`.
 
     Args:
         config: of the model.
-        head_plan: the plan of the model's class, which is for what lies above the body.
+        head_plan: the plan of the model's class, for the layers above the body.
         layout: of the ranks.
-        option: what an error message calls the place that named the checkpoint ``path``.
+        option: name of the option, for error messages, that set the checkpoint ``path``.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, or its heads do not divide.
@@ -76,7 +76,7 @@ def distributed_config(
 
 
 def vocabulary_share(module: Any) -> VocabularyShare | None:
-    """Which slice of the vocabulary this rank's output head gives; None where it gives all."""
+    """Return the slice of the vocabulary that this rank's output head computes; None if unsharded."""
     head = module.get_output_embeddings()
     name = next((name for name, child in module.named_modules() if child is head), "")
     if head is None or isinstance(head, Absent) or style_of(module, name) != "colwise":
@@ -92,7 +92,7 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Parameters that each rank holds whole but sees only a part of the gradient of (norms of single heads)."""
+    """Return the unsharded parameters of which each rank computes a partial gradient only (norms of single heads)."""
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 
@@ -108,14 +108,14 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
 
 
 def style_of(module: Any, name: str) -> str | None:
-    """How a layer of a module is spread, as the plan calls it; None where every rank has all of it."""
+    """Return the plan's style for a layer of a module; None if unsharded."""
     return module.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))  # type: ignore[no-any-return]
 
 
-def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:
-    """Write a model in Hugging Face format, tensor by tensor put together on the first rank.
+def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -> None:
+    """Write a model in Hugging Face format, gathering it tensor by tensor on the first rank.
 
-    Every rank that holds a share must call.
+    Every rank that holds a shard must call.
     """
     weights: dict[str, Tensor] = {}
     kept: dict[int, Tensor] = {}  # tied weights stay one
@@ -125,19 +125,19 @@ def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:
         if id(tensor) in kept:
             tied[name] = first_names[id(tensor)]
             continue
-        whole = whole_of(local(tensor.detach()), tensor)
-        rounded = isinstance(tensor, nn.Parameter) and whole.is_floating_point()
-        kept[id(tensor)] = whole.to("cpu", model.dtype if rounded else whole.dtype) if peers.heads else torch.empty(0)
+        full = unsharded(local(tensor.detach()), tensor)
+        rounded = isinstance(tensor, nn.Parameter) and full.is_floating_point()
+        kept[id(tensor)] = full.to("cpu", model.dtype if rounded else full.dtype) if peers.heads else torch.empty(0)
         weights[name], first_names[id(tensor)] = kept[id(tensor)], name
-    weights = peers.pipeline.to_first(weights if peers.heads else {})
-    tied = {name: other for each in peers.pipeline.everyone(tied) for name, other in each.items()}
+    weights = peers.pipeline.gather_to_first(weights if peers.heads else {})
+    tied = {name: other for each in peers.pipeline.all_gather(tied) for name, other in each.items()}
     if peers.first:
         weights |= {name: weights[other] for name, other in tied.items()}
         module: Any = model.module
-        spread, module.config.distributed_config = getattr(module.config, "distributed_config", None), None
+        saved, module.config.distributed_config = getattr(module.config, "distributed_config", None), None
         try:
             module.save_pretrained(folder, state_dict=weights)
-            module.config.dtype = model.dtype  # it has written that of its shares
+            module.config.dtype = model.dtype  # save_pretrained has written the shards' dtype
             module.config.save_pretrained(folder)
         finally:
-            module.config.distributed_config = spread
+            module.config.distributed_config = saved

@@ -1,7 +1,7 @@
 """One worker process: ``python -m areno.engine.parallel.worker``, started by :class:`WorkerGroup`.
 
-It makes the object that its first message describes, and calls methods of it, one after the other. A thread of its own says
-every second that the process lives. It ends with the process that started it, however that one ends.
+It creates the object that its first message describes, and calls its methods one after the other. A separate thread sends a
+heartbeat every second. The process exits when the one that started it does.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ from areno.frames import Frames
 from areno.launch.links import Connection, dial
 
 BEAT_S = 1.0
-# Between two beats: less than this is waiting, or looking now and then whether something has come.
+# A process that does less than this between two beats is waiting or polling.
 _WORKING_SHARE, _WORKING_BYTES = 0.02, 4096
 
 
@@ -39,7 +39,7 @@ class _Worker:
         self._target: Any = None
 
     def run(self) -> None:
-        """Serve to the end."""
+        """Serve calls until told to end."""
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         start: Start = loads(self._frames.receive())
@@ -78,7 +78,7 @@ class _Worker:
         PROGRESS.tick()
         try:
             self._send(answer)
-        except (TypeError, AttributeError, ValueError) as error:  # what is raised or returned cannot be written down
+        except (TypeError, AttributeError, ValueError) as error:  # the result cannot be pickled
             content = answer.error or answer.value
             plain = RuntimeError(f"{type(content).__name__}: {content} ({error})")
             self._send(Answer(call.number, error=plain, trace=answer.trace or traceback.format_exc()))
@@ -88,7 +88,7 @@ class _Worker:
             try:
                 call: Call = loads(self._frames.receive())
             except (EOFError, OSError):
-                os._exit(1)  # whoever started this process is gone
+                os._exit(1)  # the starting process has ended
             if call.now:
                 self._perform(call)
             else:
@@ -97,8 +97,8 @@ class _Worker:
     def _beat(self) -> None:
         steps, before = 0, (0.0, 0)
         while True:
-            now = time.process_time() - time.thread_time(), _io_bytes()  # without this thread's own
-            # While it starts, a process that computes, reads or writes gets on, whatever it is that it does.
+            now = time.process_time() - time.thread_time(), _io_bytes()  # without this thread's
+            # During startup any computation or I/O counts as progress.
             if now[0] - before[0] > _WORKING_SHARE * BEAT_S or now[1] - before[1] > _WORKING_BYTES:
                 steps += 1
             before = now
@@ -133,7 +133,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Bytes that this process has read and written, as far as the system counts them; ``read_bytes`` has mapped files."""
+    """Return the bytes that this process has read and written, 0 if unknown; ``read_bytes`` counts mapped files."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)
@@ -143,25 +143,26 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Collectives of CPUs are to use the interface over which this process has dialled."""
+    """Make CPU collectives use the interface of this connection."""
     address = connection.socket.getsockname()[0]
-    names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
+    interfaces = psutil.net_if_addrs().items()
+    names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))
     if (name := next(names, None)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def main() -> None:
     """Run until told to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting one decides
     connection = dial()
     if connection.far:
-        # A scheduler sends it to all that it has started; whoever started this process saves first, and then ends it.
+        # A scheduler signals all processes; the starting one saves first and then ends this one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _use_interface(connection)
     _Worker(connection.frames(), connection.far).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of process groups have no orderly end
+    os._exit(0)  # threads of process groups cannot be joined
 
 
 if __name__ == "__main__":

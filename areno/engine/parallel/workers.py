@@ -1,7 +1,7 @@
 """A group of worker processes: started together, called together, ended together.
 
-If one dies, stops, or makes no progress, all are killed, and every call that waits raises an error that names the rank, what
-it was doing, and what it said.
+If one dies, stops, or makes no progress, all are killed, and every pending call raises an error that names the rank, what it
+was doing, and its error.
 """
 
 import contextlib
@@ -27,26 +27,26 @@ from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
-# A process sends a beat every second. One that is stopped is given so long to be continued; one that is not may be held up
-# by an import, or by a machine that has too much to do.
+# Processes send a beat every second. A stopped one (SIGSTOP) has STOPPED_S to be continued; a running one may be held up for
+# longer, by an import or an overloaded machine.
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
-# How long the others may take to fail as well, once one has; and how long an orderly end may take.
+# Time for the other ranks to fail after the first one; time for an orderly end; time to write stacks.
 _SETTLE_S, _END_S, _STACKS_S = 5.0, 10.0, 0.5
 _MESSAGE_BYTES = 1 << 36
 _MODULE = "areno.engine.parallel.worker"
-# How long workers on other machines may take to dial, where no time is given.
+# Time for workers on other machines to dial, if startup_s is None.
 _DIAL_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One worker, as its starter sees it."""
+    """One worker, as seen by its starter."""
 
     rank: int
     process: RunningTask
     frames: Frames
-    node: str = ""  # its machine, where that may be another one
+    node: str = ""  # its machine, if it may be another one
     waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
@@ -60,37 +60,37 @@ class Processes:
     """How the processes of a group are started.
 
     Attributes:
-        name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
-        launcher: starts them, as workers of ``role`` from number ``first`` on; None starts them on this machine.
+        name: prefix of their log lines, such as ``rollout 1``; with a name, only warnings reach the starter's log.
+        launcher: starts them as workers of ``role``, numbered from ``first``; None starts them on this machine.
     """
 
     name: str = ""
     launcher: Launcher | None = None
     role: str = ""
     first: int = 0
-    log_file: Path | None = None  # gets their output; None leaves it with the starter's
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables beside those of the starter
-    threads: int | None = None  # of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores
-    startup_s: float | None = None  # how long they may take to make their objects; None trusts that they get on
+    log_file: Path | None = None  # receives their output; None inherits the starter's
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's variables
+    threads: int | None = None  # of PyTorch in each; None: OMP_NUM_THREADS, else an equal share of the cores
+    startup_s: float | None = None  # time limit for creating their objects; None: no limit
 
     @property
     def names(self) -> Names | None:
-        """Where they find each other; None where all are on this machine."""
+        """The name registry; None if all are on this machine."""
         return None if self.launcher is None else self.launcher.names
 
 
 class WorkerGroup:
-    """Processes that each hold one object, and call its methods.
+    """Processes that each hold one object and call its methods.
 
     Args:
-        makers: one per rank: makes the rank's object, given a way to send events; travels with ``cloudpickle``.
-        on_event: gets the rank and payload of each event, in the group's own thread.
-        on_failure: called once when the group has failed.
-        busy: whether a rank owes something that is no call, such as a request that it generates for.
-        stall_s: a rank that has work and makes no progress for so long has failed.
+        makers: one per rank: creates the rank's object, given a function that sends events; sent with ``cloudpickle``.
+        on_event: receives the rank and payload of each event, in the group's own thread.
+        on_failure: called once when the group fails.
+        busy: whether a rank has work besides calls, such as a request that it generates for.
+        stall_s: a rank with work fails after this long without progress.
 
     Raises:
-        EngineError: a worker could not be started, or failed while it made its object.
+        EngineError: a worker could not be started, or failed to create its object.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class WorkerGroup:
 
     @property
     def closed(self) -> bool:
-        """Whether all processes have ended, or are about to."""
+        """Whether all processes have ended or are ending."""
         return self._closing
 
     @property
@@ -151,23 +151,23 @@ class WorkerGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call a method on all ranks, or some; returns what each has returned, in the order of ``ranks``.
+        """Call a method on all ranks, or some; return the results, in the order of ``ranks``.
 
-        Raises EngineError: a rank failed alone, died, stopped or made no progress; the group is gone; BaseException:
-        what the method raised, if every rank raised the same kind: the group goes on.
+        Raises EngineError if one rank alone raised, or one died, stopped or made no progress: the group has failed. If every
+        rank raised the same type, raises that exception, and the group remains usable.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
     def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
-        """Send a call, and return what waits for it: see :meth:`call`."""
+        """Send a call; return a function that waits for the results, see :meth:`call`."""
         return functools.partial(self._gather, method, self._ask(method, arguments, ranks or range(self.size)))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
-        """Call a quick method on one rank at once, also while another call runs there."""
+        """Call a quick method on one rank at once, even while another call runs there."""
         return self._ask(method, arguments, [rank], now=True)[0]
 
     def abandon(self, reason: str) -> None:
-        """Kill all processes: they cannot be used any more, for a reason that every call raises from now on."""
+        """Kill all processes; every further call raises an EngineError with this reason."""
         self._fail(EngineError(reason))
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class WorkerGroup:
             rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
-        """Wait for all answers. What all ranks raise alike is the caller's error; what one raises alone is the group's end."""
+        """Wait for all answers. An error of all ranks is the caller's; an error of one fails the group."""
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
         errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
@@ -255,8 +255,8 @@ class WorkerGroup:
                 self._check()
 
     def _listen(self, rank: _Rank) -> bool:
-        """Take in what a rank has said; False once it says no more."""
-        rank.heard = time.monotonic()  # also where it is still in the middle of a long message
+        """Read a rank's messages; return False once its connection has ended."""
+        rank.heard = time.monotonic()  # even in the middle of a long message
         try:
             for text in rank.frames.arrived():
                 self._take(rank, loads(text))
@@ -284,7 +284,7 @@ class WorkerGroup:
             if message.error is None:
                 future.set_result(message.value)
             else:
-                if not isinstance(message.error, UsageError):  # that one is about what was asked, and says all
+                if not isinstance(message.error, UsageError):  # its message is complete without a traceback
                     message.error.add_note(f"Traceback of rank {rank.rank}:\n{message.trace}")
                 future.set_exception(message.error)
         elif isinstance(message, Event):
@@ -307,11 +307,11 @@ class WorkerGroup:
             logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:
-        """Find ranks that say nothing, or get nowhere."""
+        """Detect ranks that are silent or make no progress."""
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
-                if rank.node and not self._closing:  # its connection may live on without it, or for a while
+                if rank.node and not self._closing:  # its connection may outlive it
                     self._ended(rank)
                 continue
             silent = now - rank.heard
@@ -338,7 +338,7 @@ class WorkerGroup:
                 )
 
     def _write_stacks(self) -> None:
-        """Have all ranks write where each of their threads is, before they are killed."""
+        """Make all ranks write the stacks of their threads before they are killed."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.process.send_signal(signal.SIGUSR1)
@@ -357,7 +357,7 @@ class WorkerGroup:
         self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 
     def _fail(self, error: EngineError) -> None:
-        """The group is gone: kill what is left, and tell everybody who waits."""
+        """Kill all processes and fail all pending calls."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -387,7 +387,7 @@ class WorkerGroup:
 
 
 def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
-    """Start processes that import nothing of the program that asks."""
+    """Start processes that import nothing of the calling program."""
     launcher = processes.launcher or LocalLauncher()
     far = processes.names is not None
     tasks = [
@@ -395,7 +395,7 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
             role=processes.role,
             number=processes.first + rank,
             module=_MODULE,
-            # Where a launcher gives each process devices of its own, these are its first.
+            # A launcher gives each process its own devices, numbered from 0.
             environment={
                 **processes.environment,
                 "LOCAL_RANK": str(0 if far else rank),
@@ -413,12 +413,12 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
 
 
 def _last(rank: _Rank) -> str:
-    """What a rank was doing, as far as is known."""
+    """Return what a rank was last known to be doing."""
     return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "what it does between calls"
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, where the system tells."""
+    """Whether a signal has stopped a process; False where the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"

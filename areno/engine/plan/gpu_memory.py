@@ -71,13 +71,13 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
         ranks = peers.layout.world_size * config.neighbours if config.device.type == "cpu" else 1
-        return peers.smallest(default_kv_tokens(config.device, bytes_per_token * ranks))
+        return peers.all_reduce_min(default_kv_tokens(config.device, bytes_per_token * ranks))
     roles = list(roles)
     try:
         need = _need(config, path, roles)
     except (ArenoError, RuntimeError, TypeError, NotImplementedError) as error:
         logger.debug("%s: planning the memory of training failed: %s", path, error)
-        return peers.smallest(default_kv_tokens(config.device, bytes_per_token))
+        return peers.all_reduce_min(default_kv_tokens(config.device, bytes_per_token))
     torch.cuda.empty_cache()
     recompute = True if config.offload_activations else config.activation_checkpointing
     division = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
@@ -91,7 +91,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
         role.activation_checkpointing = division.recompute
     room, kept = division.cache // bytes_per_token, config.prefix_cache_tokens
     room = room * 4 // 5 if kept is None else room - kept  # the rest is for the prefix cache
-    tokens = peers.smallest(pool_tokens(room, config.max_running, roles[0].model.context_length))
+    tokens = peers.all_reduce_min(pool_tokens(room, config.max_running, roles[0].model.context_length))
     how = "recomputes activations" if division.recompute else "keeps all activations"
     logger.info("the KV cache has %d tokens (%.1f GiB); training %s", tokens, tokens * bytes_per_token / _GIB, how)
     return tokens

@@ -71,13 +71,13 @@ def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
     try:
         rows = trial_run.rows(group.vocab_size)
         group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
-        group.each_rank(trial.begin)
+        group.run_on_all_ranks(trial.begin)
         seconds, counted = [], []
         for _ in range(trial_run.steps):
             before, began = trial_run.meter(), time.perf_counter()
             group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
             seconds.append(time.perf_counter() - began)
             counted.append(trial_run.meter() - before)
-        return Measured(median(seconds), int(median(counted)), max(group.each_rank(trial.peak)))
+        return Measured(median(seconds), int(median(counted)), max(group.run_on_all_ranks(trial.peak)))
     finally:
         group.close()

@@ -13,7 +13,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -22,7 +22,7 @@ from areno.loss_fns.pack import declares_reduction, reads_entropy
 from areno.types import tightest
 
 # Shared by all plans, so that equal options compare equal and shapes are cached.
-_PEERS = Peers()
+_PEERS = RankContext()
 
 
 @dataclass(frozen=True, slots=True)

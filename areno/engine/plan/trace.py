@@ -26,7 +26,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.channels import Channel
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
@@ -37,7 +37,7 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.recompute import recompute_layers
-from areno.engine.train.sharded import ShardedAdamW
+from areno.engine.train.sharded import ZeroAdamW
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.types import SamplingParams
@@ -239,7 +239,7 @@ class ShapeOf:
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
-        return ShardedAdamW(parameters, config, Peers(self.layout, data=_StubChannel(self.layout.dp_size)))
+        return ZeroAdamW(parameters, config, RankContext(self.layout, data=_StubChannel(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
         """The model's output for the loss, for rows whose last tokens are trained."""

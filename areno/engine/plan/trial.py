@@ -1,4 +1,4 @@
-"""Functions that each rank runs to try sizes or measure phases; called by :meth:`Engine.each_rank`."""
+"""Functions that each rank runs to try sizes or measure phases; called by :meth:`Engine.run_on_all_ranks`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -49,10 +49,10 @@ def tune_sizes(
         UsageError: not even the smallest sizes fit; the message says what to lower.
         EngineError: a rank of a tensor-parallel model ran out of memory, from which the other ranks cannot recover.
     """
-    rng, random_of_ranks = capture_rng(), engine.each_rank(trial.random_state)
+    rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
     try:
         tuned = _Tuner(engine, options, loss_fn, rows, capacity).run()
-        engine.each_rank(trial.restore_random, random_of_ranks)
+        engine.run_on_all_ranks(trial.restore_random, random_of_ranks)
         return tuned
     finally:
         restore_rng(rng)
@@ -101,7 +101,7 @@ class _Tuner:
 
     def _measure_start(self) -> None:
         """Measure the memory in use with optimizer states, and compute the limit."""
-        ranks = self.engine.each_rank(trial.prepare, not self.options.drop_rollout_state)
+        ranks = self.engine.run_on_all_ranks(trial.prepare, not self.options.drop_rollout_state)
         self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
         capacity = self.capacity
         if capacity is None and self._sizes(self.options).sharing > 1:
@@ -174,7 +174,7 @@ class _Tuner:
         try:
             measured = search.work(candidate)  # peak bytes of the fullest rank; None if one ran out of memory
         finally:
-            self.engine.each_rank(trial.clean)
+            self.engine.run_on_all_ranks(trial.clean)
         if measured is None:
             logger.info("%s, out of memory when tried", line)
             return False
@@ -207,7 +207,7 @@ class _Tuner:
         contexts = min(max(IDLE_PREFILL // context, 1), sizes.running)
         sampling = SamplingParams(max_new_tokens=_PROBED_TOKENS, ignore_eos=True)
         self.engine.set_max_running(sizes.running * replicas)
-        self.engine.each_rank(trial.begin)
+        self.engine.run_on_all_ranks(trial.begin)
         seeds = [list(range(first, sizes.running, contexts)) for first in range(contexts)]
         # One copy of each request per replica, so that each replica gets one.
         requests = [
@@ -219,7 +219,7 @@ class _Tuner:
             for future in self.engine.submit(requests):
                 future.result()
         except EngineError:
-            if not any(self.engine.each_rank(trial.recover)):
+            if not any(self.engine.run_on_all_ranks(trial.recover)):
                 raise
             if sizes.layout.tp_size > 1:
                 raise EngineError(
@@ -227,7 +227,7 @@ class _Tuner:
                     "--mem-frac, or set --max-running-prompts, --batch-size and --mini-bs"
                 ) from None
             return None
-        return max(self.engine.each_rank(trial.peak))
+        return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
         """Compute the gradients of two largest microbatches on every replica, without an update."""
@@ -235,7 +235,7 @@ class _Tuner:
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
         rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]
         rows = rows * min(microbatches, 2)
-        peaks = self.engine.each_rank(trial.rehearse, rows, self.loss_fn, len(lengths))
+        peaks = self.engine.run_on_all_ranks(trial.rehearse, rows, self.loss_fn, len(lengths))
         measured = [peak for peak in peaks if peak is not None]
         return max(measured) if len(measured) == len(peaks) else None
 

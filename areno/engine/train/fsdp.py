@@ -1,8 +1,8 @@
-"""AdamW over weights that are spread over the replicas (FSDP2): each rank updates its share of every tensor.
+"""AdamW over fully sharded weights (FSDP2): each rank updates its shard of every tensor.
 
-The shares are the fp32 master weights. Their gradients come summed over the replicas from each backward pass; weights are
-not gathered after an update, because the next pass does so layer by layer. Each rank saves its shares, and any layout resumes
-from them.
+The shards are the fp32 master weights. Each backward pass leaves their gradients reduced over the replicas; weights are not
+gathered after an update, because the next pass does so layer by layer. Each rank saves its shards, and any layout resumes from
+them.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from areno.engine.parallel.parts import is_first_copy, local, positions
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (
     MOMENTS,
@@ -29,14 +29,14 @@ from areno.engine.train.optimizer import (
 from areno.engine.train.state_files import SavedState, StatePart
 
 
-class SpreadAdamW(Optimizer):
-    """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together."""
+class FullyShardedAdamW(Optimizer):
+    """AdamW over this rank's shards; every rank makes the same calls, while no weights are gathered."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
-        peers: Peers,
+        peers: RankContext,
         dtype: torch.dtype,
         partial: Collection[str] = (),
         tied: Collection[str] = (),
@@ -49,17 +49,17 @@ class SpreadAdamW(Optimizer):
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(self._master(parameter)) for parameter in self._parameters]
         meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
-        self._device = torch.device(meshes[0] if meshes else "cpu")  # ranks talk there, wherever shares wait
+        self._device = torch.device(meshes[0] if meshes else "cpu")  # of collectives, even if shards are in host memory
         self._rounded = dtype != torch.float32
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """What the rule updates: this rank's share itself, or with ``offload`` a copy in the computer's memory."""
+        """Return the tensor to update: this rank's shard, or with ``offload`` a copy in host memory."""
         own = local(parameter.detach())
         return own.to("cpu", copy=True) if self.config.offload else own
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Shares of tensors; those whose moments are in 8 bits are apart, by the size of the whole tensor in every layout."""
+        """Return parameter groups: shards with and without 8-bit moments, decided by the unsharded size."""
         if not self.config.adam_8bit:
             return [{"params": self._shares}]
         kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
@@ -67,33 +67,33 @@ class SpreadAdamW(Optimizer):
         return [{"params": [s for s, own in shares if own == kind], "quantised": kind} for kind in (True, False)]
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
         for parameter, share in zip(self._parameters, self._shares, strict=True):
             parameter.grad = share.grad = None
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Look at the gradient, which every backward pass has summed over the ranks."""
+        """Return the statistics of the gradient, which every backward pass has reduced over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
-        found = torch.zeros(3, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
         for parameter, share, (partial, tied) in zip(self._parameters, self._shares, kinds, strict=True):
             share.grad = None
             if parameter.grad is not None:
                 gradient = local(parameter.grad).to(self._device)
                 if partial:
-                    self.peers.tensor.sum(gradient)
+                    self.peers.tensor.all_reduce(gradient)
                 if tied:
-                    self.peers.ends.sum(gradient)
+                    self.peers.ends.all_reduce(gradient)
                 numbers = [gradient.double().square().sum(), torch.count_nonzero(gradient), gradient.numel()]
                 copies = self._copies(parameter) * (2 if tied else 1)
-                found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / copies
+                totals += torch.tensor(numbers, dtype=torch.float64, device=totals.device) / copies
                 share.grad = gradient.to(share.device)
-        square, nonzero, total = self.peers.pipeline.sum(self.peers.stage.sum(found)).tolist()
+        square, nonzero, total = self.peers.pipeline.all_reduce(self.peers.stage.all_reduce(totals)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
 
     def _copies(self, parameter: Tensor) -> int:
-        """How many ranks hold the entries of this rank's share."""
+        """Return how many ranks hold the entries of this rank's shard."""
         assert isinstance(parameter, DTensor)
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         return self.peers.stage.size // math.prod(size for placement, size in sizes if not placement.is_replicate())
@@ -105,7 +105,7 @@ class SpreadAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient; returns the learning rate that was used."""
+        """Apply the collected gradient; return the learning rate used."""
         rate = self._update()
         self._publish()
         return rate
@@ -116,30 +116,30 @@ class SpreadAdamW(Optimizer):
                 local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
         count = sum(p.numel() for p in self._parameters)
         moments = 8 * count if self.config.adam_8bit else self.config.moment_bytes(count)
         return moments + (4 * count if self._rounded else 0)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Bytes of this rank's shares, which are the master weights, and of their moments, there yet or not."""
+        """Return the bytes of this rank's shards, which are the master weights, and of their moments, even if unallocated."""
         count = sum(share.numel() for share in self._shares)
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of this rank's shares, as far as there are any."""
+        """Return the gradients of this rank's shards that have one."""
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """Nothing worth counting: a step updates the shares where they are."""
+        """Return 0: a step updates the shards in place."""
         return 0
 
     def state_head(self) -> dict[str, Any]:
-        """Step counts, and what the state is of."""
+        """Return step counts and the description of the state."""
         return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Moments, and master weights that a model rounds: shares that no rank before this one holds."""
+        """Yield moments, and masters unless the weights are fp32, without shards that an earlier rank holds."""
         for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
             if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
                 continue
@@ -155,7 +155,7 @@ class SpreadAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Moments of a share by the kind under which they are saved; in numbers, as the blocks of codes are the share's own."""
+        """Return a shard's moments by saved kind; as numbers, because 8-bit blocks are specific to the shard."""
         moments = self._adam.state.get(share)
         if not moments:
             return {}
@@ -167,7 +167,7 @@ class SpreadAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Continue from a state of any layout."""
+        """Load a state saved in any layout."""
         self._take_head(saved.head, self._names, self._rounded)
         self._adam.state.clear()
         for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):

@@ -23,7 +23,7 @@ from areno.engine.device import read_all
 from areno.engine.train import adam_8bit, adam_bf16
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.schedule import DecayStyle, LrSchedule
-from areno.engine.train.state_files import Index, SavedState, StatePart, whole_index
+from areno.engine.train.state_files import Index, SavedState, StatePart, full_index
 from areno.errors import UsageError
 
 
@@ -109,7 +109,7 @@ class GradientStats:
 def make_adam(
     tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """The update rule over fp32 tensors, or groups of them: whole weights, masters, or flat shards of them."""
+    """Create the update rule over fp32 tensors, or groups of them: weights, masters, or flat shards of them."""
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
     rates: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
@@ -121,7 +121,7 @@ def make_adam(
 
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
-    """Make the moments of every tensor of a rule of :func:`make_adam` now, zero as its first step would find them."""
+    """Allocate the moments of every tensor of an optimizer from :func:`make_adam`, initially zero."""
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
         if isinstance(adam, torch.optim.SGD):
             return
@@ -136,7 +136,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
 
 
 class Optimizer(ABC):
-    """What a training step asks of an optimizer: its number of steps, the rate of the next one, the rule that makes it."""
+    """Base class of optimizers: counts steps, schedules the learning rate, and holds the update rule."""
 
     _adam: torch.optim.Optimizer
     is_part = False  # other ranks have the other parameters
@@ -155,20 +155,20 @@ class Optimizer(ABC):
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        """From the next step on, use this rate."""
+        """Use this rate from the next step on."""
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Take the memory that the first step would take; nothing else changes."""
+        """Allocate the memory that the first step would; nothing else changes."""
         take_moments(self._adam)
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
 
     @abstractmethod
     def collect(self) -> GradientStats:
-        """Bring the gradient of the step together, from other ranks too, and look at it."""
+        """Reduce the gradient of the step over the ranks and return its statistics."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -176,35 +176,35 @@ class Optimizer(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """Accumulated fp32 gradients that there are."""
+        """Return the accumulated fp32 gradients."""
 
     @abstractmethod
     def step(self) -> float:
-        """Apply the collected gradient; returns the learning rate that was used."""
+        """Apply the collected gradient; return the learning rate used."""
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Bytes of this rank's master weights and moments, whether these are there yet or not; or of masters alone."""
+        """Return the bytes of this rank's master weights and, unless excluded, moments, even before they are allocated."""
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """About what :meth:`collect` and :meth:`step` take on such a device beside states and gradients."""
+        """Estimate the working memory of :meth:`collect` and :meth:`step` on such a device, besides states and gradients."""
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
-        """What an exact resume needs besides tensors, as JSON."""
+        """Return the JSON that an exact resume needs besides tensors."""
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """What it needs of tensors besides the model's own weights: those parts that this rank is the first to hold."""
+        """Yield the tensors it needs besides the model's weights: the parts that this rank is the first to hold."""
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
-        """Continue from a saved state of any layout.
+        """Load a state saved in any layout.
 
         Raises:
             ValueError: the state belongs to other parameters, another compute type or another rule.
@@ -212,7 +212,7 @@ class Optimizer(ABC):
         """
 
     def _update(self) -> float:
-        """Let the rule make a step with the rate of this one; returns the rate."""
+        """Make a step of the update rule at the scheduled rate; return the rate."""
         rate = self.learning_rate
         self.steps += 1
         for group in self._adam.param_groups:
@@ -221,12 +221,12 @@ class Optimizer(ABC):
         return rate
 
     def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Updates of the parameters whose tensors of the rule have moments."""
+        """Return the number of updates of each parameter whose tensor of the rule has moments."""
         states = zip(names, map(self._adam.state.get, tensors), strict=True)
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """What every saved state begins with; ``counts`` are the updates of parameters that have moments."""
+        """Return the common head of saved states; ``counts`` are the updates of parameters that have moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -239,12 +239,9 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
-        """Resume where a saved state was, if it is one of these parameters, with or without master weights.
-
-        A stage of a pipeline has some of the parameters.
-        """
-        known, saved = set(names), set(head["names"])
-        if not (known <= saved if self.is_part else known == saved) or masters != head["masters"]:
+        """Load a saved head after checking that it matches the parameters, of which a pipeline stage has a subset."""
+        current, saved = set(names), set(head["names"])
+        if not (current <= saved if self.is_part else current == saved) or masters != head["masters"]:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         if head["moments"] != self.config.moments:
             raise ValueError(
@@ -269,7 +266,7 @@ class MasterAdamW(Optimizer):
         self._adam = make_adam(self._masters, config)
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, or an fp32 copy into whose gradient every backward pass of ``parameter`` is added."""
+        """Return the parameter itself, or an fp32 copy that accumulates its gradients in every backward pass."""
         place = torch.device("cpu") if self.config.offload else parameter.device
         if parameter.dtype == torch.float32 and place == parameter.device:
             return parameter
@@ -285,16 +282,16 @@ class MasterAdamW(Optimizer):
         return master
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Accumulated fp32 gradients, one per parameter that received any."""
+        """Return the accumulated fp32 gradients, one per parameter that received any."""
         return [master.grad for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Look at the accumulated gradient."""
+        """Return the statistics of the accumulated gradient."""
         gradients = self.gradients()
         norm, *nonzero = read_all([gradient_norm(gradients), *map(torch.count_nonzero, gradients)])
         return GradientStats(norm, round(sum(nonzero)), sum(g.numel() for g in gradients))
@@ -306,23 +303,23 @@ class MasterAdamW(Optimizer):
             torch._foreach_mul_(gradients, factor)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
+        """Return the bytes of master weights and, unless excluded, moments, even before they are allocated."""
         masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
         if not moments:
             return masters
         return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
-        """About what a step takes on such a device beside states and gradients."""
+        """Estimate the working memory of a step on such a device, besides states and gradients."""
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
+        """Return the bytes of moments and master weights, in memory and in a checkpoint."""
         return self.held_bytes()
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
+        """Apply the gradients and round the masters into the model; return the learning rate used."""
         rate = self._update()
         apart = [(p, m) for p, m in zip(self._parameters, self._masters, strict=True) if p is not m]
         if apart:
@@ -334,46 +331,46 @@ class MasterAdamW(Optimizer):
         return any(p is not master for p, master in zip(self._parameters, self._masters, strict=True))
 
     def state_head(self) -> dict[str, Any]:
-        """Step counts, and what the state is of."""
+        """Return step counts and the description of the state."""
         return self._head(self._names, self._counts(self._names, self._masters), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Moments, and master weights where they are not the model's own, all of them whole."""
+        """Yield moments, and master weights where they are not the model's own, all unsharded."""
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
-                    yield StatePart(moment_key(name, kind), values, whole_index(values.shape))
+                    yield StatePart(moment_key(name, kind), values, full_index(values.shape))
             if parameter is not master:
-                yield StatePart(master_key(name), master.detach(), whole_index(master.shape))
+                yield StatePart(master_key(name), master.detach(), full_index(master.shape))
 
     def load_state(self, saved: SavedState) -> None:
-        """Continue from a state of any layout."""
+        """Load a state saved in any layout."""
         self._take_head(saved.head, self._names, self._has_masters)
         counts, adam = saved.head["counts"], {}
         for index, (name, parameter, master) in enumerate(
             zip(self._names, self._parameters, self._masters, strict=True)
         ):
             if name in counts:
-                adam[index] = saved_moments(saved, name, master, whole_index(master.shape), self.config)
+                adam[index] = saved_moments(saved, name, master, full_index(master.shape), self.config)
             if parameter is not master:
-                master.data.copy_(saved.whole(master_key(name)))
+                master.data.copy_(saved.read_full(master_key(name)))
         self._adam.load_state_dict({"state": adam, "param_groups": self._adam.state_dict()["param_groups"]})
 
 
 def moment_key(name: str, kind: str) -> str:
-    """Name of a parameter's moment in a saved state."""
+    """Return the name of a parameter's moment in a saved state."""
     return f"state.{name}.{kind}"
 
 
 def master_key(name: str) -> str:
-    """Name of a parameter's master weights in a saved state."""
+    """Return the name of a parameter's master weights in a saved state."""
     return f"master.{name}"
 
 
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerConfig
 ) -> dict[str, Any]:
-    """The state of a parameter's part with this index, as its rule keeps it."""
+    """Load the optimizer state of a parameter's part with this index."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
@@ -382,31 +379,31 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Both moments of a part, as :func:`adam_8bit.moments_in` gives them, of its shape.
+    """Load both moments of a part, of its shape, in the form of :func:`adam_8bit.moments_in`.
 
-    They are saved as codes where the blocks of the rank that wrote them were blocks of the whole tensor, else as numbers.
+    They are saved as codes where the writing rank's blocks were blocks of the unsharded tensor, else as numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:
         mean, second = (saved.read(moment_key(name, kind), index) for kind in kinds)
         return mean, second
-    codes = {f"{kind}_{what}": saved.whole(moment_key(name, f"{kind}_{what}")) for kind in kinds for what in _CODED}
-    wholes = [moment.view(parameter.shape) for moment in adam_8bit.moments_in(codes, parameter.numel())]
+    codes = {f"{kind}_{what}": saved.read_full(moment_key(name, f"{kind}_{what}")) for kind in kinds for what in _CODED}
+    moments = [moment.view(parameter.shape) for moment in adam_8bit.moments_in(codes, parameter.numel())]
     for dim, axis in enumerate(index):
-        wholes = [whole.index_select(dim, axis) for whole in wholes]
-    return wholes[0], wholes[1]
+        moments = [moment.index_select(dim, axis) for moment in moments]
+    return moments[0], moments[1]
 
 
 _CODED = ("codes", "scales")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Global L2 norm in fp32, a 0-d tensor; 0 without gradients."""
+    """Return the global L2 norm in fp32, a 0-d tensor; 0 without gradients."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What to multiply a gradient of this norm by so that its norm is at most ``max_norm``."""
+    """Return the factor that clips a gradient of this norm to ``max_norm``."""
     return 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)

@@ -1,16 +1,16 @@
-"""AdamW whose master weights and moments are spread over the replicas (ZeRO, Rajbhandari et al. 2020, stage 1).
+"""AdamW whose master weights and moments are sharded across the replicas (ZeRO, Rajbhandari et al. 2020, stage 1).
 
-Each replica holds the whole weights. All gradients lie in one flat fp32 buffer; its sum over the replicas is taken in
-parts, each replica updates its part, and the updated parts are put together again, some numbers at a time. A rank of a model
-that is also spread by tensor parallelism does so with its own part of it. Replicas on the CPUs of one machine hold the weights
-once for all of them: each updates its part where all compute with it. Each rank saves its part, and any layout resumes from it.
+Each replica holds the unsharded weights. All gradients lie in one flat fp32 buffer, which is reduce-scattered over the
+replicas; each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism
+each rank does so with its own shard of the model. Replicas on the CPUs of one machine share one copy of the weights, which each
+updates in place in its shard. Each rank saves its shard, and any layout resumes from it.
 
-With moments in 8 bits, every parameter begins at a whole block of the flat buffer, and a share is some whole blocks. So the
-blocks are those of one process, and replicas compute what it does. A part of a tensor that tensor parallelism has cut has
-blocks of its own; another layout rounds its moments to codes once more.
+With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single process,
+and replicas compute the same as it. Tensors sharded by tensor parallelism have their own blocks; another layout rounds their
+moments to codes once more.
 
-Master weights, moments and summed gradients may live in the computer's memory instead of the GPU's. They pass through the GPU
-when ranks exchange them.
+Master weights, moments and summed gradients may be in host memory instead of the GPU's. Collectives then stage them through
+the GPU.
 """
 
 from bisect import bisect_right
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel.channels import Channel, Common
-from areno.engine.parallel.parts import is_whole, local, local_gradient, positions
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.channels import Channel, SharedMemory
+from areno.engine.parallel.parts import is_unsharded, local, local_gradient, positions
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (
     MOMENTS,
@@ -35,13 +35,13 @@ from areno.engine.train.optimizer import (
     master_key,
     moment_key,
 )
-from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, whole_index
+from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, full_index
 
-# Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
+# Parameters and shards are aligned to this many entries, 64 bytes in 16 bits.
 _ALIGN = 32
-# Entries of a gradient that are looked at together, in double: as many as a CPU's cache holds, or a GPU's memory spares.
-_LOOK, _LOOK_ON_GPU = 1 << 18, 1 << 24
-# Numbers that the ranks exchange at once: 64 MiB in fp32, of which a process group may hold two copies more.
+# Gradient entries per pass in double precision: what fits a CPU's cache, or adds little to a GPU's memory.
+_CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 24
+# Numbers per collective: 64 MiB in fp32, of which a process group may hold two more copies.
 _EXCHANGED = 1 << 24
 _COPIES = 3
 
@@ -54,28 +54,28 @@ class _Segment:
     parameter: nn.Parameter
     start: int
     stop: int
-    copies: int  # ranks that work for a replica and hold these very entries
-    partial: bool  # each of them sees only a part of the gradient
-    tied: bool  # the first and the last stage have it, and each sees a part of the gradient
+    copies: int  # ranks of a replica that hold these entries
+    partial: bool  # each of them computes a partial gradient
+    tied: bool  # the first and the last stage have it, and each computes a partial gradient
 
     @property
     def quantised(self) -> bool:
-        """Whether ``--adam-8bit`` holds its moments in 8 bits: by the size of the whole tensor, alike in every layout."""
+        """Whether ``--adam-8bit`` quantizes its moments; decided by the unsharded size, so that all layouts agree."""
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
-class ShardedAdamW(Optimizer):
-    """AdamW over a share of the parameters; every rank makes the same calls.
+class ZeroAdamW(Optimizer):
+    """AdamW over a shard of the parameters; every rank makes the same calls.
 
-    Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0. Of the ``partial``
-    ones each rank of a replica holds the whole, but sees only a part of the gradient.
+    Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0. The ``partial``
+    parameters are unsharded, but each rank of a replica computes a partial gradient of them.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
-        peers: Peers,
+        peers: RankContext,
         partial: set[str] | frozenset[str] = frozenset(),
         tied: Collection[str] = (),
     ) -> None:
@@ -89,14 +89,14 @@ class ShardedAdamW(Optimizer):
         self._first = self._share * peers.data.rank
         self._device = local(parameters[0][1]).device if parameters else torch.device("cpu")
         self._home = torch.device("cpu") if config.offload else self._device
-        # Gradients end to end: in memory that replicas share, or in their own from the first gradient of a step to its sum.
-        self._shared = peers.data.sums(self._share * peers.data.size, self._device)
-        self._flat = None if self._shared is None else self._shared.values
+        # The flat gradient: in memory shared by replicas, else allocated from a step's first gradient to its reduction.
+        self._reduce_buffer = peers.data.reduce_buffer(self._share * peers.data.size, self._device)
+        self._flat = None if self._reduce_buffer is None else self._reduce_buffer.values
         self._filled: set[str] = set()
         self._gradient = torch.zeros(0, device=self._home)
-        self._common: Common | None = None
+        self._shared_memory: SharedMemory | None = None
         self._share_weights()
-        in_place = self._common is not None and self._weight_dtype == torch.float32
+        in_place = self._shared_memory is not None and self._weight_dtype == torch.float32
         self._master = nn.Parameter(self._own_weights() if in_place else self._own_part(self._read))
         self._pieces = list(self._cut())
         self._adam = make_adam(self._groups(), config)
@@ -104,7 +104,7 @@ class ShardedAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """What the rule updates: this rank's share, or with 8 bits each parameter's part of it and how it is kept."""
+        """Yield the tensors to update, whether quantized, and their place: the shard, or with 8 bits each parameter's part."""
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
             return
@@ -121,7 +121,7 @@ class ShardedAdamW(Optimizer):
         ]
 
     def _watch(self, segment: _Segment) -> None:
-        """Add every gradient of a parameter to the flat buffer as soon as it is there; the first replaces the last step's."""
+        """Accumulate a parameter's gradients in the flat buffer in backward; the first one overwrites the last step's."""
 
         def accumulate(parameter: Tensor) -> None:
             gradient = local_gradient(parameter).reshape(-1).to(self._home)
@@ -137,16 +137,16 @@ class ShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def _share_weights(self) -> None:
-        """Let the model compute with weights that all replicas have in common, where that can be."""
+        """Move the model's weights to memory that all replicas share, where possible."""
         dtype = self._weight_dtype
-        # A parameter may lie anywhere if the whole of it is here, entry by entry in order.
+        # Only unsharded, contiguous parameters can be moved.
         movable = all(
             type(p) is nn.Parameter and p.is_contiguous() and p.dtype == dtype
             for p in (segment.parameter for segment in self._segments)
         )
         if self._device.type != "cpu" or not movable:
             return
-        self._common = common = self.peers.data.common(self._share * self.peers.data.size, dtype)
+        self._shared_memory = common = self.peers.data.shared_memory(self._share * self.peers.data.size, dtype)
         if common is None:
             return
         self._fill(self._own_weights(), self._read)
@@ -156,12 +156,12 @@ class ShardedAdamW(Optimizer):
             parameter.data = common.tensor(segment.start, parameter.numel()).view(parameter.shape)
 
     def _own_weights(self) -> Tensor:
-        """This rank's share of the weights that the replicas have in common."""
-        assert self._common is not None
-        return self._common.tensor(self._first, self._share)
+        """Return this rank's shard of the weights in shared memory."""
+        assert self._shared_memory is not None
+        return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
-        """The flat gradient [replicas * share]."""
+        """Return the flat gradient [replicas * share]."""
         if self._flat is None:
             self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
         return self._flat
@@ -172,27 +172,27 @@ class ShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
-        """This rank's share of a flat tensor whose entries ``value`` gives parameter by parameter, in fp32."""
+        """Return this rank's fp32 shard of the flat tensor that ``value`` gives parameter by parameter."""
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's share of such a flat tensor [share]."""
+        """Write this rank's shard of such a flat tensor to ``part`` [share]."""
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write the entries of a parameter's ``values`` between two places of the flat tensor into this share of it."""
+        """Write the entries of ``values`` from ``start`` to ``stop`` of the flat tensor to this shard of it."""
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
-        """Segments that lie in this rank's share, with the range that does."""
+        """Yield the segments that overlap this rank's shard, with the overlap."""
         return self._between(self._first, self._first + self._share)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[_Segment, int, int]]:
-        """Segments that lie in a range of the flat buffer, with the part of it that does."""
+        """Yield the segments that overlap a range of the flat buffer, with the overlap."""
         for segment in self._segments[max(bisect_right(self._starts, first) - 1, 0) :]:
             if segment.start >= last:
                 return
@@ -201,60 +201,62 @@ class ShardedAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients, and free their memory if nobody else reads it."""
-        if self._shared is None:
+        """Discard accumulated gradients, and free their memory unless it is shared."""
+        if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """The flat gradient, once there is any; its sum over the ranks is taken later."""
+        """Return the flat gradient, if there is any, before its reduction over the ranks."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum the gradient over the ranks, and look at it."""
+        """Reduce the gradient over the ranks and return its statistics."""
         flat = self._buffer()
         for segment in self._segments:
             if segment.name not in self._filled:
                 flat[segment.start : segment.stop].zero_()
         self._sum_partial(flat)
-        if self._shared is None:
+        if self._reduce_buffer is None:
             self._gradient, self._flat = self._summed(flat), None
         else:
-            self._gradient = self._shared.part()
+            self._gradient = self._reduce_buffer.part()
         # In double: counts beyond 2^24 must stay exact.
-        found = torch.zeros(4, dtype=torch.float64, device=self._home)
-        look = _LOOK if self._home.type == "cpu" else _LOOK_ON_GPU
+        totals = torch.zeros(4, dtype=torch.float64, device=self._home)
+        chunk = _CHUNK if self._home.type == "cpu" else _CHUNK_ON_GPU
         for segment, start, stop in self._owned():
-            for piece in self._gradient[start - self._first : stop - self._first].split(look):
+            for piece in self._gradient[start - self._first : stop - self._first].split(chunk):
                 square = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-                found[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
-            found[2] += (stop - start) / segment.copies
-        found[3] = float(bool(self._filled))
-        totals = self.peers.pipeline.sum(self.peers.tensor.sum(self.peers.data.sum(found.to(self._device))))
+                totals[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
+            totals[2] += (stop - start) / segment.copies
+        totals[3] = float(bool(self._filled))
+        totals = totals.to(self._device)
+        for channel in (self.peers.data, self.peers.tensor, self.peers.pipeline):
+            totals = channel.all_reduce(totals)
         square, nonzero, total, seen = totals.tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
-        """Sum what each rank of a replica has seen a part of, all at once."""
+        """Sum the partial gradients, all in one collective per group."""
         self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
         self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
 
     def _sum_over(self, ranks: Channel, parts: list[Tensor]) -> None:
         if parts:
-            summed = ranks.sum(torch.cat(parts).to(self._device))
+            summed = ranks.all_reduce(torch.cat(parts).to(self._device))
             for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
 
     def _windows(self) -> Iterator[slice]:
-        """Parts of a share that are exchanged one after the other."""
+        """Yield the windows of a shard that are communicated one after the other."""
         step = max(_EXCHANGED // self.peers.data.size, 1)
         for begin in range(0, self._share, step):
             yield slice(begin, min(begin + step, self._share))
 
     def _summed(self, flat: Tensor) -> Tensor:
-        """This rank's share of the sum over the replicas."""
+        """Return this rank's shard of the sum over the replicas."""
         if self.peers.data.size == 1:
             return flat
         part = torch.empty(self._share, device=self._home)
@@ -262,14 +264,14 @@ class ShardedAdamW(Optimizer):
         kind = torch.bfloat16 if self.config.reduce_bf16 else torch.float32
         for window in self._windows():
             sent = by_rank[:, window].reshape(-1).to(self._device, kind)
-            part[window] = self.peers.data.sum_part(sent).to(part)
+            part[window] = self.peers.data.reduce_scatter(sent).to(part)
         return part
 
-    def _joined(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Put the ranks' shares together: pieces of the flat buffer on the model's device, with their first entry."""
+    def _gathered(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """All-gather the ranks' shards; yield pieces of the flat buffer, on the model's device, with their offset."""
         for window in self._windows():
-            found = self.peers.data.join(part[window].to(self._device).contiguous())
-            for rank, piece in enumerate(found.view(self.peers.data.size, -1)):
+            gathered = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
+            for rank, piece in enumerate(gathered.view(self.peers.data.size, -1)):
                 yield rank * self._share + window.start, piece
 
     @torch.no_grad()
@@ -279,7 +281,7 @@ class ShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient, and share the new weights; returns the learning rate that was used."""
+        """Apply the collected gradient and publish the new weights; return the learning rate used."""
         for piece, _, place in self._pieces:
             piece.grad = self._gradient[place]
         rate = self._update()
@@ -289,27 +291,26 @@ class ShardedAdamW(Optimizer):
         return rate
 
     def _publish(self) -> None:
-        """Put the masters into the model, on all replicas."""
-        if self._common is None:
+        """Copy the masters to the model, on all replicas."""
+        if self._shared_memory is None:
             self._put_weights()
             return
         if self._weight_dtype != torch.float32:
             self._own_weights().copy_(self._master)
-        self._common.barrier()
+        self._shared_memory.barrier()
 
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        counts = [(segment.parameter.numel(), is_whole(segment.parameter)) for segment in self._segments]
+        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
+        counts = [(segment.parameter.numel(), is_unsharded(segment.parameter)) for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
-        in_numbers = 8 if self.config.adam_8bit else 0  # of tensors that tensor parallelism has cut
+        in_numbers = 8 if self.config.adam_8bit else 0  # of tensors sharded by tensor parallelism
         return masters + sum(
-            self.config.moment_bytes(count) if whole or not in_numbers else in_numbers * count
-            for count, whole in counts
+            self.config.moment_bytes(count) if full or not in_numbers else in_numbers * count for count, full in counts
         )
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
-        masters = 0 if self._common is not None and self._weight_dtype == torch.float32 else 4 * self._share
+        """Return the bytes of this rank's master weights and, unless excluded, moments, even before they are allocated."""
+        masters = 0 if self._shared_memory is not None and self._weight_dtype == torch.float32 else 4 * self._share
         if not moments:
             return masters
         kept = [(piece.numel(), quantised) for piece, quantised, _ in self._pieces]
@@ -332,23 +333,25 @@ class ShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def _put_weights(self) -> None:
-        for first, values in self._joined(self._master.detach().to(self._weight_dtype)):
+        for first, values in self._gathered(self._master.detach().to(self._weight_dtype)):
             for segment, start, stop in self._between(first, first + len(values)):
                 target = local(segment.parameter).view(-1)
                 target[start - segment.start : stop - segment.start] = values[start - first : stop - first]
 
     def state_head(self) -> dict[str, Any]:
-        """Step counts, and what the state is of."""
+        """Return step counts and the description of the state."""
         names = [segment.name for segment in self._segments]
         counted = names if self.steps and not self.config.sgd else []
         return self._head(names, dict.fromkeys(counted, self.steps), self._weight_dtype != torch.float32)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """This rank's share of moments, and of masters that a model rounds; not what a rank before this one holds too."""
+        """Yield this rank's shard of moments, and of masters unless the weights are fp32, without copies of earlier ranks."""
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
             piece = next(pieces)[0] if self.config.adam_8bit else self._master
-            if (segment.tied and self.peers.place.stage) or (is_whole(segment.parameter) and self.peers.tensor.rank):
+            if (segment.tied and self.peers.place.stage) or (
+                is_unsharded(segment.parameter) and self.peers.tensor.rank
+            ):
                 continue
             place, index = slice(start - self._first, stop - self._first), positions(segment.parameter)
             first = start - segment.start
@@ -366,14 +369,14 @@ class ShardedAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Moments of a piece in codes where its blocks are blocks of the whole tensor, else in numbers."""
+        """Yield a piece's moments as codes where its blocks are blocks of the unsharded tensor, else as numbers."""
         if not state:
             return
-        if segment.quantised and is_whole(segment.parameter):
+        if segment.quantised and is_unsharded(segment.parameter):
             for kind, values in state.items():
                 if kind != "step":
                     rows = torch.arange(len(values)) + first // adam_8bit.BLOCK
-                    yield StatePart(moment_key(segment.name, kind), values, (rows, *whole_index(values.shape[1:])))
+                    yield StatePart(moment_key(segment.name, kind), values, (rows, *full_index(values.shape[1:])))
             return
         kinds = adam_8bit.moment_kinds(segment.quantised)
         for kind, values in zip(kinds, adam_8bit.moments_in(state, count), strict=True):
@@ -381,7 +384,7 @@ class ShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Continue from a state of any layout."""
+        """Load a state saved in any layout."""
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         self._take_head(saved.head, names, rounded)
@@ -395,7 +398,7 @@ class ShardedAdamW(Optimizer):
             self._take_moments(saved)
 
     def _take_moments(self, saved: SavedState) -> None:
-        """Take this rank's share of the moments."""
+        """Load this rank's shard of the moments."""
         flat = [torch.zeros(self._share, device=self._home) for _ in MOMENTS]
         for segment, start, stop in self._owned():
             for part, values in zip(flat, self._saved_moments(saved, segment), strict=True):
@@ -425,10 +428,10 @@ def _segments(
     tied: Collection[str],
     block: int,
 ) -> Iterator[_Segment]:
-    """Places of parameters, each of which begins at a whole block."""
+    """Yield the places of parameters, aligned to blocks."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()
-        copies = (tp_size if is_whole(parameter) else 1) * (2 if name in tied else 1)
+        copies = (tp_size if is_unsharded(parameter) else 1) * (2 if name in tied else 1)
         yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1, name in tied)
         start = -(-stop // block) * block

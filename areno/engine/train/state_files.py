@@ -1,12 +1,12 @@
-"""An optimizer's state on disk: every rank writes the parts that it holds, and reads those that it needs in its own layout.
+"""Optimizer state on disk: every rank writes the shards that it holds, and reads those that its layout needs.
 
     state.json                                      step count, names of the parameters, format of their moments
-    shard-00001-model-00001-of-00001.safetensors    what rank 0 holds: ``state.<parameter>.exp_avg``, ``master.<parameter>``
+    shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
 
-The files are distributed checkpoints of PyTorch in the safetensors format: ``torch.distributed.checkpoint`` reads them with
-its ``HuggingFaceStorageReader``. The metadata of a file has the offset of each part in its whole tensor. A file holds one part
-of a tensor; a rank that has several parts writes several files. PyTorch's own writer is not used: it needs one process group of
-all ranks, and takes strided shards for contiguous ones. Its default format is pickled; nothing that is read here can run code.
+The files are PyTorch distributed checkpoints in safetensors format: ``torch.distributed.checkpoint`` reads them with its
+``HuggingFaceStorageReader``. A file's metadata has the offset of each shard in its tensor. A file holds one shard per tensor; a
+rank with several writes several files. PyTorch's own writer is not used: it needs one process group of all ranks, and mistakes
+strided shards for contiguous ones. Its default format is pickle; reading these files cannot run code.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 
 _HEAD = "state.json"
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 Index = tuple[Tensor, ...]
-"""For each dimension, which entries of a whole tensor a part has."""
+"""For each dimension, the indices in the unsharded tensor of a shard's entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one rank holds of a tensor of the state."""
+    """One rank's shard of a state tensor."""
 
     key: str
     values: Tensor
@@ -45,22 +45,22 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of a tensor, in a file."""
+    """A shard of a tensor, in a file."""
 
     file: Any
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def whole_index(shape: Sequence[int]) -> Index:
-    """The index of a part that is the whole tensor."""
+def full_index(shape: Sequence[int]) -> Index:
+    """Return the index of an unsharded tensor."""
     return tuple(torch.arange(size) for size in shape)
 
 
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
-    """Parts of a tensor of which a rank holds consecutive entries ``values`` [N], from ``start`` on.
+    """Split consecutive entries ``values`` [N] of a flattened tensor, from ``start`` on, into rectangular parts.
 
-    ``index`` is of the tensor that is flattened, which may itself be a part of the whole.
+    ``index`` is that of the flattened tensor, which may itself be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]
@@ -68,11 +68,11 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
         yield StatePart(key, own.view(shape), tuple(axis[part] for axis, part in zip(index, box, strict=True)))
 
 
-def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: Peers) -> None:
-    """Write the state of one optimizer, in place of what the folder holds; every rank must call, with the same folder."""
-    if peers.first and folder.exists():  # other layouts write files of other names
+def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
+    """Write the state of one optimizer, replacing the folder; every rank must call, with the same folder."""
+    if peers.first and folder.exists():  # another layout's files have other names
         shutil.rmtree(folder)
-    peers.smallest(0)  # all ranks have come
+    peers.all_reduce_min(0)  # barrier
     folder.mkdir(exist_ok=True)
     files: list[dict[str, tuple[Tensor, tuple[int, ...]]]] = []
     for part in parts:
@@ -86,21 +86,21 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
         metadata = {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
         name = f"shard-{peers.rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"
         save_file({key: values for key, (values, _) in file.items()}, folder / name, metadata)
-    head = _joined_head(peers.pipeline.everyone(head))
+    head = _joined_head(peers.pipeline.all_gather(head))
     if peers.first:
         (folder / _HEAD).write_text(json.dumps(head, indent=1), encoding="utf-8")
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One head for all stages of a pipeline, which have different parameters; a tied one is on two of them."""
+    """Merge the heads of all pipeline stages, which have different parameters; a tied one is on two stages."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
 
 
 class SavedState:
-    """What :func:`save_state` has written, in any layout.
+    """A state written by :func:`save_state`, in any layout.
 
-    OSError or ValueError: the folder is missing or damaged.
+    Raises OSError or ValueError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,18 +117,18 @@ class SavedState:
         return key in self._chunks
 
     def tensor_names(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return list(self._chunks)
 
-    def whole(self, key: str) -> Tensor:
-        """A whole tensor."""
+    def read_full(self, key: str) -> Tensor:
+        """Read an unsharded tensor."""
         ends = ([o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in self._chunks[key])
-        return self.read(key, whole_index([max(axis) for axis in zip(*ends, strict=True)]))
+        return self.read(key, full_index([max(axis) for axis in zip(*ends, strict=True)]))
 
     def read(self, key: str, index: Index) -> Tensor:
-        """A part of a tensor, on the CPU.
+        """Read a part of a tensor, on the CPU.
 
-        KeyError: there is no such tensor. ValueError: some of its entries are in no file.
+        Raises KeyError if there is no such tensor, ValueError if some of its entries are in no file.
         """
         chunks = self._chunks[key]
         if not index:
@@ -150,7 +150,7 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where what a box and a chunk have in common lies in each of the two; nothing if they have nothing in common."""
+    """Yield the overlap of a box and a chunk, as slices of each; nothing if they are disjoint."""
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)
@@ -162,13 +162,13 @@ def _overlap(
 
 
 def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Rectangular pieces that are contiguous in the whole tensor: where each lies in the part, and its offset in the whole."""
+    """Yield the rectangles that are contiguous in the unsharded tensor: slices of the part, and offsets in that tensor."""
     for runs in product(*map(_runs, index)):
         yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Ranges of consecutive indices: first and last place, and the first index."""
+    """Return the runs of consecutive indices: start, stop, and the first index."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1
@@ -176,7 +176,7 @@ def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Boxes that make up a range of the flattened tensor, in its order."""
+    """Yield the boxes that make up a range of the flattened tensor, in order."""
     if start >= stop:
         return
     if len(shape) <= 1:

@@ -19,8 +19,8 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.routing import RoutingCount, recompute_contexts
 from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
-from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.pipeline import Pipeline
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.plan.memory import avoid_shortage, usable_bytes
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
@@ -33,28 +33,28 @@ from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bou
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
-# Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
+# Maximum tokens per forward pass for losses that declare their reduction: larger passes cost memory and gain no speed.
 MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Most tokens of such a pass on a type of device."""
+    """Return the maximum tokens of such a pass on a type of device."""
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
 Sums = dict[str, tuple[str, Parts]]
-"""Statistics added up over microbatches: name -> kind and numbers."""
+"""Statistics summed over microbatches: name -> (kind, numbers)."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of passes, still on the device: to read them is to wait for it."""
+    """Losses and statistics of passes, still on the device: reading them synchronizes."""
 
     values: list[Tensor | float] = field(default_factory=list)
     passes: list[tuple[float, list[tuple[str, str, int]]]] = field(default_factory=list)
 
     def add(self, loss: Tensor, metrics: dict[str, Any], weight: float) -> None:
-        """Note one pass: its loss, then for each statistic its numbers."""
+        """Record the loss and statistics of one pass."""
         entries, numbers = [], [loss]
         for name, value in metrics.items():
             kind, parts = parts_of(value) if isinstance(value, Statistic) else ("", [value])
@@ -64,7 +64,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read everything at once; weighted sum of the losses, and all statistics added up."""
+        """Read everything at once; return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -76,7 +76,7 @@ class _Measured:
 
 
 def _merge(sums: Sums, more: Sums) -> None:
-    """Add sums to others, in place."""
+    """Merge ``more`` into ``sums``, in place."""
     for name, (kind, parts) in more.items():
         sums[name] = (kind, merge_parts(kind, sums[name][1], parts) if name in sums else parts)
 
@@ -87,17 +87,17 @@ class TrainStep:
 
     model: PackedModel
     optimizer: Optimizer
-    # Recompute each decoder layer in backward instead of keeping its activations; None does so unless a CPU has room.
+    # Recompute each decoder layer in backward instead of storing its activations; None: unless a CPU's memory suffices.
     activation_checkpointing: bool | None = True
-    max_skipped: int = 5  # stop after this many updates in a row whose gradient was not finite
-    kind: ModelKind = "policy"  # what the loss gets from it, see :mod:`areno.engine.train.outputs`
-    peers: Peers = field(default_factory=Peers)
-    tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
-    offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
-    pipeline: Pipeline | None = None  # where other stages have the other layers
+    max_skipped: int = 5  # stop after this many consecutive updates with a non-finite gradient
+    kind: ModelKind = "policy"  # decides the inputs of the loss, see :mod:`areno.engine.train.outputs`
+    peers: RankContext = field(default_factory=RankContext)
+    tree: bool = False  # compute common prefixes of a pass once, see :mod:`areno.engine.model.tree`
+    offload_activations: bool = False  # inputs of recomputed layers wait in host memory
+    pipeline: Pipeline | None = None  # with pipeline parallelism
     _skipped: int = 0
     _kept: KeptBytes | None = None
-    _routing: RoutingCount = field(default_factory=RoutingCount)  # of the passes that are being made
+    _routing: RoutingCount = field(default_factory=RoutingCount)  # of the current passes
 
     def run(
         self,
@@ -110,15 +110,15 @@ class TrainStep:
 
         Args:
             rows: at least one; with a pair loss, chosen and rejected alternate.
-            mini_bs: most rows of one forward and backward pass, or how each rank packs its rows into such passes.
-            accumulation: microbatches of one optimizer step; None makes one step of all rows. Only with a number of rows.
+            mini_bs: maximum rows of a forward and backward pass, or how each rank packs its rows into passes.
+            accumulation: microbatches per optimizer step; None makes one step of all rows. Needs an integer ``mini_bs``.
 
         Returns:
             Scalar statistics: means over the call's optimizer steps; ``logp_*`` of its first, ``lr`` of its last.
 
         Raises:
-            ValueError: no rows, rows that bring different lists, a pair loss with an odd number of rows or of rows that stay
-                together, or accumulation of packed passes.
+            ValueError: no rows, rows with different per-token lists, a pair loss with an odd number of rows or an odd
+                granularity, or accumulation of packed passes.
             EngineError: gradients were not finite ``max_skipped`` times in a row.
         """
         unit = reduction_of(loss_fn)
@@ -136,14 +136,14 @@ class TrainStep:
             self.set_training(False)
             self.model.weights.release()
         means = _means(results)
-        # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
+        # Later steps train an updated policy, so only the first step measures the gap to the rollout.
         gap = {name: value for name, value in results[0].items() if name.startswith("logp_")}
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute gradients over rows of this replica's own, and forget them: the memory of a step, and no update.
+        """Compute gradients over this replica's rows and discard them: uses the memory of a step without an update.
 
-        Rows may be made up, so what they begin with is not shared. Other replicas are not heard: one of them may have failed.
+        Rows may be synthetic, so prefixes are not shared. Does not communicate with other replicas: one may have failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -153,29 +153,29 @@ class TrainStep:
             self.optimizer.zero_grad()
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
-        """Loss and statistics over all rows, without gradient, as the model is when it is used."""
+        """Return loss and statistics over all rows, without gradient and in evaluation mode."""
         with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
 
     def accumulate(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
     ) -> dict[str, float]:
-        """Add the gradient of the loss over all rows, and return its statistics; no update.
+        """Accumulate the gradient of the loss over all rows, without an update; return statistics.
 
-        Every rank is given all rows and takes its share of them; the statistics are those of all.
+        Every rank receives all rows and selects its own; the statistics are those of all rows.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
-        found = [self._accumulate(mine, loss_fn, mini_bs, rows, tree)]
+        results = [self._accumulate(mine, loss_fn, mini_bs, rows, tree)]
         if self.peers.data.size > 1:
-            found = self.peers.data.everyone(found[0])
+            results = self.peers.data.all_gather(results[0])
         sums = Sums()
-        for _, more in found:
+        for _, more in results:
             _merge(sums, more)
-        stats = {"loss": sum(loss for loss, _ in found)}
+        stats = {"loss": sum(loss for loss, _ in results)}
         for name, (kind, parts) in sums.items():
             stats |= scalars_of(name, kind, parts)
         return stats
@@ -188,19 +188,19 @@ class TrainStep:
         rows: Sequence[TrainSequence],
         tree: bool,
     ) -> tuple[float, Sums]:
-        """The same over this replica's rows alone, out of ``rows`` of all."""
+        """Accumulate over this replica's rows ``mine``, out of all ``rows``."""
         if tree and self.kind == "reward":
             raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         measured, self._routing = _Measured(), RoutingCount()
         passes = list(self._passes(mine, loss_fn, mini_bs, tree))
-        alike = not self.model.weights.whole  # all ranks must make as many passes
-        missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
+        alike = not self.model.weights.whole  # all ranks must make the same number of passes
+        missing = -self.peers.data.all_reduce_min(-len(passes)) - len(passes) if alike else 0
         spare = [[min(rows, key=lambda row: len(row.tokens))]] * missing
         if self.pipeline is not None:
             self._through_stages([*passes, *spare], len(passes), loss_fn, total, tree, measured)
-            loss, sums = self.peers.pipeline.everyone(measured.totals())[-1]
+            loss, sums = self.peers.pipeline.all_gather(measured.totals())[-1]
             return loss, sums | self._routing_sums()
         for chunk in passes:
             PROGRESS.tick()
@@ -223,13 +223,13 @@ class TrainStep:
         return pack_rows(rows, self.model.device, tree, self.model.routers, self._routing)
 
     def _routing_sums(self) -> Sums:
-        """Replayed choices of routers, over all ranks that have parts of this replica's passes."""
+        """Return the statistics of replayed routing, summed over the ranks of this replica."""
         if self.model.routers is None:
             return {}
-        found = read_all([self._routing.changed, self._routing.replayed])
+        counts = read_all([self._routing.changed, self._routing.replayed])
         for channel in (self.peers.context, self.peers.pipeline):
-            found = [sum(numbers) for numbers in zip(*channel.everyone(found), strict=True)]
-        return {"routed_experts_changed": ("mean", found)} if found[1] else {}
+            counts = [sum(numbers) for numbers in zip(*channel.all_gather(counts), strict=True)]
+        return {"routed_experts_changed": ("mean", counts)} if counts[1] else {}
 
     def _through_stages(
         self,
@@ -240,7 +240,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Let all stages make the passes, the first ``weighing`` of which count; the last stage measures them."""
+        """Run the passes through all stages; the first ``weighing`` count, and the last stage measures them."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -259,14 +259,14 @@ class TrainStep:
         self.pipeline.run(parts, finish, backward=total > 0 and torch.is_grad_enabled())
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
-        """Rows that this replica trains on."""
+        """Return the rows that this replica trains on."""
         if self.peers.data.size == 1:
             return rows
         lengths = [len(row.tokens) for row in rows]
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Make passes that weigh nothing, as other ranks still make theirs: each puts every layer together with all ranks."""
+        """Make passes of weight 0 while other ranks still make theirs: each pass gathers every layer from all ranks."""
         for rows in passes:
             PROGRESS.tick()
             predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
@@ -274,7 +274,7 @@ class TrainStep:
                 _backward_of_nothing(predicted)
 
     def _predict(self, batch: PackedBatch, loss_fn: LossFn) -> Tensor:
-        """What the loss is given, see :mod:`areno.engine.train.outputs`."""
+        """Return the inputs of the loss, see :mod:`areno.engine.train.outputs`."""
 
         def work() -> Tensor:
             entropy, bounds = reads_entropy(loss_fn), reads_bounds(loss_fn)
@@ -285,7 +285,7 @@ class TrainStep:
     def _loss(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """Loss and statistics of a pass, and what they were made from."""
+        """Return loss and statistics of a pass, and the predictions."""
         batch = self._packed(rows, tree)
         predicted = self._predict(batch, loss_fn)
         return *self._loss_of(batch, rows, loss_fn, predicted), predicted
@@ -294,7 +294,7 @@ class TrainStep:
     def _loss_of(
         batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Loss and statistics of a pass over rows."""
+        """Return loss and statistics of a pass over rows."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
@@ -303,7 +303,7 @@ class TrainStep:
         return loss, metrics
 
     def apply(self) -> dict[str, float]:
-        """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
+        """Clip and apply the accumulated gradient, unless it is not finite; return statistics."""
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         gradient, scale = self.optimizer.collect(), self.optimizer.loss_scale
         gradient = replace(gradient, norm=gradient.norm / self._scale)
@@ -330,13 +330,13 @@ class TrainStep:
 
     @property
     def _scale(self) -> float:
-        """What losses are multiplied by, and gradients divided by."""
+        """The loss scale, by which gradients are divided."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
-        """Layers are in training mode only while gradients are wanted: it is what switches recomputation on.
+        """Switch layers to training mode, which enables recomputation, only while gradients are computed.
 
-        ``recompute``: whether to, where the configuration allows it.
+        ``recompute``: whether to recompute, where the configuration allows it.
         """
         recompute = recompute and self.activation_checkpointing is not False
         if isinstance(self.model, CausalLM):
@@ -349,7 +349,7 @@ class TrainStep:
     def _recomputes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> bool:
-        """Whether layers are recomputed: if nothing is said, unless a CPU's free memory has room for what passes keep."""
+        """Whether to recompute layers; by default, unless a CPU's free memory can hold the activations."""
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
         if chosen is not None or self.model.device.type != "cpu" or not measurable:
@@ -365,7 +365,7 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Rows of each forward and backward pass; those cut by a number of rows are bounded by tokens too."""
+        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (
@@ -376,21 +376,21 @@ class TrainStep:
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:
-    """A backward pass with the gradient 0."""
+    """Run a backward pass with zero gradient."""
     if predicted.requires_grad:
         predicted.backward(torch.zeros_like(predicted))
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each statistic over the optimizer steps that have it; a step without clipped tokens has no least one."""
-    found: dict[str, list[float]] = {}
+    """Average each statistic over the optimizer steps that have it; a step without clipped tokens lacks some."""
+    by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
-        found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+        by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """How many rows an optimizer step has, if they can be cut as asked."""
+    """Return the number of rows per optimizer step. Raises ValueError if they cannot be cut as requested."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
@@ -408,25 +408,25 @@ def _chunks(
 ) -> Iterator[Sequence[TrainSequence]]:
     """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
-    ``together`` neighbouring rows are never parted, and may exceed the tokens alone. ``tree``: what rows of a chunk begin with
-    counts once.
+    Blocks of ``together`` adjacent rows are never split, and a single block may exceed the tokens. With ``tree`` common
+    prefixes of a chunk count once.
     """
-    start, tokens, known = 0, 0, TokenTree()
+    start, tokens, prefixes = 0, 0, TokenTree()
 
     def added(neighbours: Sequence[TrainSequence]) -> int:
         if not tree:
             return sum(len(row.tokens) for row in neighbours)
-        before = len(known.tokens)
+        before = len(prefixes.tokens)
         for row in neighbours:
-            known.add(row.tokens)
-        return len(known.tokens) - before
+            prefixes.add(row.tokens)
+        return len(prefixes.tokens) - before
 
     for index in range(0, len(rows), together):
         neighbours = rows[index : index + together]
         more = added(neighbours)
         if index > start and (index + together - start > size or tokens + more > most_tokens):
             yield rows[start:index]
-            start, tokens, known = index, 0, TokenTree()
+            start, tokens, prefixes = index, 0, TokenTree()
             more = added(neighbours)
         tokens += more
     if rows:

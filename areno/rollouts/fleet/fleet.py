@@ -139,7 +139,7 @@ class RolloutFleet:
             else:
                 remote = options.launcher is not None and options.launcher.names is not None
                 where = first.meets if remote else None
-                specs = first.each_rank(rollout_specs)[0]
+                specs = first.run_on_all_ranks(rollout_specs)[0]
                 self._transfer = WeightTransfer(specs, self.weights, keeps=options.restart, where=where)
             self._control = ReplicaControl(self, options.log_folder) if options.scales else None
         except BaseException:

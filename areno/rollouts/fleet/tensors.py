@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.engine import Engine
-from areno.engine.parallel.parts import local, part_of, whole_of
+from areno.engine.parallel.parts import local, shard_of, unsharded
 from areno.errors import EngineError, UsageError
 
 _ADAPTER = (".lora_", ".modules_to_save.")
@@ -93,7 +93,9 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
     owners = {
-        name: stage for stage, names in reversed(list(enumerate(peers.pipeline.everyone(list(own))))) for name in names
+        name: stage
+        for stage, names in reversed(list(enumerate(peers.pipeline.all_gather(list(own)))))
+        for name in names
     }
     for spec in specs:
         layer, _, last = spec.name.rpartition(".")
@@ -105,16 +107,16 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
             if spec.name not in own and last == "weight" and model.adapter is not None:
                 adapted: Any = model.module.get_submodule(layer)
                 part = model.adapter.sum_of(adapted)
-            full = whole_of(local(part.detach()), like).to(spec.dtype)
+            full = unsharded(local(part.detach()), like).to(spec.dtype)
         if owner > 0 and peers.heads and peers.place.stage in (0, owner):
-            full = peers.pipeline.pass_on(full, owner, spec.shape, spec.dtype)
+            full = peers.pipeline.send_to_first(full, owner, spec.shape, spec.dtype)
         yield spec, full
 
 
 def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a trainer's tensors, including those of other pipeline stages; all ranks must call it."""
     own = {name: tuple(p.shape) for name, p in engine.actor.model.module.named_parameters()}
-    return {name: shape for each in engine.config.peers.pipeline.everyone(own) for name, shape in each.items()}
+    return {name: shape for each in engine.config.peers.pipeline.all_gather(own) for name, shape in each.items()}
 
 
 def _base_name(name: str) -> str:
@@ -131,7 +133,7 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
     parameters = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            part, target = part_of(tensor, parameters[name]), local(parameters[name])
+            part, target = shard_of(tensor, parameters[name]), local(parameters[name])
             target.copy_(part)
             if check and not torch.equal(raw(target), raw(part.to(target.device, target.dtype))):
                 raise EngineError(

@@ -110,7 +110,7 @@ class WeightTransfer:
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
         """Transfer the trainer's weights to all replicas; errors as in :meth:`RolloutFleet.update_weights`."""
         began = time.perf_counter()
-        digests = engine.each_rank(weight_update.checksums, self.specs)[0] if verify else None
+        digests = engine.run_on_all_ranks(weight_update.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
         previous, self.newest, self._torn = self.newest, None, True
         self._sender = engine
@@ -124,7 +124,7 @@ class WeightTransfer:
                 update = replace(plain, folder=str(save_weights(engine, self.options.folder or self._rooms, version)))
             else:
                 update = replace(plain, segment=self._memory())
-                engine.each_rank(weight_update.send, update)
+                engine.run_on_all_ranks(weight_update.send, update)
             self._store(update)
             pauses = self._pauses(replicas, self._ask(replicas, update))
         outdated = previous.folder if previous is not None else ""
@@ -143,7 +143,7 @@ class WeightTransfer:
         if self.newest is not None and self.newest.kept:
             self._hand_over(replica, self.newest)
         elif self.newest is not None:
-            replica.each_rank(weight_update.receive, self.newest)
+            replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
         """Transfer the weights kept by rank 0 of the trainer, by a collective with only this replica."""
@@ -153,16 +153,16 @@ class WeightTransfer:
         if isinstance(self._sender, EngineGroup):  # does not wait for training
             self._sender.workers.tell(0, "apply", weight_update.hand_over, sent, self._where, size)
         else:
-            self._sender.each_rank(weight_update.hand_over, sent, self._where, size)
+            self._sender.run_on_all_ranks(weight_update.hand_over, sent, self._where, size)
         try:
-            broken = replica.each_rank(weight_update.join, self._where, sent.channel, 1, size)
+            broken = replica.run_on_all_ranks(weight_update.join, self._where, sent.channel, 1, size)
             if any(broken):
                 raise EngineError(f"the trainer's weights did not arrive: {next(filter(None, broken))}")
-            return replica.each_rank(weight_update.receive, sent)
+            return replica.run_on_all_ranks(weight_update.receive, sent)
         finally:
             self._where.call_off(sent.channel)
             with suppress(EngineError):
-                replica.each_rank(weight_update.leave, sent.channel)
+                replica.run_on_all_ranks(weight_update.leave, sent.channel)
 
     def _open_channel(self) -> str:
         channel = f"channel-{uuid.uuid4().hex}"
@@ -177,7 +177,7 @@ class WeightTransfer:
             shutil.rmtree(self.newest.folder, ignore_errors=True)
         if self._channel:
             with suppress(EngineError):
-                self._members[0].each_rank(weight_update.leave, self._channel)
+                self._members[0].run_on_all_ranks(weight_update.leave, self._channel)
         self._scratch.cleanup()
 
     def _memory(self) -> str:
@@ -191,7 +191,9 @@ class WeightTransfer:
     def _ask(replicas: Replicas, update: Update, send: Callable[[], None] = lambda: None) -> Answers:
         """Let all replicas receive an update concurrently, while ``send`` runs."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
-            asked = {n: pool.submit(group.each_rank, weight_update.receive, update) for n, group in replicas.items()}
+            asked = {
+                n: pool.submit(group.run_on_all_ranks, weight_update.receive, update) for n, group in replicas.items()
+            }
             send()
         return asked
 
@@ -220,10 +222,10 @@ class WeightTransfer:
         def send() -> None:
             nonlocal broken
             try:
-                broken = engine.each_rank(weight_update.send, sent)[0]
+                broken = engine.run_on_all_ranks(weight_update.send, sent)[0]
             except BaseException:
                 with suppress(EngineError):
-                    engine.each_rank(weight_update.leave, sent.channel)  # so that no member waits for more
+                    engine.run_on_all_ranks(weight_update.leave, sent.channel)  # so that no member waits for more
                 raise
 
         asked = self._ask(replicas, replace(sent, segment=""), send)
@@ -252,7 +254,7 @@ class WeightTransfer:
         firsts = list(accumulate((group.layout.world_size for group in replicas.values()), initial=1))
         with ThreadPoolExecutor(len(members), thread_name_prefix="areno-join") as pool:
             asked = [
-                pool.submit(member.each_rank, weight_update.join, self._where, channel, first, firsts[-1])
+                pool.submit(member.run_on_all_ranks, weight_update.join, self._where, channel, first, firsts[-1])
                 for member, first in zip(members, [0, *firsts], strict=False)
             ]
             wait(asked, return_when=FIRST_EXCEPTION)
@@ -266,4 +268,4 @@ class WeightTransfer:
         channel, self._channel = self._channel, ""
         for member in self._members if channel else ():
             with suppress(EngineError):
-                member.each_rank(weight_update.leave, channel)
+                member.run_on_all_ranks(weight_update.leave, channel)

@@ -24,7 +24,7 @@ from areno.engine.engine import Engine
 from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
 from areno.engine.parallel.channels import Group, meet
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
@@ -120,7 +120,7 @@ def _broadcast(channel: str, memory: Tensor) -> None:
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
     try:
-        _channels[channel].spread(memory)
+        _channels[channel].broadcast(memory)
     except RuntimeError as error:
         raise BrokenChannelError(f"new weights did not arrive: {error}") from error
 
@@ -217,7 +217,7 @@ def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
         return {spec.name: stored[names[spec.name]].to(spec.dtype) for spec in update.specs}
-    options = replace(engine.config.load_options("the weight update"), peers=Peers(), device="cpu")
+    options = replace(engine.config.load_options("the weight update"), peers=RankContext(), device="cpu")
     model = load_causal_lm(update.folder, options)
     parameters = dict(model.module.named_parameters())
     return {spec.name: parameters[spec.name].detach().to(spec.dtype) for spec in update.specs}

@@ -47,7 +47,7 @@ class ServerChannel:
     def fits(self, engine: Backend) -> bool:
         """Whether weights can be broadcast: the checkpoint files use the tensor names of the trainer's model."""
         if self._fits is None:
-            self.specs = tuple(engine.each_rank(weight_update.own_specs)[0])
+            self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
             stored = _stored_names(self._path)
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
@@ -61,13 +61,13 @@ class ServerChannel:
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
         if not name:
-            engine.each_rank(weight_update.send, self._sent)
+            engine.run_on_all_ranks(weight_update.send, self._sent)
             return self._one_by_one(replicas)
         with ThreadPoolExecutor(len(replicas), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(replica.receive, self._sent) for n, replica in replicas.items()}
             broken = "the trainer failed"
             try:
-                broken = engine.each_rank(weight_update.send, replace(self._sent, channel=name))[0]
+                broken = engine.run_on_all_ranks(weight_update.send, replace(self._sent, channel=name))[0]
             finally:
                 if broken:
                     self.leave()  # so that no server keeps waiting
@@ -98,7 +98,7 @@ class ServerChannel:
         if isinstance(engine, EngineGroup):
             engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
         else:
-            engine.each_rank(weight_update.hand_over, update, where, size)
+            engine.run_on_all_ranks(weight_update.hand_over, update, where, size)
         replica.join_group(where, 1, size)
         return replica.receive(update)
 
@@ -112,7 +112,7 @@ class ServerChannel:
         name, self._name = self._name, ""
         if name and self._sender is not None:
             with suppress(EngineError):
-                self._sender.each_rank(weight_update.leave, name)
+                self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
         """The name of the group of all members; empty if they could not connect, which is not retried."""
@@ -129,7 +129,7 @@ class ServerChannel:
                 for replica, first in zip(replicas.values(), accumulate(sizes, initial=1), strict=False):
                     asked.append(pool.submit(replica.join_group, where, first, 1 + sum(sizes)))
                     asked[-1].add_done_callback(self._call_off)
-                problem = engine.each_rank(weight_update.join, where, name, 0, 1 + sum(sizes))[0]
+                problem = engine.run_on_all_ranks(weight_update.join, where, name, 0, 1 + sum(sizes))[0]
             for answer in asked:
                 answer.result()
         except EngineError as error:

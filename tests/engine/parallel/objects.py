@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from areno.engine.parallel import channels
 from areno.engine.parallel.channels import Group, SharedGroup, meet
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig
-from areno.engine.train.sharded import ShardedAdamW
+from areno.engine.train.sharded import ZeroAdamW
 
 CPU = torch.device("cpu")
 
@@ -83,11 +83,11 @@ class Member:
 
     def add_up(self, count: int, rounds: list[list[Tensor]]) -> list[Tensor]:
         """Per round, this rank's part of the sum; entry [round][rank] is what a rank adds."""
-        self.sums = self.group.sums(count, CPU)
+        self.sums = self.group.reduce_buffer(count, CPU)
         parts = []
         for values in rounds:
             if self.sums is None:
-                parts.append(self.group.sum_part(values[self.rank]))
+                parts.append(self.group.reduce_scatter(values[self.rank]))
             else:
                 self.sums.values.copy_(values[self.rank])
                 parts.append(self.sums.part().clone())
@@ -98,7 +98,7 @@ class Member:
 
     def write_common(self, count: int, dtype: torch.dtype) -> Tensor | None:
         """Each rank writes its number everywhere in its part of the common entries, and reads all of them."""
-        common = self.group.common(count * self.group.size, dtype)
+        common = self.group.shared_memory(count * self.group.size, dtype)
         if common is None:
             return None
         common.tensor(self.rank * count, count).fill_(self.rank + 1)
@@ -114,7 +114,7 @@ class Member:
 
     def wait_for_others(self, late: int, seconds: float) -> float:
         """Processor time that a rank takes to add up while another one comes late."""
-        sums = self.group.sums(64 * self.group.size, CPU)
+        sums = self.group.reduce_buffer(64 * self.group.size, CPU)
         began = time.process_time()
         time.sleep(seconds * (self.rank == late))
         sums.part()
@@ -122,7 +122,7 @@ class Member:
 
     def add_up_for_ever(self, dying: int = -1) -> None:
         """Until the process is killed; one rank kills itself."""
-        sums = self.group.sums(1 << 20, CPU)
+        sums = self.group.reduce_buffer(1 << 20, CPU)
         for count in itertools.count():
             if self.rank == dying and count == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -130,15 +130,15 @@ class Member:
 
     def refuse_memory(self) -> None:
         """As where the system has none to share."""
-        channels.NAMELESS = False
+        channels.ANONYMOUS = False
 
     def learn(
         self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerConfig
     ) -> tuple[dict[str, Tensor], list[GradientStats], bool]:
         """Train weights with gradients [step][pass] by name, each rank taking the passes of its number."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
-        peers = Peers(Layout(dp_size=self.group.size), rank=self.rank, data=self.group)
-        optimizer = ShardedAdamW(list(parameters.items()), config, peers)
+        peers = RankContext(Layout(dp_size=self.group.size), rank=self.rank, data=self.group)
+        optimizer = ZeroAdamW(list(parameters.items()), config, peers)
         found = []
         for step in steps:
             optimizer.zero_grad()
@@ -146,7 +146,7 @@ class Member:
                 sum((parameters[name] * gradient).sum() for name, gradient in gradients.items()).backward()
             found.append(optimizer.collect())
             optimizer.step()
-        return {name: p.detach() for name, p in parameters.items()}, found, optimizer._common is not None
+        return {name: p.detach() for name, p in parameters.items()}, found, optimizer._shared_memory is not None
 
 
 def make_member(folder: Path, rank: int, send) -> Member:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import connect
+from areno.engine.parallel.rank_context import connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from areno.engine.parallel.parts import whole_of
-from areno.engine.parallel.peers import connect
+from areno.engine.parallel.parts import unsharded
+from areno.engine.parallel.rank_context import connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train import sharded
@@ -47,7 +47,7 @@ class Share:
         """Apply gradients, of which each replica has seen a part; returns weights, folder of the state, bytes, statistics."""
         sharded._EXCHANGED = exchanged
         parameters = {name: torch.nn.Parameter(self._placed(name, tensor)) for name, tensor in weights.items()}
-        optimizer = sharded.ShardedAdamW(list(parameters.items()), config, self.peers)
+        optimizer = sharded.ZeroAdamW(list(parameters.items()), config, self.peers)
         if state is not None:
             optimizer.load_state(SavedState(state))
         size, stats = self.peers.data.size, None
@@ -63,7 +63,7 @@ class Share:
         wholes = {}
         for name, parameter in parameters.items():
             own = parameter.detach()
-            wholes[name] = whole_of(own.to_local() if name in SPREAD and self.mesh else own, parameter)
+            wholes[name] = unsharded(own.to_local() if name in SPREAD and self.mesh else own, parameter)
         held = (optimizer.held_bytes(), optimizer.state_bytes(), optimizer.step_bytes(torch.device("cuda")))
         self.runs += 1
         return wholes, saved(optimizer, self.folder / f"state-{self.runs}", self.peers), held, stats

@@ -24,7 +24,7 @@ from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm 
 from areno.engine.model.packing import PackedPlan  # noqa: E402
 from areno.engine.parallel.group import EngineGroup  # noqa: E402
 from areno.engine.parallel.layout import Layout  # noqa: E402
-from areno.engine.parallel.peers import Peers  # noqa: E402
+from areno.engine.parallel.rank_context import RankContext  # noqa: E402
 from areno.engine.parallel.workers import WorkerGroup  # noqa: E402
 from areno.engine.role import load_role  # noqa: E402
 from areno.engine.train.optimizer import OptimizerConfig  # noqa: E402
@@ -224,7 +224,7 @@ def learned(peers, path, **lora):
 )
 def test_layers_of_every_kind_learn_as_in_one_process(family, config, lora, pair, tmp_path):
     path = made(family, tmp_path, **config)
-    expected = learned(Peers(), path, **lora)
+    expected = learned(RankContext(), path, **lora)
     assert any("lora_B" in name for name in expected["state"])
     for found in pair.call("apply", functools.partial(learned, **lora), path):
         # Adam makes as large a step where a gradient is all but zero, and there rounding is a part of it.
@@ -267,7 +267,7 @@ def test_an_adapter_folder_is_loaded_as_a_model(pair, tmp_path):
     for _, parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.adapter.save(tmp_path / "adapter")
-    expected, plain = scored(Peers(), str(tmp_path / "adapter")), scored(Peers(), path)
+    expected, plain = scored(RankContext(), str(tmp_path / "adapter")), scored(RankContext(), path)
     assert expected[0] != pytest.approx(plain[0], abs=1e-2)
     for found in pair.call("apply", scored, str(tmp_path / "adapter")):
         assert_near(found, expected)

@@ -19,7 +19,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.role import load_role
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
@@ -83,26 +83,28 @@ def parameters_of(engine):
 
 
 def test_each_rank_holds_its_share_between_phases_and_all_weights_in_a_rollout(group, checkpoint):
-    count = group.each_rank(parameters_of)[0]
+    count = group.run_on_all_ranks(parameters_of)[0]
     slack = 0.1 * 4 * count  # tables, and tensors of an odd number of rows
-    loaded = group.each_rank(live_bytes)
+    loaded = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx(4 * count / 2, abs=slack) for found in loaded), (loaded, count)
     group.train(rows(6), sft_loss_fn, 2)
-    trained = group.each_rank(live_bytes)
+    trained = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx(12 * count / 2, abs=slack) for found in trained), (trained, count)
     said(group)
-    rolling = group.workers.call("apply", live_bytes)  # unlike each_rank, it does not end the phase for the group
+    rolling = group.workers.call(
+        "apply", live_bytes
+    )  # unlike run_on_all_ranks, it does not end the phase for the group
     assert all(found == pytest.approx(12 * count / 2 + 4 * count, abs=slack) for found in rolling), (rolling, count)
     group.train(rows(6), sft_loss_fn, 2)
-    again = group.each_rank(live_bytes)
+    again = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx(12 * count / 2, abs=slack) for found in again), (again, count)
     group.ensure_roles({"ref": ModelRole("ref", str(checkpoint), trainable=False)})
     group.score_logprobs("ref", [[3, 4, 5], [6, 7]])
-    frozen = group.each_rank(live_bytes)
+    frozen = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in frozen), (frozen, count)
     said(group)
     group.end_rollout()
-    ended = group.each_rank(live_bytes)
+    ended = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in ended), (ended, count)
     group.drop_role("ref")
 
@@ -143,15 +145,17 @@ def gathers(engine):
 
 def test_a_rollout_puts_the_weights_together_once_whoever_asks(group):
     group.end_rollout()
-    group.each_rank(count_gathers)
+    group.run_on_all_ranks(count_gathers)
     expected = said(group)  # one call
     with ThreadPoolExecutor(6) as pool:  # as agents do; seeds make the samples what they are
         futures = [pool.submit(said, group, [request]) for request in REQUESTS]
         assert [future.result(timeout=60)[0] for future in futures] == expected
-    for found, parts in group.each_rank(gathers):
+    for found, parts in group.run_on_all_ranks(gathers):
         assert found == parts
     group.train(rows(2), sft_loss_fn, 2)
-    assert all(found > parts for found, parts in group.each_rank(gathers)), "training puts layers together one by one"
+    assert all(found > parts for found, parts in group.run_on_all_ranks(gathers)), (
+        "training puts layers together one by one"
+    )
 
 
 def test_what_one_replica_generates_alone_is_nothing_to_the_others_backward_pass(group):
@@ -263,6 +267,6 @@ def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
         ("--load-in-4bit", FSDP, OptimizerConfig(), AdapterOptions(rank=4, load_in_4bit=True)),
         ("--lora-rank and --tp-size", Layout(2, 2, fsdp=True), OptimizerConfig(), AdapterOptions(rank=4)),
     ):
-        options = LoadOptions(dtype=torch.float32, peers=Peers(layout))
+        options = LoadOptions(dtype=torch.float32, peers=RankContext(layout))
         with pytest.raises(UsageError, match=f"--fsdp with {option}: .* are not sharded"):
             load_role("actor", "/nowhere", "policy", options, optimizer, True, adapter)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from areno.engine.parallel.channels import Group, SharedGroup
-from areno.engine.parallel.segment import NAMELESS
+from areno.engine.parallel.segment import ANONYMOUS
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.errors import EngineError
@@ -19,7 +19,7 @@ from tests.engine.parallel.objects import members
 from tests.support.cli import start_text
 from tests.support.processes import alive
 
-needs_nameless_memory = pytest.mark.skipif(not NAMELESS, reason="memory without a name is Linux")
+needs_anonymous_memory = pytest.mark.skipif(not ANONYMOUS, reason="anonymous shared memory needs Linux")
 KINDS = [SharedGroup, Group]
 
 
@@ -71,13 +71,13 @@ def test_weights_in_common_and_sent_ones(dtype, four):
         four.call("join", f"common-{size}-{dtype}", size, ranks=ranks)
         expected = torch.arange(1, size + 1).repeat_interleave(33).to(dtype)
         for found in four.call("write_common", 33, dtype, ranks=ranks):
-            if NAMELESS:
+            if ANONYMOUS:
                 assert torch.equal(found, expected)
         parts = numbers(size, 33, dtype, seed=size)
         truth = torch.stack(parts).double().sum(0)
-        for joined in four.call("call", "join", parts, ranks=ranks):
+        for joined in four.call("call", "all_gather_tensor", parts, ranks=ranks):
             assert torch.equal(joined, torch.cat(parts))
-        totals = four.call("call", "sum", parts, ranks=ranks)
+        totals = four.call("call", "all_reduce", parts, ranks=ranks)
         for total in totals:
             assert torch.equal(total, totals[0])
             assert (total.double() - truth).abs().max() <= size * torch.finfo(dtype).eps * truth.abs().max()
@@ -128,14 +128,14 @@ def test_an_optimizer_over_replicas_is_that_of_one_process(size, dtype, four):
             assert stats[number].total == sum(value.numel() for value in weights.values())
     for name, master in masters.items():
         for learned, _, in_common in found:
-            assert in_common == NAMELESS
+            assert in_common == ANONYMOUS
             assert torch.equal(learned[name], found[0][0][name])
             gap = (learned[name].double() - master.double()).abs()
             bound = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
             assert (gap <= bound * master.double().abs().clamp(min=1.0)).all(), name
 
 
-@needs_nameless_memory
+@needs_anonymous_memory
 def test_memory_has_no_name_and_waiting_takes_no_processor(four, left_behind):
     four.call("join", "names", 4)
     four.call("add_up", 4096, [numbers(4, 4096, torch.float32, 0)])
@@ -148,7 +148,7 @@ def test_memory_has_no_name_and_waiting_takes_no_processor(four, left_behind):
     assert max(times) < 0.3
 
 
-@needs_nameless_memory
+@needs_anonymous_memory
 def test_where_one_rank_has_no_such_memory_all_send(tmp_path):
     group = WorkerGroup(members(tmp_path, 2), stall_s=60)
     try:
@@ -164,7 +164,7 @@ def test_where_one_rank_has_no_such_memory_all_send(tmp_path):
         group.close()
 
 
-@needs_nameless_memory
+@needs_anonymous_memory
 def test_a_rank_that_dies_in_a_sum_ends_the_group_with_its_name(tmp_path, left_behind):
     group = WorkerGroup(members(tmp_path, 2), stall_s=60)
     group.call("join", "meet", 2)
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_in_a_sum_ends_the_group_with_its_name(tmp_path, left_b
     assert left_behind() == set()
 
 
-@needs_nameless_memory
+@needs_anonymous_memory
 def test_ranks_in_a_sum_end_with_the_process_that_started_them(tmp_path, left_behind):
     program = (
         "import sys, threading\n"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train.adam_8bit import BLOCK, Quantised, state_bytes
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
-from areno.engine.train.sharded import ShardedAdamW
+from areno.engine.train.sharded import ZeroAdamW
 from areno.engine.train.state_files import SavedState
 from tests.engine.parallel.shares import SHAPES, SPREAD, start, weights_and_gradients
 from tests.support.optimizer_states import contents, saved
@@ -206,7 +206,7 @@ def test_offloaded_shares_are_in_the_memory_of_the_computer(low):
     weights, gradients = weights_and_gradients(4, torch.bfloat16)
     config = dataclasses.replace(CONFIG, adam_8bit=low, offload=True)
     made = []
-    for kind in (MasterAdamW, partial(ShardedAdamW, peers=Peers())):
+    for kind in (MasterAdamW, partial(ZeroAdamW, peers=RankContext())):
         parameters = {name: torch.nn.Parameter(tensor.cuda()) for name, tensor in weights.items()}
         optimizer = kind(list(parameters.items()), config)
         for step in gradients:

@@ -27,7 +27,7 @@ def test_a_part_does_not_keep_the_whole_weight_or_the_file_in_memory(tmp_path):
     path = save_tiny_checkpoint(tmp_path / "qwen3", "qwen3", heads=4, hidden=64)
     group = EngineGroup(str(path), EngineConfig(kv_cache_tokens=1024, decode="eager"), Layout(tp_size=2))
     try:
-        for needed, held, files in group.each_rank(memory_behind_weights):
+        for needed, held, files in group.run_on_all_ranks(memory_behind_weights):
             assert held == needed
             assert files == []
     finally:

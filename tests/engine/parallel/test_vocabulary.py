@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from areno.engine.model import causal_lm
 from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.model.packing import PackedPlan
-from areno.engine.parallel.parts import local_gradient, whole_of
+from areno.engine.parallel.parts import local_gradient, unsharded
 from areno.engine.parallel.workers import WorkerGroup
 from tests.engine.parallel.replica import members
 from tests.support.tiny import tiny_module
@@ -70,7 +70,7 @@ def measure(peers, path, chunk_rows):
         hidden = model.body(ids, plan.position_ids, plan)
         logprobs, entropy, bounds = model.logprobs_and_entropy(hidden, targets, temperatures, bounds=True)
         (logprobs * WEIGHTS).sum().backward()
-    gradients = {name: whole_of(local_gradient(p), p) for name, p in model.parameters() if "norm" not in name}
+    gradients = {name: unsharded(local_gradient(p), p) for name, p in model.parameters() if "norm" not in name}
     with torch.no_grad(), Watch() as whole:
         logits = model.logits(hidden[-3:])
     found = {

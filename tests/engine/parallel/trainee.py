@@ -14,13 +14,13 @@ from areno.engine import role as role_module
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.parts import local, whole_of
-from areno.engine.parallel.peers import Peers, connect
+from areno.engine.parallel.parts import local, unsharded
+from areno.engine.parallel.rank_context import RankContext, connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.role import Role, load_role
 from areno.engine.train.optimizer import OptimizerConfig
-from areno.engine.train.sharded import ShardedAdamW
+from areno.engine.train.sharded import ZeroAdamW
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import TrainSequence
 from tests.engine.test_equivalences import rows
@@ -70,7 +70,7 @@ def batch(step: int, tree: bool) -> list[TrainSequence]:
     return found
 
 
-def learn(lesson: Lesson, peers: Peers) -> Learned:
+def learn(lesson: Lesson, peers: RankContext) -> Learned:
     """Train; every rank must call."""
     kind, loss = LOSSES[lesson.loss]
     options = LoadOptions(dtype=lesson.dtype, peers=peers)
@@ -83,14 +83,14 @@ def learn(lesson: Lesson, peers: Peers) -> Learned:
     gradients = first_gradients(role, lesson, loss)
     stats = [role.training.run(batch(step, lesson.tree), loss, lesson.mini_bs) for step in range(STEPS)]
     parameters = role.model.parameters()
-    weights = {name: whole_of(local(p.detach()), p).clone() for name, p in parameters}
+    weights = {name: unsharded(local(p.detach()), p).clone() for name, p in parameters}
     held = sum(local(p).numel() for _, p in parameters)
     return Learned(stats, all_stages(gradients, peers), all_stages(weights, peers), held)
 
 
-def all_stages(tensors: dict[str, torch.Tensor], peers: Peers) -> dict[str, torch.Tensor]:
+def all_stages(tensors: dict[str, torch.Tensor], peers: RankContext) -> dict[str, torch.Tensor]:
     """Those of all stages of a pipeline; a gradient of a tied weight is the sum of what both see."""
-    return {name: tensor for stage in peers.pipeline.everyone(tensors) for name, tensor in stage.items()}
+    return {name: tensor for stage in peers.pipeline.all_gather(tensors) for name, tensor in stage.items()}
 
 
 def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Tensor]:
@@ -100,22 +100,22 @@ def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Te
     step.accumulate(batch(0, lesson.tree), loss, lesson.mini_bs)
     step.set_training(False)
     step.optimizer.collect()
-    if isinstance(step.optimizer, ShardedAdamW):
+    if isinstance(step.optimizer, ZeroAdamW):
         found = whole_gradients(step.optimizer)
     else:
-        found = {n: whole_of(local(p.grad), p).clone() for n, p in role.model.parameters() if p.grad is not None}
+        found = {n: unsharded(local(p.grad), p).clone() for n, p in role.model.parameters() if p.grad is not None}
     step.optimizer.zero_grad()
     role.model.weights.release()
     return found
 
 
-def whole_gradients(optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
+def whole_gradients(optimizer: ZeroAdamW) -> dict[str, torch.Tensor]:
     """Of every parameter, from the ranks' shares of the summed gradient."""
     flat = torch.empty(optimizer._share * optimizer.peers.data.size)
-    for first, values in optimizer._joined(optimizer._gradient.clone()):
+    for first, values in optimizer._gathered(optimizer._gradient.clone()):
         flat[first : first + len(values)] = values
     return {
-        one.name: whole_of(flat[one.start : one.stop].view_as(local(one.parameter)), one.parameter).detach()
+        one.name: unsharded(flat[one.start : one.stop].view_as(local(one.parameter)), one.parameter).detach()
         for one in optimizer._segments
     }
 
@@ -160,5 +160,5 @@ class Trainees:
     def alone(self, lesson: Lesson) -> Learned:
         """The same in this process."""
         if lesson not in self._truths:
-            self._truths[lesson] = learn(lesson, Peers())
+            self._truths[lesson] = learn(lesson, RankContext())
         return self._truths[lesson]

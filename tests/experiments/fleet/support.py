@@ -15,10 +15,10 @@ GREEDY = {"greedy": True, "ignore_eos": True}
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """A copy of all parameters, whole; runs on a rank, whose generation must be idle."""
-    from areno.engine.parallel.parts import local, whole_of
+    from areno.engine.parallel.parts import local, unsharded
 
     named = engine.actor.model.module.named_parameters()
-    return {name: whole_of(local(p.detach()), p).clone() for name, p in named}
+    return {name: unsharded(local(p.detach()), p).clone() for name, p in named}
 
 
 def adapter_of(engine: Engine) -> dict[str, torch.Tensor]:

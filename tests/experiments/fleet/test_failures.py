@@ -59,7 +59,7 @@ def test_a_killed_replica_comes_back_with_the_current_weights_and_every_request_
     assert "was killed by signal 9" in health.replicas[0].worker.error
     assert victim not in pids(fleet)
     for group in fleet._up().values():
-        assert same(group.each_rank(parameters_of)[0], current)
+        assert same(group.run_on_all_ranks(parameters_of)[0], current)
     assert (tmp_path / "logs" / "rollout-0.log").read_text().count("==== rollout/0, start") == 2
     assert (tmp_path / "logs" / "rollout-1.log").read_text().count("==== rollout/1, start") == 1
 
@@ -166,7 +166,7 @@ def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer,
         killer.wait()
         wait_until(lambda: fleet.health().restarts == version - 1 and states(fleet) == ["ready", "ready"])  # noqa: B023
         for group in fleet._up().values():
-            assert same(group.each_rank(parameters_of)[0], parameters_of(trainer))
+            assert same(group.run_on_all_ranks(parameters_of)[0], parameters_of(trainer))
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
 
 
@@ -175,7 +175,7 @@ def test_a_replica_that_is_killed_while_the_broadcast_forms_holds_nobody_up(trai
     learn(trainer)
     busy, victim = fleet._up()[0], pids(fleet)[0]
     with ThreadPoolExecutor(1) as pool:
-        nap = pool.submit(busy.each_rank, rest)  # it has not come to the others when it dies
+        nap = pool.submit(busy.run_on_all_ranks, rest)  # it has not come to the others when it dies
         threading.Timer(1.0, os.kill, [victim, signal.SIGKILL]).start()
         began = time.monotonic()
         fleet.update_weights(trainer, 1, "xccl", verify=True)
@@ -183,7 +183,7 @@ def test_a_replica_that_is_killed_while_the_broadcast_forms_holds_nobody_up(trai
         assert isinstance(nap.exception(), EngineError)
     wait_until(lambda: states(fleet) == ["ready", "ready"])
     for group in fleet._up().values():
-        assert same(group.each_rank(parameters_of)[0], parameters_of(trainer))
+        assert same(group.run_on_all_ranks(parameters_of)[0], parameters_of(trainer))
 
 
 def test_a_killed_parent_leaves_no_process_and_no_memory(policy, tmp_path):

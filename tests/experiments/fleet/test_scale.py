@@ -26,7 +26,7 @@ def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_firs
     learn(trainer)
     fleet.update_weights(trainer, 1)
     fleet.resize(2)
-    assert all(same(group.each_rank(parameters_of)[0], parameters_of(trainer)) for group in fleet._up().values())
+    assert all(same(group.run_on_all_ranks(parameters_of)[0], parameters_of(trainer)) for group in fleet._up().values())
 
     wanted = requests(6, tokens=300)
     futures = fleet.submit(wanted)

@@ -38,7 +38,7 @@ MODES = ("shm", "xccl", "disk")
 
 
 def replicas_of(fleet, function=parameters_of):
-    return [found for group in fleet._up().values() for found in group.each_rank(function)]
+    return [found for group in fleet._up().values() for found in group.run_on_all_ranks(function)]
 
 
 def test_every_mode_brings_the_same_bits_and_a_fresh_engine_says_the_same(policy, trainer, open_fleet, tmp_path):
@@ -235,7 +235,7 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
         for version, mode in enumerate(MODES, start=1):
             learn(group, seed=version)
             fleet.update_weights(group, version, mode, verify=True)
-            assert same(replicas_of(fleet)[0], group.each_rank(parameters_of)[0])
+            assert same(replicas_of(fleet)[0], group.run_on_all_ranks(parameters_of)[0])
             assert answers(fleet, requests(2)) == answers(group, requests(2))
     finally:
         group.close()
@@ -255,7 +255,7 @@ def test_the_stages_of_a_trainer_feed_replicas_with_all_layers(policy, open_flee
         for version, mode in enumerate(MODES, start=1):
             learn(group, seed=version)
             fleet.update_weights(group, version, mode, verify=True)
-            stages = [found for found in group.each_rank(parameters_of) if found]
+            stages = [found for found in group.run_on_all_ranks(parameters_of) if found]
             assert same(replicas_of(fleet)[0], {name: value for found in stages for name, value in found.items()})
         group.save_model(tmp_path)
         saved = Engine(str(tmp_path), config())
@@ -284,11 +284,11 @@ def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, ope
         learn(group)
         fleet.update_weights(group, 1, "shm", verify=True)
         assert answers(fleet, requests(2)) == answers(group, requests(2))
-        summed = group.each_rank(parameters_of)[0]  # generation has left the sums in place
+        summed = group.run_on_all_ranks(parameters_of)[0]  # generation has left the sums in place
         merged = {name.replace(".base_layer", ""): p for name, p in summed.items() if ".lora_" not in name}
         assert same(replicas_of(fleet)[0], merged)
         group.end_rollout()
-        apart = group.each_rank(parameters_of)[0]
+        apart = group.run_on_all_ranks(parameters_of)[0]
         assert not torch.equal(apart[first := next(n for n in apart if n.endswith("base_layer.weight"))], summed[first])
     finally:
         group.close()

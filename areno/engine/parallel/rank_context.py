@@ -1,7 +1,7 @@
-"""Who else works on the same model: this rank's place in the layout, and its channels to the others.
+"""A rank's place in the layout, and its communication groups.
 
-Without FSDP the default process group of a rank is its replica, so that whatever shards a model over "the world" shards it over
-the replica; with FSDP it is its stage, of which a mesh has the axes. Other groups are process groups of their own.
+Without FSDP a rank's default process group is its replica, so that code that shards a model across "the world" shards it across
+the replica. With FSDP it is the stage, whose axes a device mesh defines. All other groups are separate process groups.
 """
 
 from __future__ import annotations
@@ -18,49 +18,47 @@ from areno.engine.parallel.layout import Layout, Place
 from areno.engine.parallel.rendezvous import Rendezvous
 
 Links = dict[tuple[bool, int], Group]
-"""Groups of two ranks, the first of which sends to the second: activations to the next stage, or gradients to the one before.
+"""Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
 
-The key says whether they are gradients, and from which stage. Each direction has a group of its own, so that none waits for
-another, whatever the order in which the two ranks use them.
+Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that none blocks another, in
+whatever order the two ranks use them.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
-    """One rank's place, and its channels."""
+class RankContext:
+    """A rank's place and communication groups."""
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
-    data: Channel = field(default_factory=Channel)  # ranks with the same place in other replicas
-    context: Channel = field(default_factory=Channel)  # ranks with the other tokens of this replica's rows
-    tensor: Channel = field(default_factory=Channel)  # ranks with the other parts of each layer
-    turns: Channel = field(default_factory=Channel)  # the same ranks, on a line of their own for the rollout loop
-    experts: Channel = field(default_factory=Channel)  # ranks with the other experts of each mixture
-    stage: Channel = field(default_factory=Channel)  # all ranks that have the same layers; with FSDP
-    pipeline: Channel = field(default_factory=Channel)  # ranks with the same part of the other stages
-    ends: Channel = field(default_factory=Channel)  # those of the first and the last stage, on these
-    links: Links = field(
-        default_factory=dict, hash=False
-    )  # between stages that pass activations and gradients on to each other
+    data: Channel = field(default_factory=Channel)  # the same place in all replicas
+    context: Channel = field(default_factory=Channel)  # all tokens of this replica's rows
+    tensor: Channel = field(default_factory=Channel)  # all shards of each layer
+    turns: Channel = field(default_factory=Channel)  # the ranks of ``tensor``, in a separate group for the rollout loop
+    experts: Channel = field(default_factory=Channel)  # all experts of each mixture
+    stage: Channel = field(default_factory=Channel)  # all ranks with the same layers; only with FSDP
+    pipeline: Channel = field(default_factory=Channel)  # the same place in all stages
+    ends: Channel = field(default_factory=Channel)  # the same place in the first and the last stage; only on those
+    links: Links = field(default_factory=dict, hash=False)  # point-to-point groups between neighbouring stages
 
     @property
     def replica(self) -> int:
-        """Number of this rank's replica."""
+        """Index of this rank's replica."""
         return self.layout.place(self.rank).replica
 
     @property
     def place(self) -> Place:
-        """Where this rank stands."""
+        """This rank's place on each axis."""
         return self.layout.place(self.rank)
 
     @property
     def alone(self) -> bool:
-        """Whether there is only this rank."""
+        """Whether this is the only rank."""
         return self.layout.world_size == 1
 
     @property
     def decides(self) -> bool:
-        """Whether the ranks with the other parts of each layer follow this one."""
+        """Whether this is the first rank of its tensor-parallel group, which the others follow."""
         return self.tensor.rank == 0
 
     @property
@@ -70,42 +68,44 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its replica."""
+        """Whether this is the first rank of its replica."""
         return self.tensor.rank == 0 and self.context.rank == 0
 
     @property
     def heads(self) -> bool:
-        """Whether this rank speaks for its stage."""
+        """Whether this is the first rank of its stage."""
         return self.rank % self.layout.stage_size == 0
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def reader(self) -> int:
-        """Number of the group that reads the same rows: replicas, or their parts where work is no pass over whole rows."""
+        """Index of the data shard: the replica, subdivided by context parallelism for work that needs no full rows."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights: all do, unless one reads for those with the same layers."""
+        """Whether this rank reads weights from disk: all do, unless one reads for its stage."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
-    def from_reader(self, values: Tensor) -> None:
-        """Values of the rank that reads, in place, on all with the same layers."""
+    def broadcast_from_reader(self, values: Tensor) -> None:
+        """Broadcast the values of the rank that reads weights within its stage, in place."""
         if self.place.replica == 0:
-            self.context.spread(values)
-        self.data.spread(values)
+            self.context.broadcast(values)
+        self.data.broadcast(values)
 
-    def smallest(self, value: int) -> int:
-        """Least number over all ranks."""
-        return self.pipeline.smallest(self.data.smallest(self.context.smallest(self.tensor.smallest(value))))
+    def all_reduce_min(self, value: int) -> int:
+        """Return the minimum over all ranks."""
+        for channel in (self.tensor, self.context, self.data, self.pipeline):
+            value = channel.all_reduce_min(value)
+        return value
 
 
-def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> Peers:
-    """Join the other ranks; returns when all have come."""
+def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> RankContext:
+    """Create this rank's communication groups; return when all ranks have joined."""
     place = layout.place(rank)
     across = SharedGroup if device.type == "cpu" else Group
 
@@ -124,13 +124,13 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
     column = f"{place.replica}-{place.context}-{place.tensor}"
     at_an_end = place.stage in (0, layout.pp_size - 1)
     line = f"{place.stage}-{place.replica}-{place.context}"
-    return Peers(
+    return RankContext(
         layout,
         rank,
         data=group(f"data-{place.stage}-{place.context}-{place.tensor}", place.replica, layout.dp_size, kind=across),
         context=group(f"context-{place.stage}-{place.replica}-{place.tensor}", place.context, layout.cp_size),
         tensor=group(f"tensor-{line}", place.tensor, layout.tp_size),
-        # In a thread of its own, and of words only: never on the device, whose collectives must keep one order.
+        # Used from another thread, so never on the device, whose collectives must keep one order.
         turns=group(f"turns-{line}", place.tensor, layout.tp_size, torch.device("cpu")),
         experts=group(f"experts-{place.stage}-{shard}-{place.tensor}", expert, layout.ep_size),
         stage=stage,
@@ -141,17 +141,17 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
 
 
 def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: torch.device) -> Links:
-    """All stages make them in one order, so nobody waits for somebody who waits."""
-    found: Links = {}
+    """Create the links of a stage; all stages use one order, which rules out deadlocks."""
+    links: Links = {}
     stages = layout.pp_size
     for gradients in (False, True) if stages > 1 else ():
         for sender in range(stages):
             receiver = (sender + (-1 if gradients else 1)) % stages
-            around = sender == (0 if gradients else stages - 1)  # from the last stage to the next run of the first
+            around = sender == (0 if gradients else stages - 1)  # wraps from the last stage to the first one's next run
             if stage in (sender, receiver) and (layout.pp_chunks > 1 or not around):
                 own = f"{name}-{'gradients' if gradients else 'activations'}-{sender}"
-                found[gradients, sender] = meet(where, own, int(stage == receiver), 2, device)
-    return found
+                links[gradients, sender] = meet(where, own, int(stage == receiver), 2, device)
+    return links
 
 
 def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:
