@@ -67,7 +67,7 @@ class Backend(Generator, Protocol):
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""
 
-    def keep_contexts(self, wanted: bool) -> None:
+    def enable_prefix_cache(self, wanted: bool) -> None:
         """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
 
     def end_rollout(self) -> None:

@@ -19,20 +19,20 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_deterministic_algorithms, use_device
 from areno.engine.engine_config import EngineConfig
 from areno.engine.inference import DecodeProgress
+from areno.engine.libc_tuning import retain_freed_memory
 from areno.engine.limits import check_role_tokenizer, check_tokenizer
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
 from areno.engine.model.routers import follow_routers, refuse_without_experts
-from areno.engine.native import keep_freed_memory
 from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.engine.scoring import Scored, TokenRows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
@@ -74,7 +74,7 @@ class Engine:
         if config.return_routed_experts:
             follow_routers(self.actor.model, path, config.peers.pipeline.everyone)
         if config.device.type == "cpu":
-            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
+            retain_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) and model.stage is None else None
@@ -82,7 +82,7 @@ class Engine:
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
         with model.gathered():
-            cached = prove_decoding(model, self.path)
+            cached = validate_decoding(model, self.path)
         if config.speculate:
             self._refuse_speculation(goes_back=bool(cached.layers))
         self._token_bytes = cached.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
@@ -161,7 +161,7 @@ class Engine:
             loop.make_room(wanted)
         loop.scheduler.max_running = wanted
 
-    def keep_contexts(self, wanted: bool) -> None:
+    def enable_prefix_cache(self, wanted: bool) -> None:
         """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.pipeline import Pipeline
-from areno.engine.progress import PROGRESS
 from areno.engine.train.outputs import last_tokens
 from areno.engine.train.replay import replay_of
 from areno.types.routing import RoutingRecord
@@ -74,7 +74,7 @@ def score(
         pipeline.run(every, finish, backward=False)
         return results
     for batch in batches:
-        PROGRESS.tick()
+        HEARTBEAT.tick()
         CPU_THREADS.apply()
         results += _scores(model, what, batch, model.body(batch.tokens, batch.plan.position_ids, batch.plan))
     return results

@@ -22,7 +22,7 @@ from areno.engine.rollout.compiled import spec, switch
 from areno.engine.rollout.compiled.spec import StepSpec
 from areno.engine.rollout.decode import SharedPrefixes, StepDecode
 from areno.engine.rollout.loop import RolloutLoop
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
@@ -50,7 +50,7 @@ def make_loop():
             make_stop_text=None,
             budget_tokens=budget,
             max_running=running,
-            layers=prove_decoding(model, "test").layers,
+            layers=validate_decoding(model, "test").layers,
             decode_mode=mode,
         )
         loops.append(loop)
@@ -96,7 +96,7 @@ def built(kernels, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
             patch.setattr(switch, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
-        failure = switch._Build(StepSpec.of(model, prove_decoding(model, "test").layers)).wait()
+        failure = switch._Build(StepSpec.of(model, validate_decoding(model, "test").layers)).wait()
     assert failure == ""
     if before is not None:
         os.environ["ARENO_CACHE_DIR"] = before
@@ -340,7 +340,7 @@ def test_a_package_that_computes_something_else_is_refused(make_loop, built, tmp
 
 def test_what_decides_the_arithmetic_decides_the_name():
     model = make_model()
-    layers = prove_decoding(model, "test").layers
+    layers = validate_decoding(model, "test").layers
     name = StepSpec.of(model, layers).path().name
     assert StepSpec.of(make_model(seed=3), layers).path().name == name  # weights do not
     model.config.rms_norm_eps = 0.5
@@ -356,7 +356,7 @@ def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_
 @pytest.mark.long
 def test_a_failed_build_says_why(own_cache):
     model = make_model()
-    spec = StepSpec.of(model, prove_decoding(model, "test").layers)
+    spec = StepSpec.of(model, validate_decoding(model, "test").layers)
     broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
     assert "makes a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
     assert [p for p in own_cache.rglob("*") if p.is_file() and p.suffix != ".so"] == []
@@ -388,7 +388,7 @@ def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypa
     program = (
         "import sys, time; from tests.engine.test_compiled_decode import *\n"
         "model = make_model()\n"
-        "b = switch._Build(StepSpec.of(model, prove_decoding(model, 'test').layers)); print('up', flush=True)\n"
+        "b = switch._Build(StepSpec.of(model, validate_decoding(model, 'test').layers)); print('up', flush=True)\n"
         "time.sleep(60)"
     )
     parent = start_text(program, own_cache)

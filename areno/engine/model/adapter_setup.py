@@ -37,9 +37,9 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     module.eval()  # new layers begin in training mode, in which they would drop
     if not _is_spread(module):
         return Adapter(wrapped, may_merge=may_merge)
-    from areno.engine.model.spread_adapter import SpreadAdapter  # costs a second to import, and few need it
+    from areno.engine.model.sharded_adapter import ShardedAdapter  # costs a second to import, and few need it
 
-    return SpreadAdapter(wrapped, may_merge=may_merge)
+    return ShardedAdapter(wrapped, may_merge=may_merge)
 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
@@ -48,9 +48,9 @@ def merge_for_good(module: nn.Module, path: str) -> nn.Module:
     with _made_whole(module):
         wrapped = _load(module, path, trainable=False)
     if _is_spread(module):
-        from areno.engine.model.spread_adapter import merge_spread
+        from areno.engine.model.sharded_adapter import merge_sharded
 
-        return merge_spread(wrapped, adapted_layers(wrapped)).requires_grad_(True)
+        return merge_sharded(wrapped, adapted_layers(wrapped)).requires_grad_(True)
     merged: nn.Module = wrapped.merge_and_unload()
     return merged.requires_grad_(True)
 
@@ -64,9 +64,9 @@ def _made_whole(module: nn.Module) -> AbstractContextManager[None]:
     """Adapters that are made or read in the block are whole, also those of a spread module."""
     if not _is_spread(module):
         return nullcontext()
-    from areno.engine.model.spread_adapter import as_if_whole
+    from areno.engine.model.sharded_adapter import as_if_unsharded
 
-    return as_if_whole(module)
+    return as_if_unsharded(module)
 
 
 def brings_head(path: str) -> bool:

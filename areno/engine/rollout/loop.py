@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from areno.engine.device import use_device
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.inference import DecodeProgress
+from areno.engine.libc_tuning import release_workers, trim_freed_memory
 from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.routing import Routers
-from areno.engine.native import give_freed_memory_back, release_workers
-from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
 from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
@@ -34,7 +34,7 @@ from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, Taken, broken_grammars
+from areno.engine.rollout.sequence import Group, LoopCommands, Prefill, Sequence, StepOutcome, grammar_errors
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
@@ -250,7 +250,7 @@ class RolloutLoop:
             with torch.inference_mode():
                 while self._next_work():
                     self._pause.rest()
-                    PROGRESS.tick()
+                    HEARTBEAT.tick()
                     if self._failure is None:
                         self._turn()
         except BaseException as error:
@@ -259,7 +259,7 @@ class RolloutLoop:
     def _next_work(self) -> bool:
         """Take in new requests; sleeps while there is nothing to do. False means the loop shall end."""
         with self._wake:
-            self._apply(self._news())
+            self._apply(self._take_commands())
             if not self._busy:
                 self._threads.reset()
                 release_workers()
@@ -267,30 +267,30 @@ class RolloutLoop:
                     self._progress.idle()
                 self._wake.notify_all()
                 if not self._wake.wait_for(self._awaited, self.idle_s):
-                    give_freed_memory_back()  # 0.1 s for 3 GB
+                    trim_freed_memory()  # 0.1 s for 3 GB
                     self._wake.wait_for(self._awaited)
                 self.decode.refresh()
-                self._apply(self._news())
+                self._apply(self._take_commands())
             return self._failure is None and (self._busy or not self._closing)
 
     def _awaited(self) -> bool:
         return bool(self._incoming or self._closing or self._pause.wanted)
 
-    def _news(self) -> News:
+    def _take_commands(self) -> LoopCommands:
         """What other threads have asked for since the last turn."""
         cancelled = [group for group in self._cancelled if group.future in self._open]
         pause = self._pause.wanted and not self._pause.agreed
-        news = News(self._incoming, self._cancel, cancelled, pause)
+        commands = LoopCommands(self._incoming, self._cancel, cancelled, pause)
         self._incoming, self._cancel, self._cancelled = [], False, []
-        return news
+        return commands
 
-    def _apply(self, news: News) -> None:
-        self._pause.agreed |= news.pause
-        for group in news.arrived:
+    def _apply(self, commands: LoopCommands) -> None:
+        self._pause.agreed |= commands.pause
+        for group in commands.arrived:
             self.scheduler.waiting += group.members
-        if news.cancel_all or news.cancelled:
+        if commands.cancel_all or commands.cancelled:
             everyone = [*self.scheduler.waiting, *self.scheduler.live()]
-            self._abort([s for s in everyone if news.cancel_all or s.group in news.cancelled])
+            self._abort([s for s in everyone if commands.cancel_all or s.group in commands.cancelled])
         self._busy = bool(self.scheduler.waiting or self.scheduler.held())
 
     def _fail(self, error: BaseException) -> None:
@@ -320,11 +320,11 @@ class RolloutLoop:
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
             tokens = most if (busy := bool(scheduler.running)) else IDLE_PREFILL
-            if scheduler.entering is not None:
-                self._continue_entering(tokens)
+            if scheduler.chunked_prefill is not None:
+                self._continue_chunked_prefill(tokens)
             elif shared := scheduler.admit(tokens):
                 self._prefill(shared)
-            elif scheduler.entering is None:
+            elif scheduler.chunked_prefill is None:
                 return
             if busy and scheduler.running:
                 return
@@ -343,17 +343,17 @@ class RolloutLoop:
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
 
-    def _continue_entering(self, tokens: int) -> None:
+    def _continue_chunked_prefill(self, tokens: int) -> None:
         """Prefill the next piece of the entering context; with its last piece the samples begin to run."""
-        entering = self.scheduler.entering
-        assert entering is not None
-        length = entering.members[0].length
+        chunked = self.scheduler.chunked_prefill
+        assert chunked is not None
+        length = chunked.members[0].length
         self._reserve()
-        start = entering.done or self._reuse(entering.members)
-        entering.done = min(start + tokens, length)
-        hidden = self._run_prefill([entering.members], [start], entering.done)
-        if entering.done == length:
-            self._first_tokens([self.scheduler.entered()], hidden)
+        start = chunked.done or self._reuse(chunked.members)
+        chunked.done = min(start + tokens, length)
+        hidden = self._run_prefill([chunked.members], [start], chunked.done)
+        if chunked.done == length:
+            self._first_tokens([self.scheduler.finish_chunked_prefill()], hidden)
 
     def _reserve(self) -> None:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
@@ -426,7 +426,7 @@ class RolloutLoop:
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
         self.counters.agreed_total += sum(map(len, standing)) - len(running)
-        taken = Taken()
+        taken = StepOutcome()
         for rows in zip_longest(*standing):
             kept = [row for row in rows if row is not None and taken.wants(check.members[row])]
             if kept:
@@ -438,10 +438,10 @@ class RolloutLoop:
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         """Give each sequence its token, and let those leave that are done."""
-        self._give(sequences, draw, taken := Taken())
+        self._give(sequences, draw, taken := StepOutcome())
         self._settle(taken)
 
-    def _give(self, sequences: list[Sequence], draw: Draw, taken: Taken) -> None:
+    def _give(self, sequences: list[Sequence], draw: Draw, taken: StepOutcome) -> None:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
@@ -452,9 +452,9 @@ class RolloutLoop:
             elif sequence.push(token, logprob, cut, self.version, top):
                 taken.done.append(sequence)
         self.counters.generated_total += len(tokens)
-        taken.refused.update(broken_grammars(sequences))
+        taken.refused.update(grammar_errors(sequences))
 
-    def _settle(self, taken: Taken) -> None:
+    def _settle(self, taken: StepOutcome) -> None:
         self._leave(taken.done)
         for group, error in taken.refused.items():  # the others go on
             if self._open.pop(group.future, None) is not None:
@@ -477,8 +477,8 @@ class RolloutLoop:
 
     def _remember(self, sequence: Sequence) -> None:
         """Keep the cache of a finished sequence for requests that begin like it; its last token was never fed."""
-        entering = self.scheduler.entering
-        if not self.prefixes.budget_tokens or (entering is not None and sequence in entering.members):
+        chunked = self.scheduler.chunked_prefill
+        if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
             return
         if self.cache.states.tensors():
             return  # a recurrent state belongs to one length only

@@ -21,7 +21,7 @@ class CacheShape:
 
 
 @torch.no_grad()
-def prove_decoding(model: CausalLM, name: str) -> CacheShape:
+def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     """Prefill a few tokens, decode two more, and compare with the packed forward pass.
 
     Raises:

@@ -28,7 +28,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class Entering:
+class ChunkedPrefill:
     """Samples whose shared context is being prefilled piece by piece; they hold the slots behind the running ones.
 
     ``done`` tokens of the context are cached.
@@ -51,16 +51,16 @@ class Scheduler:
     max_running: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
-    entering: Entering | None = None
+    chunked_prefill: ChunkedPrefill | None = None
     preemptions: int = 0
 
     def live(self) -> list[Sequence]:
         """All sequences that hold a slot."""
-        return self.running + (self.entering.members if self.entering else [])
+        return self.running + (self.chunked_prefill.members if self.chunked_prefill else [])
 
     def held(self) -> int:
         """Slots in use."""
-        return len(self.running) + (len(self.entering.members) if self.entering else 0)
+        return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
     def tokens_ahead(self) -> int:
         """Tokens that everything waiting or running may still ask for."""
@@ -87,7 +87,7 @@ class Scheduler:
         shared: list[list[Sequence]] = []
         used = 0
         columns = self.columns()  # kept up to date below: looking at all live sequences for each new one would add up
-        while self.entering is None and self.waiting and len(self.running) < self.max_running:
+        while self.chunked_prefill is None and self.waiting and len(self.running) < self.max_running:
             head = self.waiting[0]
             columns = max(columns, round_up(head.length + 1, COLUMN_STEP))
             if self.running and (len(self.running) + 1) * columns > self.budget_tokens:
@@ -108,13 +108,13 @@ class Scheduler:
     def _enter(self) -> None:
         """The head of the queue, and the samples that share its context as far as they fit, begin a prefill in pieces."""
         first = self.waiting[0]
-        self.entering = Entering([])
+        self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
-        while self.waiting and (not self.entering.members or _same_context(first, self.waiting[0])):
+        while self.waiting and (not self.chunked_prefill.members or _same_context(first, self.waiting[0])):
             held = self.held()
             if held and (held == self.max_running or (held + 1) * columns > self.budget_tokens):
                 break
-            self._take_slot(self.entering.members)
+            self._take_slot(self.chunked_prefill.members)
 
     def _take_slot(self, members: list[Sequence]) -> None:
         """The head of the queue joins the running or the entering samples."""
@@ -122,10 +122,10 @@ class Scheduler:
         sequence.slot = self.held()
         members.append(sequence)
 
-    def entered(self) -> list[Sequence]:
+    def finish_chunked_prefill(self) -> list[Sequence]:
         """The entering samples are prefilled: from now on they run."""
-        assert self.entering is not None
-        members, self.entering = self.entering.members, None
+        assert self.chunked_prefill is not None
+        members, self.chunked_prefill = self.chunked_prefill.members, None
         self.running += members
         return members
 
@@ -142,7 +142,7 @@ class Scheduler:
     def requeue(self) -> None:
         """Send everyone back to the queue, in order: what is cached is worth nothing any more."""
         live = self.live()
-        self.running, self.entering = [], None
+        self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):
             sequence.slot = -1
             self.waiting.appendleft(sequence)
@@ -154,8 +154,8 @@ class Scheduler:
         for sequence in sorted(finished, key=lambda s: -s.slot):
             hole, sequence.slot = sequence.slot, -1
             if hole >= before:
-                assert self.entering is not None
-                self.entering.members.remove(sequence)
+                assert self.chunked_prefill is not None
+                self.chunked_prefill.members.remove(sequence)
                 continue
             last = self.running.pop()
             if last is not sequence:
@@ -167,13 +167,13 @@ class Scheduler:
     def _follow(self) -> list[Move]:
         """Move entering samples up to the end of the running ones."""
         moves: list[Move] = []
-        if self.entering is not None:
-            for target, member in enumerate(self.entering.members, len(self.running)):
+        if self.chunked_prefill is not None:
+            for target, member in enumerate(self.chunked_prefill.members, len(self.running)):
                 if member.slot != target:
-                    moves.append(Move(member.slot, target, self.entering.done))
+                    moves.append(Move(member.slot, target, self.chunked_prefill.done))
                     member.slot = target
-            if not self.entering.members:
-                self.entering = None
+            if not self.chunked_prefill.members:
+                self.chunked_prefill = None
         return moves
 
 

@@ -144,7 +144,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class LoopCommands:
     """What has been asked of a loop between two turns; ``pause``: rest before the next one, until the weights have changed."""
 
     arrived: list[Group]
@@ -157,7 +157,7 @@ class News:
 
 
 @dataclass(slots=True)
-class Taken:
+class StepOutcome:
     """What has come of the tokens of a step: samples that are done, and requests that fail, with the error."""
 
     done: list[Sequence] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Taken:
         return sequence.finish is None and sequence.group not in self.refused
 
 
-def broken_grammars(sequences: list[Sequence]) -> dict[Group, EngineError]:
+def grammar_errors(sequences: list[Sequence]) -> dict[Group, EngineError]:
     """Requests whose grammar has failed, with the error."""
     broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}

@@ -54,7 +54,7 @@ def _pause_call() -> Callable[[int], int] | None:
     return None
 
 
-def give_freed_memory_back() -> None:
+def trim_freed_memory() -> None:
     """Return to the system what the process has freed and still keeps; does nothing but with glibc."""
     if _KEPT:
         _KEPT[0].give_back()
@@ -63,7 +63,7 @@ def give_freed_memory_back() -> None:
         trim(0)
 
 
-def keep_freed_memory() -> None:
+def retain_freed_memory() -> None:
     """Keep what the process frees; does nothing but with glibc, or where the user has chosen an allocator or its limits."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
@@ -71,13 +71,13 @@ def keep_freed_memory() -> None:
         return
     if memory := own_memory():
         _KEPT.append(memory)
-        give_freed_memory_back()  # of what there was before
+        trim_freed_memory()  # of what there was before
     else:
         for option, value in _KEEPING:
             _of_libc("mallopt")(option, value)
 
 
-def freed_and_kept() -> int:
+def retained_bytes() -> int:
     """Bytes that the process has freed and still keeps, and may use again; 0 where that cannot be known."""
     if _KEPT:
         return _KEPT[0].kept()

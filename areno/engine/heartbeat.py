@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Progress:
-    """A counter; :data:`PROGRESS` is the process's."""
+class Heartbeat:
+    """A counter; :data:`HEARTBEAT` is the process's."""
 
     count: float = 0.0
 
@@ -14,4 +14,4 @@ class Progress:
         self.count += 1
 
 
-PROGRESS = Progress()
+HEARTBEAT = Heartbeat()

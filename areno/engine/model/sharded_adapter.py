@@ -26,7 +26,7 @@ _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
-class SpreadAdapter(Adapter):
+class ShardedAdapter(Adapter):
     """The adapter of a spread module; the calls of every rank must be the same. UsageError: a layer is spread otherwise."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
@@ -65,7 +65,7 @@ class SpreadAdapter(Adapter):
 
 
 @contextmanager
-def as_if_whole(module: Any) -> Iterator[None]:
+def as_if_unsharded(module: Any) -> Iterator[None]:
     """In the block no linear layer is spread; their weights are as wide as all ranks' parts, without values or memory.
 
     So ``peft`` makes and reads whole matrices, and draws the random numbers that it would for a model in one process.
@@ -89,7 +89,7 @@ def as_if_whole(module: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
+def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
     """Add an adapter of whole matrices to a spread module's weights, and return the module without it."""
     for name, layer, style in _spread_layers(wrapped.get_base_model(), layers):
         _refuse_other_layers(name, layer, style)
