@@ -1,16 +1,16 @@
-"""Whether this process gets on with its work: a count that everything which takes long moves on."""
+"""Liveness counter of this process: every long-running operation advances it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """A counter; :data:`HEARTBEAT` is the process's."""
+    """A progress counter; use the process-wide :data:`HEARTBEAT`."""
 
     count: float = 0.0
 
     def tick(self) -> None:
-        """Something was done."""
+        """Record progress."""
         self.count += 1
 
 

@@ -55,7 +55,7 @@ release_workers()
     assert again == with_workers
 
 
-_KEEPING = """
+_RETAIN = """
 import areno, resource, torch
 from areno.engine.libc_tuning import retained_bytes, trim_freed_memory, retain_freed_memory
 def faults():
@@ -85,9 +85,9 @@ for _ in range(5):
 print(faults() - before)
 """
     pages = 5 * 72e6 / 4096
-    [kept] = run(_KEEPING + program, **keeper)
+    [kept] = run(_RETAIN + program, **keeper)
     assert kept < 0.05 * pages
-    [own] = run(_KEEPING + program, **keeper, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    [own] = run(_RETAIN + program, **keeper, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
     assert own > 0.9 * pages
 
 
@@ -101,7 +101,7 @@ freed = kept()
 trim_freed_memory()
 print(in_use, freed, kept())
 """
-    in_use, freed, after = run(_KEEPING + program, **keeper)
+    in_use, freed, after = run(_RETAIN + program, **keeper)
     assert in_use <= 20
     assert 380 <= freed - in_use <= 400
     assert after <= 20
@@ -125,7 +125,7 @@ for step in range(2_000):
         most = max(most, used)
 print(held() - before, most, int(all(float(x[0] + x[-1]) == 2 for _, x in live)))
 """
-    held, most, sound = run(_KEEPING + program)
+    held, most, sound = run(_RETAIN + program)
     assert sound
     assert held < 1.3 * most
 
@@ -157,7 +157,7 @@ for thread in threads:
     thread.join()
 print(len(_KEPT), len(wrong), sum(codes))
 """
-    assert run(_KEEPING + program) == [1, 0, 0]
+    assert run(_RETAIN + program) == [1, 0, 0]
 
 
 @linux

@@ -349,13 +349,13 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.score_logprobs("ref", ROWS)
     engine.ensure_roles(role("ref", other_checkpoint))
     engine.ensure_roles(role("ref", other_checkpoint))  # a second time changes nothing
-    with pytest.raises(EngineError, match=r"role 'ref' is loaded from .* already; call drop_role"):
+    with pytest.raises(EngineError, match=r"role 'ref' is already loaded from .*; call drop_role"):
         engine.ensure_roles(role("ref", classifier))
     with pytest.raises(EngineError, match="role 'ref' is frozen"):
         engine.train(value_rows(), sft_loss_fn, 2, role="ref")
-    with pytest.raises(EngineError, match="role 'ref' gives log-probs, not values"):
+    with pytest.raises(EngineError, match="role 'ref' predicts log-probs, not values"):
         engine.score_values("ref", ROWS)
-    with pytest.raises(EngineError, match="role 'ref' gives log-probs, not rewards"):
+    with pytest.raises(EngineError, match="role 'ref' predicts log-probs, not rewards"):
         engine.score_rewards("ref", ROWS)
     with pytest.raises(EngineError, match="actor cannot be dropped"):
         engine.drop_role("actor")
