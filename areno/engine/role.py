@@ -256,7 +256,7 @@ def _check_choices(
     if not layout.fsdp:
         return
     chosen = {
-        "--load-in-4bit": adapter is not None and adapter.load_in_4bit,
+        "--load-in-4bit: 4-bit weights": adapter is not None and adapter.load_in_4bit,
         "--lora-rank and --tp-size: adapters of tensor-parallel layers": adapter is not None and layout.tp_size > 1,
     }
     for conflicting, present in chosen.items():

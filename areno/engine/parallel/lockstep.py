@@ -78,7 +78,7 @@ class LeadingLoop(_Counting):
     def weights_changing(self, version: int) -> Iterator[None]:
         """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
         with self._wake:
-            self._refuse_ended()
+            self._check_alive()
             self._start()  # it is this thread that tells the others
         with super().weights_changing(version):
             yield

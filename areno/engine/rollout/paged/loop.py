@@ -131,4 +131,4 @@ def _is_plain(group: Group) -> bool:
     """Whether a request's tokens can be drawn from its logits by temperature alone."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)
-    return not (edited or Filters.wanted(sampling) or sampling.top_logprobs)
+    return not (edited or Filters.applies_to(sampling) or sampling.top_logprobs)
