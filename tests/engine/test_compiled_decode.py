@@ -80,7 +80,7 @@ def own_cache(kernels, tmp_path, monkeypatch):
 
 
 def forked(command, *, stderr, **_):
-    """Stands in for ``subprocess.Popen``: the building process has its imports done."""
+    """Stands in for ``subprocess.Popen``: the build process has its imports done."""
     files = (stderr.fileno(), stderr.fileno())
     return Forked(preloaded().fork("tests.support.build", command[3:], environment(), *files))
 
@@ -233,8 +233,8 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
     assert rounds > 3, "tokens must come while the step is being built"
     assert_same(answers(loop, requests), expected)
     assert [r.message.split(" (")[0].split(",")[0] for r in caplog.records if r.name == LOGGER] == [
-        "compiling the decode step beside the run",
-        "the decode step is compiled from here on",
+        "compiling the decode step in the background",
+        "switched to the compiled decode step",
     ]
     made = tmp_path / spec.CACHE_KIND  # our kernels, which the build takes, lie beside it
     assert [path.suffix for path in made.iterdir()] == [".pt2"]
@@ -349,7 +349,7 @@ def test_what_decides_the_arithmetic_decides_the_name():
 
 def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_loop):
     model = prepare(tiny_module("qwen3_5"), "qwen3_5")
-    with pytest.raises(EngineError, match="keeps states beside keys and values"):
+    with pytest.raises(EngineError, match="has recurrent states"):
         make_loop(model, "compiled")
 
 

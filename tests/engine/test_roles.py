@@ -222,7 +222,7 @@ def test_a_trained_reward_model_loads_in_transformers_and_scores_the_same_padded
     with torch.no_grad():
         expected = module(padded, attention_mask=(padded != pad).long()).logits[:, 0]
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
-    with pytest.raises(EngineError, match="generates nothing"):
+    with pytest.raises(EngineError, match="cannot generate"):
         engine.submit([])
     # and it can serve as the reward role of another run
     policy = Engine(str(other_checkpoint), EngineConfig())
