@@ -368,7 +368,7 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.ensure_roles(role("critic", classifier, trainable=True, optimizer={"learning_rate": 1.0}))
     with pytest.raises(UsageError, match=r"role 'critic' .*: this hub id could not be loaded"):
         engine.ensure_roles(role("critic", tmp_path / "missing", trainable=True))
-    with pytest.raises(UsageError, match=r"weights do not belong to its configuration: lm_head.weight is missing"):
+    with pytest.raises(UsageError, match=r"weights do not match the configuration: lm_head.weight is missing"):
         engine.ensure_roles(role("teacher", classifier))
     with pytest.raises(ValueError, match="row 1 is empty"):
         engine.score_logprobs("actor", [[1], []])

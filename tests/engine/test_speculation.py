@@ -121,7 +121,7 @@ def test_accepted_draft_tokens_stay_cached_when_a_sample_changes_slots(make_loop
     results = []
     for speculate in (0, 4):
         loop = make_loop(prepare(tiny_module("qwen3_moe", layers=2, sharpen=1.5), "qwen3_moe"), speculate)
-results.append([s for f in loop.submit(asked) for s in f.result(60).sequences])
+        results.append([s for f in loop.submit(asked) for s in f.result(60).sequences])
     assert loop.counters.agreed_total
     for plain, speculative in zip(*results, strict=True):
         assert speculative.resp_tokens == plain.resp_tokens

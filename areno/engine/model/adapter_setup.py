@@ -130,13 +130,12 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
             "use one with bias='none'"
         )
 
-
-if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-    raise UsageError(
-        f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, "
-        "and --tp-size shards them; use --tp-size 1, or convert it to a plain one "
-        "(path_initial_model_for_weight_conversion of peft)"
-    )
+    if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        raise UsageError(
+            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, "
+            "and --tp-size shards them; use --tp-size 1, or convert it to a plain one "
+            "(path_initial_model_for_weight_conversion of peft)"
+        )
 
 
 def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
