@@ -157,7 +157,7 @@ def test_limits_and_choices_are_translated(stage):
             assert cut.usage.output_tokens == 3
             with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
                 client.responses.create(model="policy", input="Hello", previous_response_id="resp_1")
-            with pytest.raises(openai.BadRequestError, match="a tool of type 'web_search' is not there"):
+            with pytest.raises(openai.BadRequestError, match="tools of type 'web_search' are not supported"):
                 client.responses.create(model="policy", input="Hello", tools=[{"type": "web_search"}])
             with pytest.raises(openai.NotFoundError):
                 client.responses.create(model="other", input="Hello")
@@ -170,7 +170,7 @@ def test_limits_and_choices_are_translated(stage):
                 model="policy", messages=hello, tools=tools, tool_choice=named, max_tokens=600
             )
             assert {block.name for block in called.content if block.type == "tool_use"} <= {"look_up"}
-            with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' cannot be read"):
+            with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' are not supported"):
                 client.messages.create(
                     model="policy",
                     messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}],

@@ -49,6 +49,7 @@ def tensors(folder):
     return {
         f"{path.parent.name if path.parent != folder else ''}{name}": value
         for path in sorted(folder.rglob("*.safetensors"))
+        if "trainer_state" not in path.parts
         for name, value in load_file(path).items()
     }
 
@@ -81,7 +82,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
     held_out = ("--eval-dataset-path", task["data.jsonl"], "--eval-max-rows", 6)
     assert main(list(map(str, (*arguments("grpo", tiny_checkpoint, task, run), *held_out)))) == 0
     assert re.search(
-        r"trained +an adapter of rank 4 \(alpha 8, all-linear\)\s+on\s+frozen\s+weights", capsys.readouterr().out
+        r"trained +adapter of rank 4 \(alpha 8, all-linear\)\s+on\s+frozen\s+weights", capsys.readouterr().out
     )
     adapter = checkpoint_of(run)
     names = {path.name for path in adapter.iterdir()}
@@ -96,7 +97,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
         assert found["metrics"]["rewards_mean"] == pytest.approx(wanted, abs=1e-6)
     full = tmp_path / "full"
     assert main(["export", "--ckpt", str(run), "--output", str(full)]) == 0
-    assert f"full checkpoint of {run}: {full}" in capsys.readouterr().out
+    assert f"full checkpoint of {checkpoint_of(run)}: {full}" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, adapter).eval()
     exported = AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32)

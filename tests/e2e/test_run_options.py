@@ -141,7 +141,7 @@ def test_a_tracking_service_gets_the_metrics_too(tiny_checkpoint, tmp_path, monk
     ("words", "said"),
     [
         (["--track", "wandbb"], r"--track wandbb is unknown.*did you mean wandb"),
-        (["--track", "wandb"], r"--track wandb needs a login.*WANDB_API_KEY"),
+        (["--track", "wandb"], r"--track wandb is not logged in.*WANDB_API_KEY"),
         (["--track-project", "x"], r"--track-project x has no effect without a service"),
     ],
 )

@@ -87,4 +87,4 @@ def test_machine_code_that_another_user_may_have_written_is_named(tmp_path, monk
         assert "is owned by user 12345" in planted_problem(cached)
     else:
         (tmp_path / "cache" / place).chmod(0o777)
-        assert "can be written to by every user" in planted_problem(cached)
+        assert "is world-writable" in planted_problem(cached)

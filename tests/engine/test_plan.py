@@ -193,7 +193,7 @@ def test_what_is_planned_where_nothing_is_said_is_what_the_engine_does(share, re
     assert (part(plan, "backward", "activations") < part(kept, "backward", "activations")) is recomputes
     monkeypatch.setattr(step_module, "usable_bytes", lambda device: free)
     switched = []
-    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
+    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, *_: switched.append(enabled))
     sizes = RunSizes(options(checkpoint, algo="sft"), CPU)
     lengths, _ = sizes.microbatch(sizes.longest_row(None))
     rows = [TrainSequence([False] * n, [5] * n, logprobs=[0.0] * n) for n in lengths]

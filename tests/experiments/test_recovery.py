@@ -229,7 +229,7 @@ def test_points_that_everybody_can_write_to_are_refused(tmp_path, mode):
 def test_points_of_another_user_are_refused(tmp_path, place):
     dump(tmp_path, 1)
     os.chown(tmp_path / place, 12345, 12345)
-    with pytest.raises(CheckpointError, match="is owned by user 12345"):
+    with pytest.raises(CheckpointError, match="belongs to user 12345"):
         checkpoints(tmp_path).find()
 
 

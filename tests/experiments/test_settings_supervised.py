@@ -273,7 +273,7 @@ def test_the_trainer_has_the_variables_and_threads_of_the_actor_and_one_notice(t
         torch.set_num_threads(threads)
     assert (os.environ["ARENO_TEST_KEPT"], os.environ.get("ARENO_TEST_NEW")) == ("before", None)
     assert log.count("settings that are accepted but have no effect here") == 1
-    assert "sglang: the section of a backend that is not used" in log
+    assert "sglang: section of an unused backend" in log
 
 
 # -- statistics and traces -------------------------------------------------------------------------------------------

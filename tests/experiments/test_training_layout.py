@@ -173,7 +173,7 @@ def test_the_notice_says_what_acts_and_what_does_not(model):
     changes = {"actor.megatron.virtual_pipeline_parallel_size": 2, "actor.archon.ac_mode": "full"}
     text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
     assert "actor.megatron.async_save: areno's engine, which replaces this backend, decides this itself" in text
-    assert "actor.archon: the section of a backend that is not used" in text
+    assert "actor.archon: section of an unused backend" in text
     assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 runs of layers" in text
     text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))
     assert "actor.archon.pp_schedule: runs as Interleaved1F1B" in text

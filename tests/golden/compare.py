@@ -68,7 +68,9 @@ def _of_records(what: str, before: list[dict[str, Any]], after: list[dict[str, A
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of checkpoints, by their place below the folder; links to the toy are not followed."""
-    files = [path for path in folder.rglob("*.safetensors") if not path.is_symlink()]
+    files = [
+        path for path in folder.rglob("*.safetensors") if "trainer_state" not in path.parts and not path.is_symlink()
+    ]
     own = [path for path in files if not any(part.is_symlink() for part in path.relative_to(folder).parents)]
     return {
         f"{path.relative_to(folder)}:{name}": tensor

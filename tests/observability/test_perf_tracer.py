@@ -245,7 +245,7 @@ def test_processes_of_two_machines_with_one_number_stay_apart(tmp_path):
 
 
 def test_wrong_inputs_are_named(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere: there is no traces-r"):
+    with pytest.raises(UsageError, match=r"nowhere: no traces-r"):
         convert([tmp_path / "nowhere"], tmp_path / "out.json")
     PerfTracer(tmp_path).save(force=True)
     with pytest.raises(UsageError, match=r"cannot be written.*another output"):

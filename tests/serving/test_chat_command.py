@@ -57,11 +57,11 @@ def prefilled(taught, *options):
 def test_a_server_that_is_not_there_or_refuses_is_said_so(taught):
     done = piped("hi\n", "--base-url", "http://127.0.0.1:9/v1")
     assert done.returncode == 2
-    assert "error: --base-url http://127.0.0.1:9/v1 cannot be reached" in done.stderr
+    assert "error: --base-url http://127.0.0.1:9/v1 is unreachable" in done.stderr
     assert "areno serve" in done.stderr
     done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
     assert done.returncode == 1
-    assert "status 404: model: 'other' is not served here" in done.stderr
+    assert "status 404: model: 'other' is not served" in done.stderr
 
 
 def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):
@@ -95,7 +95,7 @@ def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):
     file.write_text('[{"role": "user"}]')
     done = piped("count\n", "--base-url", taught.base_url, "--messages", file)
     assert done.returncode == 2
-    assert f"--messages {file} is no list of messages" in done.stderr
+    assert f"--messages {file} is not a list of messages" in done.stderr
 
 
 def test_a_conversation_in_a_terminal(taught):

@@ -84,4 +84,4 @@ def test_no_server_and_no_address_are_said_before_anything_is_asked(task, sharp_
     assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments]) != 0
     assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers there" in capsys.readouterr().err
     assert main(["eval", "--ckpt", str(sharp_checkpoint), "--model", "tiny", *arguments]) != 0
-    assert "--model tiny has no effect on a model of this machine" in capsys.readouterr().err
+    assert "--model tiny has no effect on a local model" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def model(tiny_checkpoint):
         (["MODEL", "--api-key", ""], "--api-key must be printable ASCII"),
         (["MODEL", "--api-key", "a b"], "--api-key must be printable ASCII"),
         (["MODEL", "--cors-origin", "example.org"], "--cors-origin 'example.org' is not an origin"),
-        (["MODEL", "--allowed-host", "http://example.org"], "--allowed-host 'http://example.org' is no name of a host"),
+        (["MODEL", "--allowed-host", "http://example.org"], "--allowed-host 'http://example.org' is not a host name"),
         (["MODEL", "--allowed-host", "a.org", "--api-key", "k"], "--allowed-host has no effect with an API key"),
         (["MODEL", "--max-connections", "0"], "--max-connections must be positive"),
         (["MODEL", "--request-timeout-s", "0"], "--request-timeout-s must be positive"),
@@ -88,8 +88,8 @@ def test_addresses_of_others(host):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give one of the two"),
-        (["--base-url", "http://x/v1", "MODEL"], "give one of the two"),
+        ([], "pass either --model-path"),
+        (["--base-url", "http://x/v1", "MODEL"], "pass either --model-path"),
         (["--base-url", "localhost:8000"], "--base-url 'localhost:8000' is not a URL"),
         (["--base-url", "http://x/v1", "--device", "cpu"], "--device has no effect with --base-url"),
         (["MODEL", "--model", "x"], "--model has no effect with --model-path"),
@@ -144,6 +144,6 @@ def test_missing_packages_are_named(model, capsys, monkeypatch):
 
 def test_the_name_that_other_commands_have_for_the_model_is_pointed_out(capsys):
     assert main(["serve", "--ckpt", "somewhere"]) == 2
-    assert "--ckpt is not an option; here it is --model-path" in capsys.readouterr().err
+    assert "--ckpt is not an option; this command calls it --model-path" in capsys.readouterr().err
     assert main(["eval", "--model-path", "somewhere"]) == 2
-    assert "--model-path is not an option; here it is --ckpt" in capsys.readouterr().err
+    assert "--model-path is not an option; this command calls it --ckpt" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_each_setting_of_sglang_is_an_option(name):
 
 @pytest.mark.parametrize(("name", "value"), GONE.items())
 def test_an_option_that_sglang_has_dropped_is_refused_with_a_remedy(name, value):
-    with pytest.raises(UsageError, match=rf"sglang\.{name}.*(instead|leave it out)"):
+    with pytest.raises(UsageError, match=rf"sglang\.{name}.*(instead|remove it)"):
         sglang(**{name: value})
 
 
