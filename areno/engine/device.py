@@ -31,9 +31,7 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
     Raises UsageError: too few GPUs, or ``chosen`` does not name one per rank.
     """
     if chosen is not None and len(chosen) != ranks:
-        raise UsageError(
-            f"devices={chosen} names {len(chosen)} devices for world_size={ranks}; name one device per rank"
-        )
+        raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")
     if first.type != "cuda":
         return [first] * ranks
     start = first.index or 0
