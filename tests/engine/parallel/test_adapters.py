@@ -294,5 +294,5 @@ def test_what_cannot_be_spread_is_refused_by_name(pair, tmp_path):
     mixture = made("qwen3_moe", tmp_path / "mixture")
     with pytest.raises(UsageError, match=r"adapter of model.layers.0.mlp.experts .*cannot be sharded"):
         pair.call("apply", learned, mixture)
-    with pytest.raises(UsageError, match=r"--load-in-4bit with --tp-size 2: .* leave one of the two out"):
+    with pytest.raises(UsageError, match=r"--load-in-4bit with --tp-size 2: .* remove one of the two"):
         pair.call("apply", functools.partial(learned, load_in_4bit=True), path)
