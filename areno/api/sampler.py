@@ -130,7 +130,7 @@ class Sampler:
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
         """Enter a session without a context manager; pair each call with :meth:`end_rollout_session`."""
         if self._depth == 0:
-            from areno.engine.native import release_workers  # lazy: it imports torch
+            from areno.engine.libc_tuning import release_workers  # lazy: it imports torch
 
             backend, running = self.backend, running_sequences(max_running_prompts)
             release_workers()  # an agent may send requests from other threads while this one waits

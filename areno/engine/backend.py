@@ -1,4 +1,4 @@
-"""What trainers, the training loop and the server need of whatever holds the models. Importing this module loads no torch."""
+"""The interface to the models of a run for trainers, the training loop and the server. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ACTOR = "actor"
-"""Name of the role that generates."""
+"""Name of the generating role."""
 
 
 class Generator(Protocol):
-    """What answers requests."""
+    """Answers generation requests."""
 
     tokenizer: Any
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of one sequence, where the model states a limit."""
+        """Maximum tokens per sequence; None if the model states no limit."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each.
+        """Queue requests and return one future per request.
 
-        Raises EngineError: the models cannot generate, or a request cannot be answered.
+        Raises EngineError: the models cannot generate, or a request is invalid.
         """
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far."""
+        """Abort one request and return its partial output."""
 
     def load(self) -> EngineLoad:
-        """What generation is busy with, over all replicas."""
+        """Current generation load, summed over all replicas."""
 
 
 class Backend(Generator, Protocol):
-    """The models of a run: :class:`areno.engine.engine.Engine` has them in this process,
-    :class:`areno.engine.parallel.group.EngineGroup` on ranks of their own.
+    """The models of a run: :class:`areno.engine.engine.Engine` holds them in this process,
+    :class:`areno.engine.parallel.group.EngineGroup` in rank processes.
     """
 
     config: EngineConfig
@@ -62,16 +62,16 @@ class Backend(Generator, Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that a replica's cache holds."""
+        """KV cache capacity of a replica in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""
+        """Limit concurrent sequences over all replicas together; None restores the configured limit of each."""
 
-    def keep_contexts(self, wanted: bool) -> None:
-        """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
+    def enable_prefix_cache(self, enabled: bool) -> None:
+        """Turn the prefix cache on or off; has no effect if the configuration sets its size."""
 
     def end_rollout(self) -> None:
-        """Abort what is pending, and drop the cache unless it is to be kept."""
+        """Abort pending requests, and free the KV cache unless configured to keep it."""
 
     def train(
         self,
@@ -81,12 +81,12 @@ class Backend(Generator, Protocol):
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:
-        """Train a role on rows, once running generation has ended; returns scalar statistics."""
+        """Wait for running generation, train a role on rows, and return scalar statistics."""
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Loss and statistics of a role that is trained, without training."""
+        """Compute loss and statistics of a trainable role without updating it."""
 
     def score_logprobs(
         self,
@@ -98,7 +98,7 @@ class Backend(Generator, Protocol):
     ) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
 
-        ``routed`` has for each row the experts that its tokens go to, see :mod:`areno.types.routing`; only of the actor.
+        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); actor only.
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
@@ -108,39 +108,39 @@ class Backend(Generator, Protocol):
         """Score of each row at its last token."""
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not there yet.
+        """Load missing roles.
 
-        EngineError: one of that name is made from something else. UsageError: a checkpoint cannot serve as its role.
+        EngineError: a loaded role of that name has another checkpoint or kind. UsageError: a checkpoint does not suit its role.
         """
 
     def drop_role(self, name: str) -> None:
-        """Free an auxiliary role. Raises EngineError: there is no such role, or it is the actor."""
+        """Unload an auxiliary role. Raises EngineError: the role does not exist, or is the actor."""
 
     def learning_rate(self, role: str) -> float:
-        """Rate of a role's next optimizer step."""
+        """Learning rate of a role's next optimizer step."""
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule by a constant rate."""
+        """Replace a role's schedule with a constant learning rate."""
 
     def checkpoint_bytes(self) -> int:
-        """About how many bytes a checkpoint with the state of everything that is trained takes."""
+        """Approximate size in bytes of a checkpoint with the state of all trainable roles."""
 
     def save_model(self, folder: Path, role: str = ACTOR) -> None:
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write what a resume needs beside the actor: optimizers, and the models of further trained roles."""
+        """Write the resume state beyond the actor: optimizers, and the models of other trainable roles."""
 
     def load_state(self, checkpoint: Path) -> None:
-        """Continue with the state of a checkpoint whose weights the actor has loaded.
+        """Restore the state of a checkpoint whose weights the actor has already loaded.
 
-        CheckpointError: the state is missing, damaged, or made for other parameters.
+        CheckpointError: the state is missing, corrupt, or belongs to other parameters.
         """
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, and further arguments; returns what each has returned.
+        """Call ``function(engine, *arguments)`` on every rank and return the results in rank order.
 
-        Raises EngineError: a rank failed alone; BaseException: what the function raised on all ranks.
+        Raises EngineError: only some ranks failed; BaseException: the error that all ranks raised.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which device each thread and each rank computes on, and what goes there and back without making the host wait."""
+"""Device selection per thread and rank, and host-device transfers that avoid synchronization."""
 
 import os
 from collections.abc import Sequence
@@ -11,27 +11,27 @@ from areno.errors import UsageError
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's current one: Triton, streams and graphs use that, wherever their tensors are.
+    """Set the calling thread's current GPU, which Triton, streams and graphs use regardless of where tensors are.
 
-    A thread starts on GPU 0, whatever the thread that started it uses.
+    New threads start on GPU 0; they do not inherit their parent's device.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def use_deterministic_algorithms() -> None:
-    """Compute alike in every run, as far as PyTorch can: it warns of operations that have no such algorithm."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS is none of them
+    """Enable PyTorch's deterministic algorithms; it warns about operations that have none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """One device per rank of an engine: ``first`` and the GPUs after it, or those that are ``chosen``.
+    """One device per rank of an engine: consecutive GPUs from ``first`` on, or the ``chosen`` ones.
 
-    Raises UsageError: there are too few GPUs, or not one per rank is named.
+    Raises UsageError: too few GPUs, or ``chosen`` does not name one per rank.
     """
     if chosen is not None and len(chosen) != ranks:
-        raise UsageError(f"devices={chosen} are {len(chosen)}, world_size={ranks}; give one device per rank")
+        raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")
     if first.type != "cuda":
         return [first] * ranks
     start = first.index or 0
@@ -41,7 +41,7 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
 
 
 def read_all(values: Sequence[Tensor | float]) -> list[float]:
-    """Numbers of tensors with one element: the host waits once for each device, not once for each tensor."""
+    """Read one-element tensors as floats with one host-device synchronization per device, not per tensor."""
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
@@ -55,7 +55,7 @@ def read_all(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor of the host to a device; the copy of one that lies in page-locked memory is not waited for."""
+    """Copy a host tensor to a device; CUDA copies go through pinned memory and are asynchronous."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""All models of a run on one device: the actor generates, trains and saves; further roles score, and some train.
+"""All models of a run on one device: the actor generates and trains; other roles score, and some train.
 
-Rollout and training share the actor's module, so a weight never has to be copied from one to the other. ``version``
-counts optimizer steps; every generated token carries the version that made it.
+Rollout and training share the actor's module, so weights are never copied between them. ``version`` counts optimizer
+steps; every generated token carries the version that sampled it.
 """
 
 import logging
@@ -19,20 +19,20 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_deterministic_algorithms, use_device
 from areno.engine.engine_config import EngineConfig
 from areno.engine.inference import DecodeProgress
+from areno.engine.libc_tuning import retain_freed_memory
 from areno.engine.limits import check_role_tokenizer, check_tokenizer
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
 from areno.engine.model.routers import follow_routers, refuse_without_experts
-from areno.engine.native import keep_freed_memory
 from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.engine.scoring import Scored, TokenRows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OPTIMIZER_FOLDER = "optimizer"
-_IDLE_S = 30.0  # a server without requests gives freed memory back
+_IDLE_S = 30.0  # an idle generate-only engine returns freed memory after this
 
 
 class Engine:
@@ -70,11 +70,11 @@ class Engine:
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
-        self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
+        self.actor = self._open_role(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
         if config.return_routed_experts:
             follow_routers(self.actor.model, path, config.peers.pipeline.all_gather)
         if config.device.type == "cpu":
-            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
+            retain_freed_memory()  # after loading, whose temporaries need not stay (4-bit weights start out larger)
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) and model.stage is None else None
@@ -82,10 +82,10 @@ class Engine:
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
         with model.gathered():
-            cached = prove_decoding(model, self.path)
+            cache_shape = validate_decoding(model, self.path)
         if config.speculate:
-            self._refuse_speculation(goes_back=bool(cached.layers))
-        self._token_bytes = cached.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
+            self._refuse_speculation(can_roll_back=bool(cache_shape.layers))
+        self._token_bytes = cache_shape.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
         budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, self._token_bytes)
         peers, interval = config.peers, config.decode_progress_interval_s
@@ -103,43 +103,43 @@ class Engine:
             from areno.engine.parallel.lockstep import FollowingLoop, LeadingLoop
 
             kind = LeadingLoop if config.peers.decides else FollowingLoop
-            return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
+            return kind(model, layers=cache_shape.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
-            # Weights that are put together for each rollout do not stay where a recorded step would look for them.
+            # FSDP gathers weights for each rollout, so their addresses change, which CUDA graphs do not allow.
             eager = config.decode == "eager" or config.peers.layout.fsdp
             return PagedRolloutLoop(model, eager_decode=eager, **common)
-        builds = config.builds_decode and config.peers.replica == 0
-        more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
+        background_build = config.builds_decode and config.peers.replica == 0
+        extra: dict[str, Any] = {"speculate": config.speculate, "builds": background_build}
         mode: DecodeMode = "eager" if config.peers.layout.fsdp or config.return_routed_experts else config.decode
-        loop = RolloutLoop(model, layers=cached.layers, decode_mode=mode, **more, **common)
+        loop = RolloutLoop(model, layers=cache_shape.layers, decode_mode=mode, **extra, **common)
         loop.idle_s = _IDLE_S if config.trains == "nothing" else None
         if config.decode == "compiled" and model.adapter is not None:
-            model.adapter.merge()  # the step is compared with the model
+            model.adapter.merge()  # the compiled step is validated against the model
         loop.decode.prepare()
         return loop
 
-    def _refuse_speculation(self, goes_back: bool) -> None:
+    def _refuse_speculation(self, can_roll_back: bool) -> None:
         option, tp_size = f"--speculate {self.config.speculate}", self.config.peers.layout.tp_size
         if self.config.device.type == "cuda":
-            raise UsageError(f"{option}: on a GPU nothing is guessed ahead yet; use --speculate 0")
+            raise UsageError(f"{option}: speculative decoding is not supported on GPUs; use --speculate 0")
         if tp_size > 1:
             raise UsageError(
-                f"{option} with --tp-size {tp_size}: only replicas of one rank guess ahead; use --speculate 0, or --tp-size 1"
+                f"{option} with --tp-size {tp_size}: speculative decoding needs --tp-size 1; change it, or use --speculate 0"
             )
-        if not goes_back:
+        if not can_roll_back:
             raise UsageError(
-                f"{option}: {self.path} keeps states beside keys and values, which cannot go back when a guess is wrong; "
+                f"{option}: {self.path} has recurrent states, which cannot be rolled back after a rejected draft; "
                 "use --speculate 0"
             )
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas, of which this is one."""
+        """Number of replicas, this one included."""
         return self.config.peers.layout.dp_size
 
     @property
     def context_length(self) -> int | None:
-        """Most positions the actor was made for, where its configuration says so."""
+        """Maximum positions of the actor; None if its configuration states no limit."""
         return self.actor.model.context_length
 
     @property
@@ -149,61 +149,59 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the cache holds; 0 where nothing is generated."""
+        """KV cache capacity in tokens; 0 if this engine cannot generate."""
         return self._loop.scheduler.budget_tokens if self._loop is not None else 0
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Decode no more sequences at once, on each replica; None is what was configured. ValueError below 1."""
+        """Limit concurrent sequences per replica; None restores the configured limit. ValueError below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
-        wanted, loop = self.config.max_running if sequences is None else sequences, self.loop
+        limit, loop = self.config.max_running if sequences is None else sequences, self.loop
         if isinstance(loop, PagedRolloutLoop):
-            loop.make_room(wanted)
-        loop.scheduler.max_running = wanted
+            loop.make_room(limit)
+        loop.scheduler.max_running = limit
 
-    def keep_contexts(self, wanted: bool) -> None:
-        """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
+    def enable_prefix_cache(self, enabled: bool) -> None:
+        """Turn the prefix cache on or off; has no effect if the configuration sets its size."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes
-            prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if wanted else 0
-            if not wanted:
+            prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
+            if not enabled:
                 prefixes.clear()
 
     def learning_rate(self, role: str) -> float:
-        """Rate of a role's next optimizer step."""
+        """Learning rate of a role's next optimizer step."""
         return self.role(role).trained_by().learning_rate
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule by a constant rate."""
+        """Replace a role's schedule with a constant learning rate."""
         self.role(role).trained_by().learning_rate = value
 
     @property
     def loop(self) -> RolloutLoop:
         """The rollout loop. Raises EngineError: the actor is a reward model, or a stage of a pipeline."""
         if self._loop is None and self.actor.model.stage is not None:
-            raise EngineError(
-                "the stages of a pipeline generate nothing; use a layout without p, or rollouts of their own"
-            )
+            raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
-            raise EngineError("a reward model generates nothing: this trainer was made with trains='reward'")
+            raise EngineError("a reward model cannot generate: this trainer was created with trains='reward'")
         return self._loop
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the actor's weights have seen."""
+        """Number of optimizer steps applied to the actor's weights."""
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Put the weights together that replicas share out between them, until they train; all ranks at once."""
+        """Gather sharded weights until the next training step; a collective call of all ranks."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, with an adapter added to the weights until the rollout ends; see :meth:`RolloutLoop.submit`.
+        """Queue requests, merging an adapter until the rollout ends; see :meth:`RolloutLoop.submit`.
 
-        EngineError: replicas share the weights out, and :meth:`begin_rollout` has not been called.
+        EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
         """
         if not self.actor.model.weights.whole:
-            raise EngineError("the weights are spread over the replicas: call begin_rollout on all ranks first")
+            raise EngineError("the weights are sharded across replicas: call begin_rollout on all ranks first")
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.merge()
         return self.loop.submit(requests)
@@ -213,11 +211,11 @@ class Engine:
         self.loop.cancel(future)
 
     def load(self) -> EngineLoad:
-        """What generation is busy with, now."""
+        """Current generation load."""
         return self.loop.load()
 
     def end_rollout(self) -> None:
-        """Abort what is still pending, and drop the cache unless it is to be kept."""
+        """Abort pending requests, and free the KV cache unless configured to keep it."""
         self.loop.cancel_all()
         self._rest()
         if not self.config.keep_rollout_state:
@@ -233,9 +231,9 @@ class Engine:
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
         self._rest()
-        trained = self.role(role)
-        trained.check(row.tokens for row in rows)
-        stats = trained.training.run(rows, loss_fn, mini_bs, accumulation)
+        trainee = self.role(role)
+        trainee.check(row.tokens for row in rows)
+        stats = trainee.training.run(rows, loss_fn, mini_bs, accumulation)
         self._stamp_version()
         return stats
 
@@ -246,46 +244,46 @@ class Engine:
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Loss and statistics of a role that is trained, without training; waits for running generation first."""
+        """Compute loss and statistics of a trainable role without updating it. Waits for running generation first."""
         self._rest()
-        trained = self.role(role)
-        trained.check(row.tokens for row in rows)
-        return trained.training.measure(rows, loss_fn, mini_bs)
+        trainee = self.role(role)
+        trainee.check(row.tokens for row in rows)
+        return trainee.training.measure(rows, loss_fn, mini_bs)
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not there yet; frozen ones of the same checkpoint and kind share their weights."""
+        """Load missing roles; frozen roles of the same checkpoint and kind share weights."""
         self.wait_idle()
-        for name, wanted in roles.items():
-            known = self.roles.get(name)
-            if known is None:
-                self.roles[name] = self._load_role(name, wanted)
-            elif (known.path, known.kind, known.trainable) != (wanted.path, wanted.predicts, wanted.trainable):
+        for name, spec in roles.items():
+            loaded = self.roles.get(name)
+            if loaded is None:
+                self.roles[name] = self._load_role(name, spec)
+            elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
-                    f"role {name!r} is loaded from {known.path} already; call drop_role({name!r}) to replace it"
+                    f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
                 )
         if self._loop is not None and self.config.kv_cache_tokens is None and self.config.device.type == "cuda":
             self._loop.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
 
-    def _load_role(self, name: str, wanted: ModelRole) -> Role:
+    def _load_role(self, name: str, spec: ModelRole) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}")
-        check_role_tokenizer(self.tokenizer, self.path, name, wanted.path, config.trust_remote_code)
-        if wanted.trainable:
-            fields = dict(wanted.optimizer or {})
-            if wanted.optimizer_lr is not None:
-                fields["lr"] = wanted.optimizer_lr
-            own = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
-            return self._opened(name, wanted.path, wanted.predicts, options, own, self._new_adapter())
-        if self.actor.model.adapter is not None and (wanted.path, wanted.predicts) == (self.path, self.actor.kind):
-            return Role(name, wanted.path, wanted.predicts, self.actor.model, peers=config.peers, adapter_off=True)
+        check_role_tokenizer(self.tokenizer, self.path, name, spec.path, config.trust_remote_code)
+        if spec.trainable:
+            fields = dict(spec.optimizer or {})
+            if spec.optimizer_lr is not None:
+                fields["lr"] = spec.optimizer_lr
+            optimizer = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
+            return self._open_role(name, spec.path, spec.predicts, options, optimizer, self._new_adapter())
+        if self.actor.model.adapter is not None and (spec.path, spec.predicts) == (self.path, self.actor.kind):
+            return Role(name, spec.path, spec.predicts, self.actor.model, peers=config.peers, adapter_off=True)
         for other in self.roles.values():
-            if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
+            if not other.trainable and (other.path, other.kind) == (spec.path, spec.predicts):
                 return Role(name, other.path, other.kind, other.model, peers=config.peers)
-        return self._opened(name, wanted.path, wanted.predicts, options, None)
+        return self._open_role(name, spec.path, spec.predicts, options, None)
 
-    def _opened(
+    def _open_role(
         self,
         name: str,
         path: str,
@@ -294,7 +292,7 @@ class Engine:
         optimizer: OptimizerConfig | None,
         adapter: AdapterOptions | None = None,
     ) -> Role:
-        """Load a role that trains as the configuration says, or is frozen."""
+        """Load a role, trainable as configured or frozen."""
         config = self.config
         role = load_role(
             *(name, path, kind, options, optimizer, config.activation_checkpointing, adapter),
@@ -305,20 +303,20 @@ class Engine:
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """For a further role that is trained: like the actor's."""
+        """Adapter options of another trainable role: those of the actor."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
         return replace(options, adapter_path=None, rank=adapter.rank)
 
     def drop_role(self, name: str) -> None:
-        """Free an auxiliary role."""
+        """Unload an auxiliary role."""
         if self.role(name) is self.actor:
             raise EngineError("the actor cannot be dropped; close() ends the trainer")
         del self.roles[name]
 
     def role(self, name: str) -> Role:
-        """Look a role up."""
+        """Look up a role."""
         if name not in self.roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
@@ -336,7 +334,7 @@ class Engine:
     ) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
 
-        ``routed`` has for each row the experts that its tokens go to, see :mod:`areno.types.routing`; only of the actor.
+        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); actor only.
         """
         return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
@@ -362,7 +360,7 @@ class Engine:
         return self.role(role).score(what, rows, micro_bs, temperatures, routed)
 
     def wait_idle(self) -> None:
-        """Wait for running generation; afterwards weights and adapter are apart again."""
+        """Wait for running generation, then unmerge the adapter."""
         if self._loop is not None:
             self._loop.wait_idle()
         if self.actor.model.adapter is not None:
@@ -371,7 +369,7 @@ class Engine:
                 self._loop.follow_weights()
 
     def _rest(self) -> None:
-        """Wait for running generation, which then needs no weights."""
+        """Wait for running generation, then release gathered weights."""
         self.wait_idle()
         self.actor.model.weights.release()
 
@@ -382,7 +380,7 @@ class Engine:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint with the state of everything that is trained."""
+        """Size of a checkpoint with the state of all trainable roles."""
         return sum(role.checkpoint_bytes() for role in self.roles.values() if role.trainable)
 
     def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
@@ -394,7 +392,7 @@ class Engine:
         and ``trainer_state/critic_optimizer/``.
         """
         target = checkpoint / STATE_FOLDER
-        target.mkdir(exist_ok=True)  # every rank may be the first to come
+        target.mkdir(exist_ok=True)  # any rank may be first
         for name, role in self.roles.items():
             if role.trainable:
                 role.save_optimizer(target / _optimizer_folder(name))
@@ -402,9 +400,9 @@ class Engine:
                     role.save_model(checkpoint / name, self.tokenizer)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Continue with the state of a checkpoint whose weights the actor has loaded.
+        """Restore the state of a checkpoint whose weights the actor has already loaded.
 
-        Roles that are trained must have been ensured before; they take weights and optimizer from the checkpoint.
+        Call :meth:`ensure_roles` first: trainable roles take weights and optimizer from the checkpoint.
         """
         self._rest()
         for name, role in list(self.roles.items()):
@@ -415,13 +413,13 @@ class Engine:
         self._stamp_version()
 
     def _reload(self, role: Role, folder: Path) -> Role:
-        own, path, adapter = role.trained_by().config, str(folder), self._new_adapter()
+        optimizer, path, adapter = role.trained_by().config, str(folder), self._new_adapter()
         options = self.config.load_options(f"role {role.name!r}")
         if adapter is not None:
             path, adapter = role.path, replace(adapter, adapter_path=str(folder))
-        fresh = self._opened(role.name, path, role.kind, options, own, adapter)
-        fresh.path = role.path
-        return fresh
+        reloaded = self._open_role(role.name, path, role.kind, options, optimizer, adapter)
+        reloaded.path = role.path
+        return reloaded
 
     def close(self) -> None:
         """Stop the rollout thread and free the cache."""

@@ -1,4 +1,4 @@
-"""How an engine loads, generates and trains."""
+"""Engine settings."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,48 +14,46 @@ from areno.engine.train.optimizer import OptimizerConfig
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine.
+    """How an engine loads, generates and trains.
 
-    ``trains``: ``reward`` is a sequence classifier, which generates nothing; ``nothing`` is a policy that only generates.
-    ``decode``: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier run
-    has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
+    ``trains``: ``reward`` is a sequence classifier, which cannot generate; ``nothing`` is a generate-only policy.
+    ``decode``: ``auto`` compiles the decode step in the background if the run is long enough, and loads it from disk if an
+    earlier run has compiled it; ``compiled`` compiles before the first token; ``eager`` never compiles.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     trains: Literal["policy", "reward", "nothing"] = "policy"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    adapter: AdapterOptions | None = None  # what roles train in place of their weights; None trains those
+    adapter: AdapterOptions | None = None  # trainable adapter; None trains the full weights
     attn_backend: str = "flash"  # ``flash`` or ``native``, see :mod:`areno.engine.model.attention`
-    activation_checkpointing: bool | None = None  # recompute layers; None does so unless there is room
-    tree_training: bool = True  # prompts of a pass are computed once; see :mod:`areno.engine.model.tree`
-    offload_activations: bool = False  # layers' inputs wait in the computer's memory; on a GPU
+    activation_checkpointing: bool | None = None  # recompute layers; None: only if memory is short
+    tree_training: bool = True  # compute shared prompts once; see :mod:`areno.engine.model.tree`
+    offload_activations: bool = False  # keep layer inputs in host memory; GPU only
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
-    builds_decode: bool = True  # ``auto`` may build the step; else it only takes what another process has built
-    return_routed_experts: bool = False  # with each sample, for training to choose them again; decoding is eager
-    speculate: int = 0  # tokens that prompt lookup may guess ahead; 0 guesses none
-    kv_cache_tokens: int | None = None  # None: what training leaves of a GPU, or a share of free memory
-    prefix_cache_tokens: int | None = 0  # of finished contexts, beside the budget; None is a quarter of it
+    builds_decode: bool = True  # False: ``auto`` only loads steps that another process has compiled
+    return_routed_experts: bool = False  # with each sample, for routing replay; decodes eagerly
+    speculate: int = 0  # maximum draft tokens of speculative decoding; 0 turns it off
+    kv_cache_tokens: int | None = None  # None: GPU memory left by training, or a share of free RAM
+    prefix_cache_tokens: int | None = 0  # on top of the KV cache; None: a quarter of its size
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
-    use_kernels: bool = False  # of the Hugging Face hub, in place of layers
-    deterministic: bool = False  # PyTorch's deterministic algorithms, in the whole process
+    use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
+    deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
-    neighbours: int = 1  # engines like this one that share the machine, each with its own ranks
-    shares_device: bool = False  # another process uses the same GPU
-    peers: RankContext = field(
-        default_factory=RankContext
-    )  # ranks with the same configuration, which get the same calls
+    neighbours: int = 1  # number of such engines on this machine, each with its own ranks
+    shares_device: bool = False  # with another process that uses the same GPU
+    peers: RankContext = field(default_factory=RankContext)  # ranks of the same configuration, which get the same calls
 
     @property
     def compute_dtype(self) -> str:
-        """``float32`` or ``bfloat16``: what the models compute in."""
+        """Compute dtype of the models: ``float32`` or ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
-        """How a checkpoint named by ``option`` is loaded."""
+        """Load options of the checkpoint that ``option`` names."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

@@ -1,4 +1,4 @@
-"""The rollout loop's documented logger, and its ``rollout decode progress`` lines."""
+"""The rollout loop's logger and its ``rollout decode progress`` lines."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ logger = logging.getLogger("areno.engine.inference")
 
 
 class DecodeProgress:
-    """Logs decode throughput at most once in ``interval_s`` seconds; 0 or less logs nothing."""
+    """Logs decode throughput at most every ``interval_s`` seconds; 0 or less disables it."""
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
         self.interval_s = interval_s
@@ -18,7 +18,7 @@ class DecodeProgress:
         self._tokens = 0
 
     def step(self, active: int, cuda_graph: bool = False) -> None:
-        """Count one decode step of ``active`` sequences, and log when the interval has passed."""
+        """Count one decode step of ``active`` sequences; log if the interval has elapsed."""
         if self.interval_s <= 0:
             return
         now = time.perf_counter()
@@ -31,5 +31,5 @@ class DecodeProgress:
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:
-        """Nothing to decode: the next line's throughput must not count the pause."""
+        """Reset the interval, so that idle time does not count towards throughput."""
         self._since, self._tokens = None, 0

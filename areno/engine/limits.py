@@ -1,7 +1,7 @@
-"""What a model can read: how many positions, and which token ids. Known from its configuration, before any weight is.
+"""Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
 
-A row beyond either would index an embedding table out of its bounds, which on a GPU ends the process, or run a rotary model
-over positions that it was never trained on, which nothing reports.
+A row beyond them would index an embedding table out of bounds, which crashes the process on a GPU, or silently run a rotary
+model at positions it was never trained on.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from areno.errors import EngineError, UsageError
 from areno.types import Request, tightest
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-# Kinds of scaled rotary embeddings whose configuration names the length before scaling.
+# Rotary scaling types whose configuration states the length before scaling.
 _SCALED = ("yarn", "llama3", "longrope")
 
 
 def context_length(config: Any) -> int | None:
-    """Most positions that a ``transformers`` configuration allows; None where it states no limit.
+    """Maximum positions of a ``transformers`` configuration; None if it states no limit.
 
     Most configurations with scaled rotary embeddings state the extended length. Those that state the original one
     (Qwen's for YaRN, linear scaling) are extended by the factor.
@@ -28,37 +28,37 @@ def context_length(config: Any) -> int | None:
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
-    factor, kind = rope.get("factor"), rope.get("rope_type")  # of several kinds of layers these are one level down
+    factor, kind = rope.get("factor"), rope.get("rope_type")  # nested one level deeper if layer types differ
     if stated is None or not factor:
         return stated
     if kind == "linear":
         return int(stated * factor)
     original = rope.get("original_max_position_embeddings") if kind in _SCALED else None
-    # transformers fills the original length in with the stated one, which llama3 and longrope have extended already.
+    # transformers defaults the original length to the stated one, which llama3 and longrope have already extended.
     if not original or (original == stated and kind != "yarn"):
         return stated
     return max(stated, int(original * factor))
 
 
 def vocabulary_size(config: Any) -> int:
-    """Rows of the embedding table."""
+    """Number of rows of the embedding table."""
     return int(config.get_text_config().vocab_size)
 
 
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
-    """Check that a checkpoint has an embedding for every id that a tokenizer gives.
+    """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
-    Special tokens that nothing writes of itself, such as padding or those that a tokenizer's class adds, may be beyond: a
-    prompt that spells one out is refused when it comes.
+    Special tokens that neither the tokenizer nor the chat template inserts, such as padding, may exceed the table: a prompt
+    that contains one is rejected on submission.
 
     Args:
-        option: what error messages call the place that named it.
+        option: the option that named the checkpoint, for error messages.
 
     Returns:
-        Most tokens of a row, where the model states a limit.
+        Maximum tokens of a row; None if the model states no limit.
 
     Raises:
-        UsageError: the configuration cannot be read, or the tokenizer has ids that the model has no embedding for.
+        UsageError: the configuration is unreadable, or the tokenizer has ids without an embedding.
     """
     from transformers import AutoConfig
 
@@ -71,8 +71,8 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
         raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
     rows, template = vocabulary_size(config), str(getattr(tokenizer, "chat_template", None) or "")
     written = {tokenizer.bos_token, tokenizer.eos_token}
-    idle = {t for t in tokenizer.all_special_tokens if t not in written and t not in template}
-    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and token not in idle}
+    unused = {t for t in tokenizer.all_special_tokens if t not in written and t not in template}
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and token not in unused}
     if beyond:
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
@@ -84,16 +84,16 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
-    """Refuse a role whose checkpoint ships another vocabulary than the actor's: it would score nonsense.
+    """Reject a role whose vocabulary differs from the actor's: it would score different text.
 
-    UsageError: the vocabularies differ, or the checkpoint has no embedding for an id.
+    UsageError: the vocabularies differ, or an id has no embedding.
     """
     from areno.text.chat import load_tokenizer
 
     if path == own_path:
         return
     mine = theirs = tokenizer.get_vocab()
-    with suppress(UsageError):  # weights without a tokenizer, or nothing at all, which the configuration tells
+    with suppress(UsageError):  # no tokenizer: check_tokenizer reports a missing checkpoint
         theirs = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code).get_vocab()
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
@@ -105,9 +105,9 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
+    """Cap each request's new tokens to the context that its prompt leaves; capped samples finish with ``length``.
 
-    Raises EngineError: a request could never be answered, or would end generation for all others; none is queued then.
+    Raises EngineError: a request is invalid or can never fit.
     """
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 
@@ -119,8 +119,8 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     if not request.seeds:
         raise EngineError("a request needs a seed for each of its samples, at least one")
     for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):
-        if (wrong := unknown_id(ids or (), vocabulary)) is not None:
-            raise EngineError(f"{what} names token id {wrong}; this model has the ids 0 to {vocabulary - 1}")
+        if (invalid := unknown_id(ids or (), vocabulary)) is not None:
+            raise EngineError(f"{what} names token id {invalid}; this model has the ids 0 to {vocabulary - 1}")
     most, limit = sampling.max_new_tokens, tightest(context, sampling.max_context_len)
     if limit is not None:
         if prompt >= limit:
@@ -133,10 +133,10 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
         )
     if most == sampling.max_new_tokens:
         return request
-    cut = replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
-    return replace(request, sampling=cut)
+    capped = replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
+    return replace(request, sampling=capped)
 
 
 def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
-    """The first id without an embedding; None where all have one."""
+    """The first id without an embedding, or None."""
     return next((token for token in ids if not 0 <= token < vocabulary), None)

@@ -1,6 +1,6 @@
-"""A model with a name: the actor that is trained, a frozen reference, a critic, a reward model.
+"""Model roles: the trainable actor, a frozen reference, a critic, a reward model.
 
-A role scores fixed rows; one with an optimizer also trains. The actor is a role like any other, and generates besides.
+Every role scores fixed rows; one with an optimizer also trains. The actor additionally generates.
 """
 
 import functools
@@ -30,21 +30,21 @@ from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
 from areno.types.routing import RoutingRecord
 
-_CAN = {"policy": "log-probs", "value": "values", "reward": "rewards"}
+_PREDICTION = {"policy": "log-probs", "value": "values", "reward": "rewards"}
 
 
 @dataclass
 class Role:
-    """A loaded model and, where it is trained, its optimizer."""
+    """A loaded model and, if trainable, its optimizer."""
 
     name: str
     path: str
     kind: ModelKind
-    model: PackedModel  # the model; frozen roles of the same checkpoint share it
+    model: PackedModel  # shared by frozen roles of the same checkpoint
     optimizer: Optimizer | None = None  # None for a frozen role
     activation_checkpointing: bool | None = True
     peers: RankContext = field(default_factory=RankContext)
-    adapter_off: bool = False  # it is the model that the adapter of ``model`` was made for
+    adapter_off: bool = False  # the role is ``model`` without its adapter
     tree: bool = False
     offload_activations: bool = False
 
@@ -61,7 +61,7 @@ class Role:
 
     @functools.cached_property
     def training(self) -> TrainStep:
-        """What trains it."""
+        """The training step of this role."""
         return TrainStep(
             self.model,
             self.trained_by(),
@@ -75,17 +75,17 @@ class Role:
 
     @functools.cached_property
     def pipeline(self) -> Pipeline | None:
-        """What passes rows through all stages, where this one has only some layers."""
+        """The pipeline over all stages; None if the model is not split into stages."""
         return Pipeline(self.model, self.peers) if self.model.stage is not None else None
 
     def check(self, rows: Iterable[Sequence[int]]) -> None:
-        """Refuse rows to score or train on that are too long, or have an id that the model does not know, by UsageError."""
+        """Raise UsageError for rows that exceed the context length or the vocabulary."""
         context, vocabulary = self.model.context_length, self.model.vocab_size
         for index, row in enumerate(rows):
             if context is not None and len(row) > context:
                 raise UsageError(
-                    f"row {index} has {len(row)} tokens, and the context of role {self.name!r} is {context}; leave "
-                    f"longer rows out, or give --max-context-len {context} (SamplingParams(max_context_len=...))"
+                    f"row {index} has {len(row)} tokens, but the context of role {self.name!r} is {context}; drop "
+                    f"longer rows, or set --max-context-len {context} (SamplingParams(max_context_len=...))"
                 )
             if len(row) and (min(row) < 0 or max(row) >= vocabulary):
                 raise UsageError(
@@ -103,41 +103,41 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        EngineError: the role predicts something else. ValueError: there are not as many temperatures as rows.
+        EngineError: the role predicts something else. ValueError: the numbers of temperatures and rows differ.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
-            wanted = "log-probs" if what == "logprobs" else what
+            requested = "log-probs" if what == "logprobs" else what
             raise EngineError(
-                f"role {self.name!r} gives {_CAN[self.kind]}, not {wanted}; "
-                "ModelRole(kind=...) says what a role is: policy, value or reward"
+                f"role {self.name!r} predicts {_PREDICTION[self.kind]}, not {requested}; "
+                "set ModelRole(kind=...) to policy, value or reward"
             )
-        each = temperature_per_row(rows, temperatures)
+        per_row = temperature_per_row(rows, temperatures)
         self.check(rows)
         plain = self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
         with plain, self.model.gathered():
-            return score(self.model, what, rows, micro_bs, each, self.pipeline, routed)
+            return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to the CPU, so that they can be written while training goes on.
+        """Copy the weights to the CPU, so that they can be written while training continues.
 
-        Returns what :meth:`save_model` does, with the copy; None for an adapter, which is small, and for a model of
-        several ranks.
+        Returns a function that saves the copy like :meth:`save_model`; None for adapters, which are small, and for models
+        on several ranks.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
-        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one, or they would be written twice
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # keeps tied weights tied, so they are written once
         weights = {}
         for name, tensor in self.model.module.state_dict().items():
-            place = (tensor.data_ptr(), tensor.shape)
-            if place not in copies:
-                copies[place] = tensor.to("cpu", copy=True)
-            weights[name] = copies[place]
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in copies:
+                copies[key] = tensor.to("cpu", copy=True)
+            weights[name] = copies[key]
         return lambda folder: self.save_model(folder, tokenizer, weights)
 
     def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that.
+        """Write weights, configuration and tokenizer in Hugging Face format; with an adapter, only the adapter.
 
-        ``weights`` are written in place of the model's own; see :meth:`stage_model`.
+        ``weights`` replace the model's own; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0 or self.peers.layout.fsdp:
@@ -147,29 +147,29 @@ class Role:
             return
         module: Any = self.model.module
         if self.kind != "policy":
-            # Pooling in transformers looks for the last token that is no padding; where padding is the EOS token
-            # itself that would be the wrong one, and without a padding id it takes the last token of a single row.
+            # transformers pools at the last non-padding token. If padding is the EOS token, that would be the wrong
+            # one; without a padding id it takes the last token, which needs batch size 1.
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
-        disable_progress_bar()  # a bar for every checkpoint would tear the live display
+        disable_progress_bar()  # its progress bar would corrupt the live display
         if self.peers.layout.fsdp or self.peers.layout.pp_size > 1:
             from areno.engine.parallel.sharding import save_unsharded
 
             save_unsharded(self.model, folder, self.peers)
         elif self.peers.replica == 0:
-            module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
+            module.save_pretrained(folder, state_dict=weights)  # gathers the shards of a replica
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state, each rank its own part; every rank must call."""
+        """Write the optimizer state, each rank its own shard; a collective call of all ranks."""
         optimizer = self.trained_by()
         save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
     def load_optimizer(self, folder: Path) -> None:
-        """Continue with a saved optimizer; the weights are those that were saved with it.
+        """Restore a saved optimizer state; the weights must come from the same checkpoint.
 
-        CheckpointError: the state is missing, damaged, or made for other parameters.
+        CheckpointError: the state is missing, corrupt, or belongs to other parameters.
         """
         optimizer = self.trained_by()
         try:
@@ -178,9 +178,9 @@ class Role:
             raise CheckpointError(f"{folder} cannot be used: {error}") from error
 
     def checkpoint_bytes(self) -> int:
-        """Size of its checkpoint: weights, and what the optimizer keeps."""
+        """Size in bytes of the role's checkpoint: weights and optimizer state."""
         weights = self.model.weight_bytes
-        if self.model.adapter is not None:  # only that is saved
+        if self.model.adapter is not None:  # only the adapter is saved
             weights = sum(p.numel() * p.element_size() for _, p in self.model.parameters())
         return weights + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
 
@@ -197,7 +197,7 @@ def load_role(
 ) -> Role:
     """Load a role's checkpoint; a frozen critic or reward model must have a head.
 
-    Raises UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
+    Raises UsageError: the checkpoint does not suit the role, or options conflict.
     """
     _check_choices(name, path, options, optimizer, checkpointing, adapter, offload_activations)
     if adapter is not None:
@@ -217,8 +217,10 @@ def load_role(
         shard_over_replicas(model, options.peers, trained=optimizer is not None, reduces=reduces)
     if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
-    own = _optimizer(model, optimizer, options.peers)
-    return Role(name, path, kind, model, own, checkpointing, options.peers, offload_activations=offload_activations)
+    role_optimizer = _optimizer(model, optimizer, options.peers)
+    return Role(
+        name, path, kind, model, role_optimizer, checkpointing, options.peers, offload_activations=offload_activations
+    )
 
 
 def _check_choices(
@@ -230,40 +232,36 @@ def _check_choices(
     adapter: AdapterOptions | None,
     offload_activations: bool,
 ) -> None:
-    """Refuse what has no effect, and what does not go together."""
+    """Reject options that have no effect or conflict."""
     on_cpu, layout = torch.device(options.device).type == "cpu", options.peers.layout
     if on_cpu and optimizer is not None and optimizer.offload:
-        raise UsageError(
-            f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
-        )
+        raise UsageError(f"--offload-optimizer: role {name!r} is on a CPU, where it has no effect; remove it")
     if on_cpu and optimizer is not None and offload_activations:
-        raise UsageError(
-            f"--offload-activations: role {name!r} is on a CPU, whose memory holds activations anyway; leave it out"
-        )
+        raise UsageError(f"--offload-activations: role {name!r} is on a CPU, where it has no effect; remove it")
     if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
-            f"--offload-activations: role {name!r} keeps all activations; use --activation-checkpointing too, which leaves "
+            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, which leaves "
             "one tensor per layer to offload"
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(
-            f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
+            f"{options.option} {path} is an adapter, which cannot carry another one; pass its base model, "
             "and this folder as --lora-adapter-path, or merge it first with areno export"
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
-            f"--load-in-4bit with --tp-size {layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
-            "leave one of the two out: --world-size N alone keeps the model whole on each device"
+            f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; "
+            "remove one of the two: --world-size N alone keeps the full model on each device"
         )
     if not layout.fsdp:
         return
     chosen = {
-        "--load-in-4bit: weights in 4 bits": adapter is not None and adapter.load_in_4bit,
-        "--lora-rank and --tp-size: adapters of layers that ranks cut": adapter is not None and layout.tp_size > 1,
+        "--load-in-4bit: 4-bit weights": adapter is not None and adapter.load_in_4bit,
+        "--lora-rank and --tp-size: adapters of tensor-parallel layers": adapter is not None and layout.tp_size > 1,
     }
-    for what, wanted in chosen.items():
-        if wanted:
-            raise UsageError(f"--fsdp with {what} are not sharded; leave one of the two out")
+    for conflicting, present in chosen.items():
+        if present:
+            raise UsageError(f"--fsdp with {conflicting} are not sharded; remove one of them")
 
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: RankContext) -> Optimizer:

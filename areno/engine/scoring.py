@@ -1,4 +1,4 @@
-"""Scoring fixed token rows with any role: log-probs, values, rewards. Nothing here keeps a gradient."""
+"""Score fixed token rows with any role: log-probs, values, rewards. Computes no gradients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.pipeline import Pipeline
-from areno.engine.progress import PROGRESS
 from areno.engine.train.outputs import last_tokens
 from areno.engine.train.replay import replay_of
 from areno.types.routing import RoutingRecord
 
-# Most tokens of one scoring forward pass, whatever the number of rows.
+# Maximum tokens per scoring forward pass.
 MAX_TOKENS = 16384
 
 TokenRows = Sequence[Sequence[int]]
@@ -27,20 +27,20 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """One temperature for each row. Raises ValueError: there are several, but not as many as rows."""
-    each = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
-    if len(each) != len(rows):
-        raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(each)}")
-    return each
+    """One temperature per row. Raises ValueError: the number of temperatures is neither one nor that of the rows."""
+    per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
+    if len(per_row) != len(rows):
+        raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(per_row)}")
+    return per_row
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows that are scored at once."""
+    """Rows scored in one forward pass."""
 
     rows: TokenRows
     temperatures: Sequence[float]  # one per row
-    tokens: Tensor  # [T], of all rows end to end
+    tokens: Tensor  # [T], rows concatenated
     plan: PackedPlan
 
 
@@ -56,25 +56,25 @@ def score(
 ) -> list[Any]:
     """Score rows with a policy (log-probs), or a critic or reward model (values and rewards).
 
-    ``routed`` has for each row the experts that its tokens go to where the model's routers follow a routing.
+    ``routed`` holds the expert choices of each row to replay, if the model supports routing replay.
 
     Returns:
-        ``logprobs``: per row that of each token given the tokens before it, under the row's temperature; entry 0 is 0.0.
-        ``values``: per row the value after each token. ``rewards``: one score per row, read at its last token. Nothing where
-        another stage of a ``pipeline`` has the last layers.
+        ``logprobs``: per row, that of each token given its prefix, at the row's temperature; entry 0 is 0.0.
+        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. Empty on all but
+        the last stage of a ``pipeline``.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)
     if pipeline is not None:
-        every = list(batches)
+        all_batches = list(batches)
 
         def finish(index: int, hidden: Tensor) -> None:
-            results.extend(_scores(model, what, every[index], hidden))
+            results.extend(_scores(model, what, all_batches[index], hidden))
 
-        pipeline.run(every, finish, backward=False)
+        pipeline.run(all_batches, finish, backward=False)
         return results
     for batch in batches:
-        PROGRESS.tick()
+        HEARTBEAT.tick()
         CPU_THREADS.apply()
         results += _scores(model, what, batch, model.body(batch.tokens, batch.plan.position_ids, batch.plan))
     return results
@@ -88,17 +88,17 @@ def _batches(
     routed: Sequence[RoutingRecord | None] | None,
 ) -> Iterator[_Batch]:
     done = 0
-    for some in _micro_batches(rows, micro_bs):
-        plan = PackedPlan([len(row) for row in some], model.device)
+    for micro in _micro_batches(rows, micro_bs):
+        plan = PackedPlan([len(row) for row in micro], model.device)
         if model.routers is not None and routed is not None:
-            plan.routing = replay_of(routed[done : done + len(some)], plan.lengths, model.routers, model.device)
-        tokens = torch.tensor([token for row in some for token in row], device=model.device)
-        yield _Batch(some, temperatures[done : done + len(some)], tokens, plan)
-        done += len(some)
+            plan.routing = replay_of(routed[done : done + len(micro)], plan.lengths, model.routers, model.device)
+        tokens = torch.tensor([token for row in micro for token in row], device=model.device)
+        yield _Batch(micro, temperatures[done : done + len(micro)], tokens, plan)
+        done += len(micro)
 
 
 def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> list[Any]:
-    """Results of a batch's rows, from its hidden states [T, C]."""
+    """Scores of a batch's rows from its hidden states [T, C]."""
     plan = batch.plan
     if isinstance(model, ValueModel):
         if what == "rewards":
@@ -112,7 +112,7 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Rows in order, at most ``micro_bs`` of them and ``MAX_TOKENS`` tokens at once; a longer row is alone."""
+    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens; longer rows go alone."""
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:

@@ -197,7 +197,7 @@ class EngineClient:
         draw = next(episode.draws)
         if draw and episode is not self._outside and not self._keeps:
             # Episodes have several turns; each reuses the cache of the previous one.
-            self._keeps, keep = True, getattr(self.engine, "keep_contexts", None)
+            self._keeps, keep = True, getattr(self.engine, "enable_prefix_cache", None)
             if keep is not None:
                 await asyncio.get_running_loop().run_in_executor(None, keep, True)
         return [derive_seed(self.seed, episode.task_id, episode.sample + index, draw) for index in range(samples)]

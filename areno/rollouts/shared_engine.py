@@ -28,7 +28,7 @@ class SharedEngine:
         self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # with the engine's future
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate to the engine: tokenizer, lengths, ``load``, ``keep_contexts`` and others."""
+        """Delegate to the engine: tokenizer, lengths, ``load``, ``enable_prefix_cache`` and others."""
         return getattr(self.engine, name)
 
     @contextmanager

@@ -71,7 +71,7 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
     """Forward, backward and the optimizer's step of one rank, with rows of its replica's own."""
     import torch
 
-    from areno.engine.native import give_freed_memory_back
+    from areno.engine.libc_tuning import trim_freed_memory
     from areno.engine.plan.memory import begin_peak, peak_since
 
     cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0, "optimizer": 0}
@@ -85,7 +85,7 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
         loss.backward()
         peaks["backward"] = max(peaks["backward"], peak_since(cpu))
         del loss
-    give_freed_memory_back()  # as where memory is short: what is above it belongs to the phase before
+    trim_freed_memory()  # as where memory is short: what is above it belongs to the phase before
     begin_peak(cpu)
     step.apply()
     peaks["optimizer"] = peak_since(cpu)

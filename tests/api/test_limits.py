@@ -135,7 +135,7 @@ def test_the_engine_itself_refuses_what_would_end_generation_for_all(trainer):
 
 
 def test_rows_beyond_the_context_are_neither_scored_nor_trained_on(trainer):
-    long, message = [5] * (CONTEXT + 1), r"row 1 has 33 tokens, and the context of role 'actor' is 32"
+    long, message = [5] * (CONTEXT + 1), r"row 1 has 33 tokens, but the context of role 'actor' is 32"
     with pytest.raises(UsageError, match=message):
         trainer.score_logprobs("actor", [[5], long])
     with pytest.raises(UsageError, match=message):

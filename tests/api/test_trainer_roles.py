@@ -137,9 +137,9 @@ def test_a_classifier_is_trained_saved_and_loaded_by_transformers(tiny_checkpoin
         assert stats["rm_accuracy"] == 1.0
         saved = trainer.save_checkpoint(str(tmp_path / "rm"))
         scores = trainer.score_rewards("actor", [r.tokens for r in rows])
-        with pytest.raises(EngineError, match="generates nothing"):
+        with pytest.raises(EngineError, match="cannot generate"):
             trainer.begin_rollout_session()
-        with pytest.raises(EngineError, match="role 'actor' gives rewards, not log-probs"):
+        with pytest.raises(EngineError, match="role 'actor' predicts rewards, not log-probs"):
             trainer.score_logprobs("actor", ROWS)
     module = AutoModelForSequenceClassification.from_pretrained(saved)
     with torch.no_grad():

@@ -363,13 +363,13 @@ def test_an_adapter_that_is_of_another_model_or_kind_is_refused(open_engine, tin
         open_engine(rank=0, adapter_path=str(tmp_path / "adapter"))
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     peft.get_peft_model(stock, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
-    with pytest.raises(UsageError, match=r"^the adapter \S+ is of the kind IA3; areno reads and trains LORA"):
+    with pytest.raises(UsageError, match=r"^the adapter \S+ has the type IA3; areno supports only LORA"):
         open_engine(rank=0, adapter_path=str(tmp_path / "ia3"))
-    with pytest.raises(UsageError, match="give its base model, and this folder as --lora-adapter-path"):
+    with pytest.raises(UsageError, match="pass its base model, and this folder as --lora-adapter-path"):
         open_engine(tmp_path / "adapter")
     with pytest.raises(UsageError, match=r"role 'critic' .* is an adapter"):
         open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})
-    with pytest.raises(UsageError, match=r"no adapter can be made of rank=4, alpha=None, dropout=1\.5"):
+    with pytest.raises(UsageError, match=r"invalid adapter options rank=4, alpha=None, dropout=1\.5"):
         open_engine(dropout=1.5)
 
 

@@ -22,7 +22,7 @@ from areno.engine.rollout.compiled import spec, switch
 from areno.engine.rollout.compiled.spec import StepSpec
 from areno.engine.rollout.decode import SharedPrefixes, StepDecode
 from areno.engine.rollout.loop import RolloutLoop
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
@@ -50,7 +50,7 @@ def make_loop():
             make_stop_text=None,
             budget_tokens=budget,
             max_running=running,
-            layers=prove_decoding(model, "test").layers,
+            layers=validate_decoding(model, "test").layers,
             decode_mode=mode,
         )
         loops.append(loop)
@@ -80,7 +80,7 @@ def own_cache(kernels, tmp_path, monkeypatch):
 
 
 def forked(command, *, stderr, **_):
-    """Stands in for ``subprocess.Popen``: the building process has its imports done."""
+    """Stands in for ``subprocess.Popen``: the build process has its imports done."""
     files = (stderr.fileno(), stderr.fileno())
     return Forked(preloaded().fork("tests.support.build", command[3:], environment(), *files))
 
@@ -96,7 +96,7 @@ def built(kernels, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
             patch.setattr(switch, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
-        failure = switch._Build(StepSpec.of(model, prove_decoding(model, "test").layers)).wait()
+        failure = switch._Build(StepSpec.of(model, validate_decoding(model, "test").layers)).wait()
     assert failure == ""
     if before is not None:
         os.environ["ARENO_CACHE_DIR"] = before
@@ -233,8 +233,8 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
     assert rounds > 3, "tokens must come while the step is being built"
     assert_same(answers(loop, requests), expected)
     assert [r.message.split(" (")[0].split(",")[0] for r in caplog.records if r.name == LOGGER] == [
-        "compiling the decode step beside the run",
-        "the decode step is compiled from here on",
+        "compiling the decode step in the background",
+        "switched to the compiled decode step",
     ]
     made = tmp_path / spec.CACHE_KIND  # our kernels, which the build takes, lie beside it
     assert [path.suffix for path in made.iterdir()] == [".pt2"]
@@ -340,7 +340,7 @@ def test_a_package_that_computes_something_else_is_refused(make_loop, built, tmp
 
 def test_what_decides_the_arithmetic_decides_the_name():
     model = make_model()
-    layers = prove_decoding(model, "test").layers
+    layers = validate_decoding(model, "test").layers
     name = StepSpec.of(model, layers).path().name
     assert StepSpec.of(make_model(seed=3), layers).path().name == name  # weights do not
     model.config.rms_norm_eps = 0.5
@@ -349,14 +349,14 @@ def test_what_decides_the_arithmetic_decides_the_name():
 
 def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_loop):
     model = prepare(tiny_module("qwen3_5"), "qwen3_5")
-    with pytest.raises(EngineError, match="keeps states beside keys and values"):
+    with pytest.raises(EngineError, match="has recurrent states"):
         make_loop(model, "compiled")
 
 
 @pytest.mark.long
 def test_a_failed_build_says_why(own_cache):
     model = make_model()
-    spec = StepSpec.of(model, prove_decoding(model, "test").layers)
+    spec = StepSpec.of(model, validate_decoding(model, "test").layers)
     broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
     assert "makes a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
     assert [p for p in own_cache.rglob("*") if p.is_file() and p.suffix != ".so"] == []
@@ -388,7 +388,7 @@ def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypa
     program = (
         "import sys, time; from tests.engine.test_compiled_decode import *\n"
         "model = make_model()\n"
-        "b = switch._Build(StepSpec.of(model, prove_decoding(model, 'test').layers)); print('up', flush=True)\n"
+        "b = switch._Build(StepSpec.of(model, validate_decoding(model, 'test').layers)); print('up', flush=True)\n"
         "time.sleep(60)"
     )
     parent = start_text(program, own_cache)

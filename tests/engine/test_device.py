@@ -41,7 +41,7 @@ def test_each_rank_has_a_gpu_of_its_own_with_a_number():
             "this machine has 2 GPUs, and the ranks would use GPU 1, 2; use --world-size 1",
         ),
         ((CUDA, 1, 1, [3]), "this machine has 1 GPU, and the ranks would use GPU 3; number GPUs from 0"),
-        ((CUDA, 2, 4, [1]), r"devices=\[1\] are 1, world_size=2; give one device per rank"),
+        ((CUDA, 2, 4, [1]), r"devices=\[1\] has length 1, but world_size=2; give one device per rank"),
     ],
 )
 def test_ranks_without_a_gpu_are_refused(arguments, message):

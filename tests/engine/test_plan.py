@@ -31,7 +31,7 @@ from areno.engine.plan.memory import (
 )
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.table import plan_text
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
@@ -163,7 +163,7 @@ def test_the_planned_cache_is_the_one_that_a_rollout_leaves(tiny_checkpoint):
 
 def test_the_cache_follows_its_options(tiny_checkpoint):
     model = load_causal_lm(str(tiny_checkpoint), LoadOptions(dtype=torch.float32))
-    per_token = prove_decoding(model, str(tiny_checkpoint)).bytes_per_token
+    per_token = validate_decoding(model, str(tiny_checkpoint)).bytes_per_token
     run = options(tiny_checkpoint)
     assert make_plan(run).cache_wanted == 8 * 64
     small = make_plan(dataclasses.replace(run, n_samples=8, batch_size=8, kv_cache_tokens=1024))

@@ -222,7 +222,7 @@ def test_a_trained_reward_model_loads_in_transformers_and_scores_the_same_padded
     with torch.no_grad():
         expected = module(padded, attention_mask=(padded != pad).long()).logits[:, 0]
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
-    with pytest.raises(EngineError, match="generates nothing"):
+    with pytest.raises(EngineError, match="cannot generate"):
         engine.submit([])
     # and it can serve as the reward role of another run
     policy = Engine(str(other_checkpoint), EngineConfig())
@@ -349,13 +349,13 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.score_logprobs("ref", ROWS)
     engine.ensure_roles(role("ref", other_checkpoint))
     engine.ensure_roles(role("ref", other_checkpoint))  # a second time changes nothing
-    with pytest.raises(EngineError, match=r"role 'ref' is loaded from .* already; call drop_role"):
+    with pytest.raises(EngineError, match=r"role 'ref' is already loaded from .*; call drop_role"):
         engine.ensure_roles(role("ref", classifier))
     with pytest.raises(EngineError, match="role 'ref' is frozen"):
         engine.train(value_rows(), sft_loss_fn, 2, role="ref")
-    with pytest.raises(EngineError, match="role 'ref' gives log-probs, not values"):
+    with pytest.raises(EngineError, match="role 'ref' predicts log-probs, not values"):
         engine.score_values("ref", ROWS)
-    with pytest.raises(EngineError, match="role 'ref' gives log-probs, not rewards"):
+    with pytest.raises(EngineError, match="role 'ref' predicts log-probs, not rewards"):
         engine.score_rewards("ref", ROWS)
     with pytest.raises(EngineError, match="actor cannot be dropped"):
         engine.drop_role("actor")
@@ -368,7 +368,7 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.ensure_roles(role("critic", classifier, trainable=True, optimizer={"learning_rate": 1.0}))
     with pytest.raises(UsageError, match=r"role 'critic' .*: this hub id could not be loaded"):
         engine.ensure_roles(role("critic", tmp_path / "missing", trainable=True))
-    with pytest.raises(UsageError, match=r"weights do not belong to its configuration: lm_head.weight is missing"):
+    with pytest.raises(UsageError, match=r"weights do not match the configuration: lm_head.weight is missing"):
         engine.ensure_roles(role("teacher", classifier))
     with pytest.raises(ValueError, match="row 1 is empty"):
         engine.score_logprobs("actor", [[1], []])

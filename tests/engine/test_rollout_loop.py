@@ -10,7 +10,7 @@ import torch
 
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.loop import RolloutLoop
-from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.probe import validate_decoding
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, SamplingParams
@@ -227,7 +227,7 @@ def test_tokens_carry_the_version_of_the_weights(make_loop):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_the_price_of_a_cached_token_is_measured(family):
     module = tiny_module(family)
-    size = prove_decoding(prepare(module, family), family)
+    size = validate_decoding(prepare(module, family), family)
     if family == "llama":
         assert size.bytes_per_token == 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, fp32
     else:

@@ -68,7 +68,7 @@ def random_requests(rng, count):
 
 def test_a_loop_that_only_serves_gives_memory_back_once_it_has_been_idle(make_loop, monkeypatch):
     given_back, rng = threading.Event(), random.Random(1)
-    monkeypatch.setattr(loop_module, "give_freed_memory_back", given_back.set)
+    monkeypatch.setattr(loop_module, "trim_freed_memory", given_back.set)
     training, serving = make_loop(), make_loop()
     serving.idle_s = 0.05
     first = answers(training, random_requests(rng, 3))

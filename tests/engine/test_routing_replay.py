@@ -365,7 +365,7 @@ def test_a_record_of_another_model_is_refused(checkpoint):
 
 def test_a_model_without_routers_is_refused(tiny_checkpoint):
     with pytest.raises(
-        UsageError, match=r"return_routed_experts \(--return-routed-experts\): .* is no mixture of experts"
+        UsageError, match=r"return_routed_experts \(--return-routed-experts\): .* is not a mixture-of-experts model"
     ):
         Engine(str(tiny_checkpoint), EngineConfig(return_routed_experts=True))
 
@@ -380,5 +380,5 @@ def test_routers_that_choose_in_another_way_are_refused(monkeypatch):
             return logits, scores, logits.argsort(-1, descending=True)[:, :EACH].flip(-1)
 
         monkeypatch.setattr(router, "forward", sorted_instead)
-    with pytest.raises(UnsupportedModelError, match="do not choose by a topk"):
+    with pytest.raises(UnsupportedModelError, match="do not select experts by a topk"):
         follow_routers(model, "qwen3_moe", lambda value: [value])

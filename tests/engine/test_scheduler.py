@@ -47,14 +47,14 @@ def test_a_context_longer_than_a_call_enters_alone_with_the_samples_that_share_i
     scheduler.waiting.extend([*group(8).members, *long.members, *short.members])
     assert len(scheduler.admit(20)) == 1
     assert scheduler.admit(20) == []
-    assert scheduler.entering.members == long.members
+    assert scheduler.chunked_prefill.members == long.members
     assert [s.slot for s in scheduler.live()] == [0, 1, 2, 3]
     assert scheduler.admit(20) == [], "nobody overtakes it"
-    scheduler.entering.done = 40
+    scheduler.chunked_prefill.done = 40
     moves = scheduler.remove([scheduler.running[0]])
     assert [(m.source, m.target, m.length) for m in moves] == [(1, 0, 40), (2, 1, 40), (3, 2, 40)]
     assert scheduler.remove([long.members[1]]) == [Move(2, 1, 40)]
-    assert scheduler.entered() == [long.members[0], long.members[2]]
+    assert scheduler.finish_chunked_prefill() == [long.members[0], long.members[2]]
     assert [s.slot for s in scheduler.running] == [0, 1]
     assert scheduler.admit(20) == [short.members]
 

@@ -107,22 +107,22 @@ def test_a_tight_budget_changes_nothing(make_loop):
     assert tight.scheduler.preemptions > 0
 
 
-def test_a_model_that_cannot_go_back_is_refused(tmp_path):
+def test_a_recurrent_model_is_refused(tmp_path):
     folder = save_tiny_checkpoint(tmp_path / "hybrid", "qwen3_5")
-    with pytest.raises(UsageError, match=r"--speculate 4: .* cannot go back"):
+    with pytest.raises(UsageError, match=r"--speculate 4: .* cannot be rolled back"):
         Engine(str(folder), EngineConfig(trains="nothing", speculate=4))
 
 
-def test_a_sample_that_moves_takes_along_what_a_right_guess_has_cached(make_loop):
+def test_accepted_draft_tokens_stay_cached_when_a_sample_changes_slots(make_loop):
     """The first token of a call may end one sample; another, which gets its slot, has more tokens from that call."""
     period = [5, 9, 13, 17, 21]
     asked = [Request(period * 2, SamplingParams(max_new_tokens=20 + 30 * i), [i, i + 7]) for i in range(3)]
     asked.append(Request(period * 10, SamplingParams(greedy=True, max_new_tokens=150), [0]))
-    found = []
-    for guesses in (0, 4):
-        loop = make_loop(prepare(tiny_module("qwen3_moe", layers=2, sharpen=1.5), "qwen3_moe"), guesses)
-        found.append([s for f in loop.submit(asked) for s in f.result(60).sequences])
+    results = []
+    for speculate in (0, 4):
+        loop = make_loop(prepare(tiny_module("qwen3_moe", layers=2, sharpen=1.5), "qwen3_moe"), speculate)
+        results.append([s for f in loop.submit(asked) for s in f.result(60).sequences])
     assert loop.counters.agreed_total
-    for plain, guessed in zip(*found, strict=True):
-        assert guessed.resp_tokens == plain.resp_tokens
-        assert guessed.resp_logprobs == pytest.approx(plain.resp_logprobs, abs=1e-5)
+    for plain, speculative in zip(*results, strict=True):
+        assert speculative.resp_tokens == plain.resp_tokens
+        assert speculative.resp_logprobs == pytest.approx(plain.resp_logprobs, abs=1e-5)

@@ -18,7 +18,7 @@ from areno.cli.main import main
 from areno.config.train_options import TrainOptions
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
-from areno.engine.native import give_freed_memory_back
+from areno.engine.libc_tuning import trim_freed_memory
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.memory import held_memory
@@ -59,7 +59,7 @@ def options(checkpoint, *explicit, **values):
 def room(more_mib):
     """A capacity of which the default share leaves about so much room for the tries."""
     gc.collect()
-    give_freed_memory_back()  # as the first try does
+    trim_freed_memory()  # as the first try does
     return int((held_memory(CPU) + more_mib * MIB) / 0.9)
 
 

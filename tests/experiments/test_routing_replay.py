@@ -126,5 +126,5 @@ def test_the_update_and_the_scores_before_it_follow_the_rollout_and_not_their_ow
 
 def test_a_model_without_routers_is_refused_before_it_is_loaded(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("areno.engine.engine.load_role", None)
-    with pytest.raises(UsageError, match=r"rollout\.return_routed_experts .* is no mixture of experts"):
+    with pytest.raises(UsageError, match=r"rollout\.return_routed_experts .* is not a mixture-of-experts model"):
         trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, ON))

@@ -1,4 +1,4 @@
-"""Adapters put into a model: new ones, ones that are read from a folder, and ones that are added to its weights for good."""
+"""Attach new or saved adapters to a model, or merge saved ones permanently."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,58 +19,58 @@ _HEAD = "score"
 
 
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
-    """Put an adapter into a module, in place; all that is not the adapter's is frozen.
+    """Attach an adapter to a module in place, and freeze everything else.
 
-    A classifier's scalar head is trained as a whole, and saved with the adapter; what is saved names ``base``. Raises
-    UsageError: the adapter does not fit the model; or no layer has the wanted name.
+    A classifier's scalar head is trained in full and saved with the adapter, which refers to ``base``. Raises UsageError: the
+    adapter does not fit the model, or a target module does not exist.
     """
     require_packages("lora", "LoRA needs")
-    with warnings.catch_warnings(), _made_whole(module):
-        warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
+    with warnings.catch_warnings(), _unsharded_layers(module):
+        warnings.simplefilter("ignore")  # peft uses deprecated names of transformers
         if options.adapter_path is not None:
             wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
         else:
             wrapped = _create(module, kind, options)
-    place = Path(base).expanduser()
-    wrapped.peft_config[NAME].base_model_name_or_path = str(place.absolute()) if place.exists() else base
+    folder = Path(base).expanduser()
+    wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.exists() else base
     _refuse_tied(module, adapted_layers(wrapped))
-    module.eval()  # new layers begin in training mode, in which they would drop
-    if not _is_spread(module):
+    module.eval()  # new layers start in training mode, with dropout
+    if not _is_sharded(module):
         return Adapter(wrapped, may_merge=may_merge)
-    from areno.engine.model.spread_adapter import SpreadAdapter  # costs a second to import, and few need it
+    from areno.engine.model.sharded_adapter import ShardedAdapter  # costs a second to import, and few need it
 
-    return SpreadAdapter(wrapped, may_merge=may_merge)
+    return ShardedAdapter(wrapped, may_merge=may_merge)
 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
-    """Add the adapter in ``path`` to a model's weights, and return the model."""
+    """Merge the adapter in ``path`` into a model's weights permanently, and return the model."""
     require_packages("lora", "LoRA needs")
-    with _made_whole(module):
+    with _unsharded_layers(module):
         wrapped = _load(module, path, trainable=False)
-    if _is_spread(module):
-        from areno.engine.model.spread_adapter import merge_spread
+    if _is_sharded(module):
+        from areno.engine.model.sharded_adapter import merge_sharded
 
-        return merge_spread(wrapped, adapted_layers(wrapped)).requires_grad_(True)
+        return merge_sharded(wrapped, adapted_layers(wrapped)).requires_grad_(True)
     merged: nn.Module = wrapped.merge_and_unload()
     return merged.requires_grad_(True)
 
 
-def _is_spread(module: nn.Module) -> bool:
-    """Whether ``transformers`` has spread a module over ranks."""
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``transformers`` has sharded a module across ranks."""
     return getattr(module, "_tp_size", None) not in (None, 1)
 
 
-def _made_whole(module: nn.Module) -> AbstractContextManager[None]:
-    """Adapters that are made or read in the block are whole, also those of a spread module."""
-    if not _is_spread(module):
+def _unsharded_layers(module: nn.Module) -> AbstractContextManager[None]:
+    """In the block, create and read unsharded adapters even for a sharded module."""
+    if not _is_sharded(module):
         return nullcontext()
-    from areno.engine.model.spread_adapter import as_if_whole
+    from areno.engine.model.sharded_adapter import as_if_unsharded
 
-    return as_if_whole(module)
+    return as_if_unsharded(module)
 
 
 def brings_head(path: str) -> bool:
-    """Whether the adapter in a folder has a scalar head of its own."""
+    """Whether the adapter in a folder includes a scalar head."""
     config = adapter_config(path)
     return config.get("task_type") == "SEQ_CLS" or _HEAD in (config.get("modules_to_save") or ())
 
@@ -94,7 +94,7 @@ def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
             return peft.get_peft_model(cast(Any, module), config, adapter_name=NAME)
         except ValueError as error:
             raise UsageError(
-                f"no adapter can be made of rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
+                f"invalid adapter options rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
                 f"target_modules={options.target_modules!r}: {error}; change these --lora options"
             ) from error
 
@@ -104,7 +104,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
     try:
         config: Any = peft.PeftConfig.from_pretrained(path)
-        _refuse_other_kinds(config, path, _is_spread(module))
+        _refuse_other_kinds(config, path, _is_sharded(module))
         config.lora_dropout = dropout
         return peft.PeftModel.from_pretrained(
             cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
@@ -114,25 +114,26 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())[:400]
         raise UsageError(
-            f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; give an adapter "
-            "that was made for this model"
+            f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; use an adapter "
+            "of this model"
         ) from error
 
 
-def _refuse_other_kinds(config: Any, path: str, spread: bool) -> None:
-    """What is no LoRA, would change the base model itself, or begins by taking weights apart that ranks share."""
+def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
+    """Reject adapters that are not LoRA, change the base model, or need its unsharded weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise UsageError(f"the adapter {path} is of the kind {kind}; areno reads and trains LORA adapters")
+        raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")
     if config.bias != "none":
         raise UsageError(
-            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which would not be frozen "
-            "any more; use one with bias='none'"
+            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which must stay frozen; "
+            "use one with bias='none'"
         )
-    if spread and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+
+    if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UsageError(
-            f"the adapter {path} was begun with init_lora_weights={config.init_lora_weights!r}, which changes whole weights, "
-            "and with --tp-size no rank has them; use --tp-size 1, or convert it to a plain one "
+            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, "
+            "and --tp-size shards them; use --tp-size 1, or convert it to a plain one "
             "(path_initial_model_for_weight_conversion of peft)"
         )
 
@@ -150,7 +151,7 @@ def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
-    """An adapter on a weight that two layers share would belong to one of them, and its sum to both."""
+    """Reject adapters on tied weights: the adapter would belong to one layer, but merging would change both."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules():
         weight = child._parameters.get("weight")

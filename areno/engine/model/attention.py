@@ -1,8 +1,8 @@
-"""The one attention function that areno registers with ``transformers``.
+"""The attention function that areno registers with ``transformers``.
 
-A forward pass hands every layer the same *plan* (keyword ``areno``). The plan knows which tokens may see which: packed
-sequences for training and prefill, cache slots for decoding. No plan ever needs a mask from the model code, because the
-function is registered for attention only, and ``transformers`` then skips mask building in every family.
+A forward pass hands every layer the same *plan* (keyword ``areno``), which decides which tokens attend to which: packed
+sequences for training and prefill, cache slots for decoding. Plans need no mask from the model code: the function is
+registered for attention only, so ``transformers`` skips building masks.
 
 Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
 """
@@ -18,26 +18,26 @@ from transformers import AttentionInterface
 
 from areno.engine.model.routing import Routing
 
-# Name of each backend's function in transformers: fused kernels where they exist, or every score written out.
+# Name of each backend's function in transformers: fused kernels where available, or explicit scores.
 IMPLEMENTATIONS = {"flash": "areno", "native": "areno_native"}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer asks for, apart from its tensors."""
+    """Attention parameters of a layer."""
 
-    layer: int  # index of the layer, the key of its cache
+    layer: int  # layer index, the key of its cache
     scale: float  # factor on the scores
     window: int | None = None  # a query sees its last ``window`` keys, itself included; None sees all
     sinks: Tensor | None = None  # per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None
     softcap: float | None = None  # scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None
-    explicit: bool = False  # write the scores out instead of using PyTorch's fused kernels
+    explicit: bool = False  # compute explicit scores instead of using PyTorch's fused kernels
 
 
 class AttentionPlan(Protocol):
-    """Which tokens of a call see which. Made once per call, shared by all layers."""
+    """Which tokens of a forward pass attend to which. Created once per pass, shared by all layers."""
 
-    routing: Routing | None  # of routers that follow one, see :mod:`areno.engine.model.routing`
+    routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [T, H, D] over k, v [T, K, D] and whatever the plan caches; returns [T, H, Dv]."""
@@ -59,7 +59,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Scores written out, for what the fused kernels cannot express: soft-capping and sinks."""
+    """Attention with explicit scores, for soft-capping and sinks, which fused kernels do not support."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale
@@ -76,7 +76,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
 
 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
-    """Additive mask [length - first, length] in the dtype of ``like``: causal, and banded where a window is given.
+    """Additive mask [length - first, length] in the dtype of ``like``: causal, and banded if ``window`` is set.
 
     Row i stands for the query at position ``first + i``.
     """

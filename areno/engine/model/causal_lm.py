@@ -1,9 +1,8 @@
-"""The policy: a ``transformers`` causal LM, called in two halves.
+"""The policy: a ``transformers`` causal LM, split into body and head.
 
-``body`` turns packed tokens into hidden states; ``logits`` applies the output head to the few rows that somebody reads.
-The head is the model class's own ``forward`` with the body replaced by a pass-through, so soft-capped or rescaled logits
-(gemma, granite, cohere) need no knowledge here. Rollout and training use both halves; what they disagree on can
-therefore only be rounding.
+``body`` turns packed tokens into hidden states; ``logits`` applies the output head to the rows that are needed. The head is
+the model class's own ``forward`` with the body replaced by a pass-through, so soft-capped or rescaled logits (gemma, granite,
+cohere) need no special handling. Rollout and training use the same body and head, so they can differ only by rounding.
 """
 
 import copy
@@ -18,14 +17,14 @@ from areno.engine.model.chunked_head import rows_of_chunk, run_chunks
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.token_logprobs import VocabularyShare, logit_bounds, token_logprobs
 
-# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small beside any model that needs chunks. Where
-# they are kept, larger chunks save passes over the gradient of the head.
+# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small compared to any model that needs chunks.
+# If logits are kept for backward, larger chunks save passes over the gradient of the head.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
 KEPT_CHUNK_ELEMENTS = 8 * CHUNK_ELEMENTS
 
 
 class _HiddenOnly:
-    """A base model's output that carries hidden states and nothing else."""
+    """A base model output with hidden states only."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -39,17 +38,17 @@ class _HiddenOnly:
 
 
 class _PassThrough(nn.Module):
-    """Stands in for the body: returns the embeddings it is given as its hidden states."""
+    """Replaces the body: returns its input embeddings as hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
 
 
 class CausalLM(PackedModel):
-    """A causal LM behind the two calls that the engine needs."""
+    """A causal LM with separate body and head calls."""
 
-    computes_on: str | None = None  # type of the device whose chunks of logits it makes; None is where its weights are
-    keeps_logits = False  # on a CPU, what comes from logits waits for the backward pass instead of being computed again
+    computes_on: str | None = None  # device type that decides the chunk size of logits; None: that of the weights
+    keeps_logits = False  # on a CPU, keep logits for the backward pass instead of recomputing them
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -62,17 +61,17 @@ class CausalLM(PackedModel):
             self._share = vocabulary_share(module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient where ranks share the vocabulary."""
+        """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient if the vocabulary is sharded."""
         logits = self.own_logits(hidden)
         return logits if self._share is None else self._share.whole(logits)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """The logits [N, V of this rank] of hidden states [N, C]: all, unless ranks share the vocabulary."""
-        # Not through __call__: hooks of the module are for whole passes, and the copy has them too.
+        """This rank's logits [N, V of this rank] of hidden states [N, C]; all of them unless the vocabulary is sharded."""
+        # Not through __call__: the copy shares the module's hooks, which are for full passes.
         return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """Log-probs [N] of ``targets`` [N] after hidden [N, C]; never holds more than a chunk of logits.
+        """Log-probs [N] of ``targets`` [N] after hidden [N, C]; computes logits in chunks.
 
         With several chunks, backward recomputes each chunk's logits, so memory does not grow with N, unless they are kept.
         """
@@ -83,7 +82,7 @@ class CausalLM(PackedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`logprobs`; the entropy [N] of each distribution; the least and greatest logit [N, 2] of the whole vocabulary.
 
-        The latter two are without gradient, and empty if they are not wanted.
+        The latter two have no gradient, and are empty if not requested.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""The output head over many rows: in chunks, so that logits never fill the memory.
+"""Chunked output head, so that the logits of many rows are never in memory at once.
 
-On a CPU chunks stay in its caches. On a GPU a chunk must keep the processors busy, and with weights in bf16 autograd would
-add up the chunks' gradients of the head in bf16, which costs more precision than all the rest of a backward pass.
+On a CPU, chunks fit its caches. On a GPU, a chunk must be large enough to occupy the device; and with bf16 weights, autograd
+would accumulate the chunks' head gradients in bf16, which loses more precision than the rest of the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +19,16 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Rows of a chunk of logits that are ``vocab`` wide on this rank; on a CPU one has ``elements`` logits."""
+    """Rows per chunk for a vocabulary of ``vocab`` on this rank; on a CPU a chunk has ``elements`` logits."""
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)
 
 
 def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
-    """Run a head over chunks of ``rows`` rows; backward computes each again, and adds up gradients of its weights in fp32."""
-    found: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
-    return found
+    """Run a head over chunks of ``rows`` rows; backward recomputes each chunk, and accumulates weight gradients in fp32."""
+    result: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
+    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -56,15 +56,15 @@ class _Chunked(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(parameters)
         parts = []
         for chunk, part in zip(_split(ctx.rows, *ctx.saved_tensors), grad.split(ctx.rows), strict=True):
-            own = chunk[0].detach().requires_grad_()
+            hidden = chunk[0].detach().requires_grad_()
             with torch.enable_grad():
-                logprobs = ctx.run(own, *chunk[1:])[0]
-            to_hidden, *to_weights = torch.autograd.grad(logprobs, [own, *parameters], part, allow_unused=True)
+                logprobs = ctx.run(hidden, *chunk[1:])[0]
+            to_hidden, *to_weights = torch.autograd.grad(logprobs, [hidden, *parameters], part, allow_unused=True)
             parts.append(to_hidden)
             for index, gradient in enumerate(to_weights):
                 if gradient is not None:
-                    known = sums[index]
-                    sums[index] = gradient.float() if known is None else known.add_(gradient)
+                    total = sums[index]
+                    sums[index] = gradient.float() if total is None else total.add_(gradient)
         rounded = (
             None if total is None else total.to(weight.dtype) for total, weight in zip(sums, parameters, strict=True)
         )

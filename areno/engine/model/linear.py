@@ -1,10 +1,10 @@
-"""Linear layers in fp32 on processors where PyTorch's choice of matrix product is the slow one.
+"""Faster fp32 linear layers for CPUs where PyTorch picks a slow matrix product.
 
-PyTorch multiplies fp32 matrices on x86 with MKL, which on other makers' processors leaves AVX-512 unused; oneDNN, which
-PyTorch ships as well, does not. Measured on two cores of an AMD EPYC: 200 and 440 GFLOP/s from 256 rows on, in forward and
-in the gradient of the input. Weights stay as they are; nothing is repacked. Few rows are multiplied by a kernel of our own
-(:mod:`areno.engine.kernels.row_product`), with AVX2 as well; on Intel's processors in an output layer of a large vocabulary
-alone, which MKL repacks for each product (64 rows: 123 GFLOP/s, ours 263 on a Xeon with AVX-512).
+On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs; oneDNN, which PyTorch also
+ships, does. Measured on two cores of an AMD EPYC: 200 and 440 GFLOP/s from 256 rows on, in forward and
+in the gradient of the input. Weights are not repacked. Products with few rows use our own kernel
+(:mod:`areno.engine.kernels.row_product`), also with AVX2; on Intel CPUs only in output layers of a large vocabulary, which
+MKL repacks for each product (64 rows: 123 GFLOP/s, ours 263 on a Xeon with AVX-512).
 """
 
 import functools
@@ -17,18 +17,18 @@ from torch.nn.functional import linear
 
 from areno.engine.kernels import row_product
 
-# Below this much work MKL's smaller overhead wins. A traced step has no row count to look at: it goes by the weight.
+# Below this much work, MKL's smaller overhead wins. Traced steps have no static row count and use the weight size instead.
 _LEAST_FLOP = 4e6
 _LEAST_WEIGHT = 40_000
-# On Intel's processors: weights that no cache close to a core holds.
+# On Intel CPUs: weights larger than the per-core caches.
 _LARGE_WEIGHT = 8_000_000
-_WIDE_OUTPUT = 8  # times as many outputs as inputs
-# Up to so many rows our own product is faster than either library, by a tenth at 128 and a quarter at 64.
+_WIDE_OUTPUT = 8  # ratio of outputs to inputs
+# Up to this many rows, our kernel is faster than either library, by a tenth at 128 and a quarter at 64.
 _FEW_ROWS = 256
 
 
 def use_fast_products(module: nn.Module) -> None:
-    """Let the plain linear layers of a model choose their matrix product, on processors where that is faster."""
+    """Replace a model's plain linear layers by :class:`FastLinear` on CPUs where that is faster."""
     least = least_weight()
     if least is None:
         return
@@ -38,12 +38,12 @@ def use_fast_products(module: nn.Module) -> None:
 
 
 def _gains(weight: Tensor, least: int) -> bool:
-    """Whether a weight [O, C] is large enough; where size counts, only an output layer is."""
+    """Whether a weight [O, C] benefits: any, or with a minimum size ``least`` only large output layers."""
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 
 def use_row_products(module: nn.Module) -> None:
-    """Let the layers that :func:`use_fast_products` has found multiply few rows with our kernel, which must be loaded."""
+    """Use our kernel, which must be loaded, for products with few rows in all :class:`FastLinear` layers."""
     for child in module.modules():
         if isinstance(child, FastLinear):
             child.row_products = True
@@ -51,7 +51,7 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Numbers in the smallest weight that this processor multiplies faster without MKL; None where it has no AVX2."""
+    """Minimum number of weight elements for which avoiding MKL is faster on this CPU; None without AVX2."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
@@ -60,7 +60,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether Intel made the processor; taken for granted where that cannot be known, so that PyTorch's choice stays."""
+    """Whether the CPU is an Intel; True if unknown, which keeps PyTorch's choice."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -69,14 +69,14 @@ def _is_intel() -> bool:
 
 @functools.cache
 def _wide() -> bool:
-    """Whether oneDNN is faster than MKL from some size on."""
+    """Whether oneDNN is faster than MKL for large products."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()
 
 
 class FastLinear(nn.Linear):
-    """A linear layer that multiplies with what is fastest; everything else is :class:`torch.nn.Linear`."""
+    """A :class:`torch.nn.Linear` that selects the fastest matrix product."""
 
-    row_products = False  # multiply few rows with our kernel, where no gradient is wanted
+    row_products = False  # use our kernel for few rows without gradient
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., C] to output [..., O]."""
@@ -94,7 +94,7 @@ class FastLinear(nn.Linear):
         return out.view(*input.shape[:-1], self.out_features)
 
     def _in_decode_step(self, rows: Tensor) -> Tensor:
-        """As it is traced; a step has few rows, and no gradient."""
+        """The product in a traced decode step, which has few rows and no gradient."""
         if row_product.KERNEL.loaded:
             return self._row_product(rows)
         if _wide() and self.weight.numel() >= _LEAST_WEIGHT:

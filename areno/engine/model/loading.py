@@ -1,8 +1,8 @@
-"""Loading a checkpoint as a policy, a critic or a reward model.
+"""Load a checkpoint as a policy, a critic or a reward model.
 
-At load time it is proven that the engine computes what the model means: two short random sequences run through the stock
-``eager`` attention, each alone, and through areno's plan, packed. A model whose layers ignore the plan (an unknown
-recurrent mixer, an attention of its own) fails here by name instead of training on leaking sequences.
+Loading validates the engine against the model: two short random sequences run individually through the stock ``eager``
+attention, and packed through areno's plan. A model whose layers ignore the plan (an unknown recurrent mixer, a custom
+attention) is rejected here instead of training on leaking sequences.
 """
 
 import logging
@@ -43,46 +43,46 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Largest difference of logits relative to their largest entry; rounding stays two orders of magnitude below."""
+    """Maximum difference of logits relative to the largest one; rounding stays two orders of magnitude below."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is brought into memory."""
+    """How to load a checkpoint."""
 
     dtype: torch.dtype
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
-    dummy: bool = False  # build the architecture with random weights and read only the configuration
+    dummy: bool = False  # random weights; only the configuration is read
     attn_backend: str = "flash"
-    four_bit: bool = False  # hold the weights of linear layers in 4 bits, which then cannot be trained
-    use_kernels: bool = False  # of the Hugging Face hub, in place of layers that they have been written for
-    option: str = "--ckpt"  # what an error message calls the place that named the checkpoint
+    four_bit: bool = False  # quantize the linear layers to 4 bits, which freezes them
+    use_kernels: bool = False  # replace supported layers with kernels from the Hugging Face hub
+    option: str = "--ckpt"  # the option that named the checkpoint, for error messages
     peers: RankContext = field(default_factory=RankContext)
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
-    """Load a causal LM from a folder or hub id, ready for packed calls; an adapter folder is added to its base model.
+    """Load a causal LM from a folder or hub id, ready for packed calls; an adapter is merged into its base model.
 
-    Raises UsageError: the checkpoint cannot be read; UnsupportedModelError: its architecture does not follow an
-    attention plan; the message says how that showed.
+    Raises UsageError: the checkpoint cannot be read; UnsupportedModelError: its architecture does not follow
+    attention plans.
     """
     with _reading(path, options, "causal language model"):
         config = _config_of(base_of(path), options)
         stage = _stage_of(config, path, options)
         module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
-    return prepare(_complete(module, path, options), path, options.attn_backend, stage, proves=options.peers.reads)
+    return prepare(_complete(module, path, options), path, options.attn_backend, stage, validates=options.peers.reads)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
-    """Load a critic or a reward model: a sequence classifier, or a causal LM that gets a zero head.
+    """Load a critic or a reward model: a sequence classifier, or a causal LM with a zero head added.
 
     Args:
-        needs_head: refuse a checkpoint without a scalar head.
+        needs_head: reject a checkpoint without a scalar head.
 
     Raises:
-        UsageError: the checkpoint cannot be read, or has no scalar head where one is needed.
+        UsageError: the checkpoint cannot be read, or lacks a required scalar head.
     """
     with _reading(path, options, "sequence classifier"):
         base = base_of(path)
@@ -92,36 +92,37 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
         if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
             raise UsageError(
                 f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
-                "train a reward model with `areno train --algo rm`, or give a sequence classifier"
+                "train a reward model with `areno train --algo rm`, or use a sequence classifier"
             )
         config.num_labels = 1 if head is None else len(head[0])
         with _quiet():
             module = _build(classifier_class(config), base, options, config, stage)
     if stage is None or stage.last:
         install_head(module, head)
-    whole = _complete(module, path, options)
-    return prepare_value_model(whole, path, options.attn_backend, stage, proves=options.peers.reads)
+    return prepare_value_model(
+        _complete(module, path, options), path, options.attn_backend, stage, validates=options.peers.reads
+    )
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """The model with an adapter that is trained in place of its weights."""
+    """Attach an adapter that is trained in place of the model's weights; returns the new model."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
-    again = type(model)(model.module)  # its halves are taken from the layers that are there now
-    again.adapter = attached
-    trained = sum(p.numel() for _, p in again.parameters())
+    adapted = type(model)(model.module)  # rewrap: body and head refer to the module's current layers
+    adapted.adapter = attached
+    trained = sum(p.numel() for _, p in adapted.parameters())
     counts = (attached.rank, attached.layers, trained / 1e6)
     logger.info("adapter: rank %d on %d layers, %.2f M trained parameters", *counts)
-    return again
+    return adapted
 
 
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
-    """The module on its device, with the adapter that ``path`` may be."""
-    if options.four_bit:  # it is there already
+    """Move the module to its device, and merge the adapter if ``path`` is one."""
+    if options.four_bit:  # already on its device
         child: Any
         for child in module.modules():
-            # bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout
-            # would not be what training sees.
+            # bitsandbytes has a bf16 kernel for some CPUs that it uses only without gradients, so rollout would differ
+            # from training.
             if hasattr(child, "support_avx512bf16_for_cpu"):
                 child.support_avx512bf16_for_cpu = False
     else:
@@ -130,16 +131,16 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 
 
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
-    """The architecture of a checkpoint with weights that nobody has read, wrapped but not proven; ``dummy`` must be set.
+    """Build a checkpoint's architecture without weights or validation, for planning; ``dummy`` must be set.
 
-    It is for planning: called under a mode that makes tensors without memory, it takes none.
+    Takes no memory in a mode that creates tensors without storage.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = _config_of(path, options)
         if classifier:
             config.num_labels = 1
         module = _build(classifier_class(config) if classifier else AutoModelForCausalLM, path, options, config)
-    _switch_dropout_off(module)
+    _disable_dropout(module)
     module.eval()
     wrap_recurrent_layers(module)
     _use_areno_attention(module, path, options.attn_backend)
@@ -152,23 +153,23 @@ def prepare(
     attn_backend: str = "flash",
     stage: StageLayers | None = None,
     *,
-    proves: bool = True,
+    validates: bool = True,
 ) -> CausalLM:
-    """Wrap a loaded causal LM, or a stage of it: plan-driven attention, no dropout, proven on two sequences.
+    """Wrap a loaded causal LM or pipeline stage: attention by plan, no dropout, validated on two sequences.
 
-    ``proves`` is False where another rank has the weights, and proves it.
+    ``validates`` is False if another rank reads the weights and validates them.
     """
     _repair_generation_config(module)
     if stage is not None and not stage.last:
-        return _prepared(module, name, attn_backend, stage, proves, wrap=CausalLM, ours=lambda _, hidden: hidden)
+        return _prepared(module, name, attn_backend, stage, validates, wrap=CausalLM, ours=lambda _, hidden: hidden)
     return _prepared(
         module,
         name,
         attn_backend,
         stage,
-        proves,
+        validates,
         wrap=CausalLM,
-        stock=lambda given: module(**given, use_cache=False).logits,
+        stock=lambda inputs: module(**inputs, use_cache=False).logits,
         ours=lambda model, hidden: model.own_logits(hidden),
     )
 
@@ -179,10 +180,10 @@ def prepare_value_model(
     attn_backend: str = "flash",
     stage: StageLayers | None = None,
     *,
-    proves: bool = True,
+    validates: bool = True,
 ) -> ValueModel:
-    """Wrap a loaded classifier in the same way; the proof compares hidden states."""
-    return _prepared(module, name, attn_backend, stage, proves, wrap=ValueModel, ours=lambda _, hidden: hidden)
+    """Wrap a loaded classifier like :func:`prepare`; the validation compares hidden states."""
+    return _prepared(module, name, attn_backend, stage, validates, wrap=ValueModel, ours=lambda _, hidden: hidden)
 
 
 def _prepared(
@@ -190,36 +191,36 @@ def _prepared(
     name: str,
     attn_backend: str,
     stage: StageLayers | None,
-    proves: bool,
+    validates: bool,
     *,
     wrap: Callable[[nn.Module], M],
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
-    """The model, proven: ``ours`` makes of its hidden states what ``stock``, by default its body, says of a sequence."""
-    if not proves:
-        return _made(module, name, attn_backend, stage, wrap)
+    """Wrap and validate a model: ``ours`` of its hidden states must equal ``stock``, by default the stock body."""
+    if not validates:
+        return _wrapped(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))
-    stock = stock or (lambda given: body(**given, use_cache=False).last_hidden_state)
-    _switch_dropout_off(module)
+    stock = stock or (lambda inputs: body(**inputs, use_cache=False).last_hidden_state)
+    _disable_dropout(module)
     module.eval()
     probe = _probe(module, stage)
     kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
     with torch.no_grad():
-        expected = torch.cat([stock({kind: given[None]})[0] for given in probe]).float()
+        expected = torch.cat([stock({kind: sequence[None]})[0] for sequence in probe]).float()
     if not expected.isfinite().all():
         raise UsageError(_broken_weights(module, name))
-    model = _made(module, name, attn_backend, stage, wrap)
+    model = _wrapped(module, name, attn_backend, stage, wrap)
     if stage is not None:
         refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
-    _prove(model, ours, probe, expected, name)
+    _validate(model, ours, probe, expected, name)
     return model
 
 
-def _made(
+def _wrapped(
     module: nn.Module, name: str, attn_backend: str, stage: StageLayers | None, wrap: Callable[[nn.Module], M]
 ) -> M:
-    _switch_dropout_off(module)
+    _disable_dropout(module)
     module.eval()
     wrap_recurrent_layers(module)
     use_fast_products(module)
@@ -230,20 +231,20 @@ def _made(
 
 
 def _broken_weights(module: nn.Module, name: str) -> str:
-    """Why a model computes numbers that are not finite."""
+    """Explain why a model computes non-finite numbers."""
     broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
     if not broken:
         kind = str(next(module.parameters()).dtype).removeprefix("torch.")
-        return f"{name}: the model computes numbers that are not finite in {kind}; use --dtype float32"
+        return f"{name}: the model computes non-finite numbers in {kind}; use --dtype float32"
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return (
-        f"{name}: weights hold numbers that are not finite: {', '.join(broken[:3])}{more}; take an earlier checkpoint, or "
-        "fetch it again"
+        f"{name}: weights are not finite: {', '.join(broken[:3])}{more}; use an earlier checkpoint, or "
+        "download it again"
     )
 
 
-def _switch_dropout_off(module: nn.Module) -> None:
-    """Rollout never drops, so training must not either: the importance ratio would be noise."""
+def _disable_dropout(module: nn.Module) -> None:
+    """Disable dropout in training as in rollouts, because it would add noise to importance ratios."""
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
@@ -254,12 +255,14 @@ def _config_of(path: str, options: LoadOptions) -> Any:
 
 
 def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | None:
-    """The layers of this rank's stage; None where there is one stage. UsageError: there are too few for all stages."""
+    """The layers of this rank's stage; None without a pipeline. UsageError: fewer layers than stages."""
     layout = options.peers.layout
     if layout.pp_size == 1:
         return None
     if options.dummy:
-        raise UsageError(f"{options.option} {path}: random weights (dummy_load) have no stages; use a layout without p")
+        raise UsageError(
+            f"{options.option} {path}: random weights (dummy_load) cannot be split into stages; use a layout without p"
+        )
     layers = int(config.get_text_config().num_hidden_layers)
     try:
         return StageLayers(layout, options.peers.place.stage, layers)
@@ -273,12 +276,12 @@ def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | Non
 def _build(
     kind: Any, path: str, options: LoadOptions, config: PretrainedConfig, stage: StageLayers | None = None
 ) -> nn.Module:
-    more: dict[str, Any] = {"dtype": options.dtype, "attn_implementation": "eager"}
+    arguments: dict[str, Any] = {"dtype": options.dtype, "attn_implementation": "eager"}
     auto = kind.__name__.startswith("AutoModel")
     if stage is not None:
         kind, auto = stage_class(_known_class(kind, config), stage), False
     if auto:
-        more["trust_remote_code"] = options.trust_remote_code
+        arguments["trust_remote_code"] = options.trust_remote_code
     if options.four_bit:
         # 4-bit normal floats with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
         nf4 = BitsAndBytesConfig(
@@ -287,71 +290,71 @@ def _build(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=options.dtype,
         )
-        more |= {"quantization_config": nf4, "device_map": {"": options.device}}
+        arguments |= {"quantization_config": nf4, "device_map": {"": options.device}}
     if not sys.stderr.isatty():
         disable_progress_bar()
     tp_size = options.peers.layout.tp_size
     if options.dummy:
         if tp_size > 1:
-            raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
-        return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+            raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be sharded; use --tp-size 1")
+        return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     if tp_size > 1:
-        more |= _spread(kind, path, options, config)
+        arguments |= _sharding_arguments(kind, path, options, config)
     if options.use_kernels:
-        more["use_kernels"] = True
+        arguments["use_kernels"] = True
     if not options.peers.reads:
-        return _without_weights(kind, config, auto, more)
-    with nullcontext() if stage is None else _quiet():  # what other stages have is no surprise
+        return _without_weights(kind, config, auto, arguments)
+    with nullcontext() if stage is None else _quiet():  # weights of other stages are expected to be missing
         module, report = kind.from_pretrained(
-            path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **more
+            path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **arguments
         )
     _refuse_random_weights(report, options.option, path)
-    # transformers leaves the parts that are cut as views of the whole file, which they would keep in memory.
+    # transformers leaves shards as views of full tensors, which they would keep in memory.
     for parameter in module.parameters() if tp_size > 1 else ():
         part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
         part.data = part.detach().clone()
     return module  # type: ignore[no-any-return]
 
 
-def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, more: dict[str, Any]) -> nn.Module:
-    """The architecture, whose weights another rank reads and sends: memory that nobody writes to takes none."""
+def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments: dict[str, Any]) -> nn.Module:
+    """Build the architecture with uninitialized weights, which another rank reads and sends."""
     with no_init_weights():
-        module: Any = kind.from_config(config, **more) if auto else kind._from_config(config, **more)
-    module.tie_weights()  # part of what was left out
+        module: Any = kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
+    module.tie_weights()  # skipped by no_init_weights
     return module  # type: ignore[no-any-return]
 
 
 def _known_class(kind: Any, config: PretrainedConfig) -> Any:
-    """The class of ``transformers`` that a class for all architectures stands for."""
-    found = getattr(kind, "_model_mapping", {type(config): kind}).get(type(config), None)
-    if found is None or isinstance(found, tuple):
+    """Resolve an auto class of ``transformers`` to the class of an architecture."""
+    resolved = getattr(kind, "_model_mapping", {type(config): kind}).get(type(config), None)
+    if resolved is None or isinstance(resolved, tuple):
         raise UnsupportedModelError(
-            f"{type(config).__name__}: only the classes of transformers can be cut into the stages of a pipeline; use a "
+            f"{type(config).__name__}: only classes of transformers can be split into pipeline stages; use a "
             "layout without p"
         )
-    return found
+    return resolved
 
 
-def _spread(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments that make ``transformers`` load this rank's part."""
+def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
+    """Arguments that make ``transformers`` load this rank's shards."""
     from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
 
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
-    own_plan = getattr(module, "_tp_plan", None) or {}
+    tp_plan = getattr(module, "_tp_plan", None) or {}
     layout = options.peers.layout
-    return {"distributed_config": distributed_config(config, own_plan, layout, options.option, path)}
+    return {"distributed_config": distributed_config(config, tp_plan, layout, options.option, path)}
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """``transformers`` only warns of weights that a checkpoint lacks, and makes random ones up; a scalar head is set later."""
-    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [f"{name} has the shape {tuple(found)}" for name, found, _ in sorted(report["mismatched_keys"])]
-    wrong = [text for text in wrong if not text.startswith("score.")]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly; a scalar head is set later."""
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
+    problems = [text for text in problems if not text.startswith("score.")]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UsageError(
-            f"{option} {path}: the weights do not belong to its configuration: {', '.join(wrong[:3])}{more}; "
-            "fetch the checkpoint again, or give a causal language model (a classifier has no output layer for tokens)"
+            f"{option} {path}: the weights do not match the configuration: {', '.join(problems[:3])}{more}; "
+            "download the checkpoint again, or use a causal language model (a classifier has no output layer for tokens)"
         )
 
 
@@ -370,7 +373,7 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No report about a head that is missing: it is set right after loading."""
+    """Silence reports about missing weights that are expected, such as a head that is set after loading."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -389,13 +392,13 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
         module.set_attn_implementation(IMPLEMENTATIONS[attn_backend])  # type: ignore[operator]
     except (ValueError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"{name}: {type(module).__name__} does not take a registered attention function ({_first_lines(error)}); "
-            "areno runs the transformers causal LMs that do"
+            f"{name}: {type(module).__name__} does not support registered attention functions ({_first_lines(error)}); "
+            "use a model that does"
         ) from error
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Some published checkpoints set a temperature without sampling, which transformers then refuses to save."""
+    """Fix generation configs with a temperature but without sampling, which transformers refuses to save."""
     config = getattr(module, "generation_config", None)
     if config is None:
         return
@@ -406,7 +409,7 @@ def _repair_generation_config(module: Any) -> None:
 
 
 def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
-    """Two sequences: of tokens [n], or of hidden states [n, C] where other stages have the layers before."""
+    """Two sequences of tokens [n], or of hidden states [n, C] for later pipeline stages."""
     config, like = module.config.get_text_config(), next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     if stage is None or stage.first:
@@ -416,18 +419,18 @@ def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _prove(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor], expected: Tensor, name: str) -> None:
+def _validate(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor], expected: Tensor, name: str) -> None:
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:
-        got = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
+        actual = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedModelError(f"{name}: {kind} cannot run packed sequences ({_first_lines(error)})") from error
     scale = expected.abs().max().clamp(min=1e-6)
-    gap = float((got - expected).abs().max() / scale)
+    gap = float((actual - expected).abs().max() / scale)
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
-            f"{name}: packed sequences of {kind} differ from the same sequences alone "
+            f"{name}: packed sequences of {kind} differ from the same sequences run individually "
             f"(relative gap {gap:.1e}), so a layer ignores the attention plan; this architecture is not supported"
         )
     logger.debug("packed-against-alone probe of %s: relative gap %.1e", name, gap)

@@ -1,4 +1,4 @@
-"""What policies, critics and reward models share: a ``transformers`` body that takes packed tokens and an attention plan."""
+"""Base of policies, critics and reward models: a ``transformers`` body over packed tokens with an attention plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,34 +15,34 @@ from areno.engine.model.stages import StageLayers
 
 
 class Weights:
-    """Where the weights of a model are between passes: here, whole on this rank.
+    """Weight storage between passes: here, unsharded on this rank.
 
-    :mod:`areno.engine.parallel.fsdp` has those that are spread over the replicas.
+    :mod:`areno.engine.parallel.fsdp` has the variant that is sharded across replicas.
     """
 
-    dtype: torch.dtype | None = None  # what they compute in; None is the type they are kept in
-    whole: bool = True  # they are all here
+    dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
+    whole: bool = True  # whether all weights are gathered on this rank
 
     def gather(self) -> None:
-        """Have them here until :meth:`release`."""
+        """Gather the weights until :meth:`release`."""
 
     def release(self) -> None:
-        """Nobody computes with them for a while."""
+        """Reshard gathered weights."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Make a pass whose result may be differentiated; while they are not whole, every rank must make the same ones."""
+        """Run a differentiable pass; while the weights are sharded, all ranks must make the same passes."""
         return work()
 
 
 class PackedModel:
-    """A ``transformers`` model with a body and a head, whose attention implementation must be areno's."""
+    """A ``transformers`` model with body and head; its attention implementation must be areno's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.stage: StageLayers | None = None  # which layers it has, if not all
-        self.adapter: Adapter | None = None  # what is trained in place of the weights
+        self.stage: StageLayers | None = None  # the layers of this pipeline stage; None: all
+        self.adapter: Adapter | None = None  # trained in place of the weights
         self.weights = Weights()
-        self.routers: Routers | None = None  # where they follow the routing of plans
+        self.routers: Routers | None = None  # set if routers record or replay expert choices
         self._prefix = cast(str, module.base_model_prefix)
         self._body = cast(nn.Module, getattr(module, self._prefix))
 
@@ -53,17 +53,17 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the weights compute in."""
+        """Compute dtype."""
         return self.weights.dtype or next(self.module.parameters()).dtype
 
     @property
     def context_length(self) -> int | None:
-        """Most positions the model was made for, where its configuration says so."""
+        """Maximum positions; None if the configuration states no limit."""
         return context_length(self.config)
 
     @property
@@ -73,22 +73,22 @@ class PackedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, trained or not, in the types that they compute in."""
+        """Bytes of all weights, trainable or not, in the compute dtype."""
         kind = self.weights.dtype
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and tables that a checkpoint has, or this rank's shares of them, under every name of a tied one."""
-        found: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        """Parameters and persistent buffers, or this rank's shards of them, with tied ones under every name."""
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
             for name, buffer in child.named_buffers(place, recurse=False):
                 if name.rpartition(".")[2] not in child._non_persistent_buffers_set:
-                    found[name] = buffer
-        return found
+                    tensors[name] = buffer
+        return tensors
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have all weights here in the block; every rank that shares them must enter it."""
+        """Gather all weights in the block; a collective call of all ranks."""
         before = self.weights.whole
         self.weights.gather()
         try:
@@ -102,15 +102,15 @@ class PackedModel:
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan, run: int | None = None) -> Tensor:
-        """Hidden states [T, C] of tokens [T] at positions [T], attending as ``plan`` says.
+        """Hidden states [T, C] of tokens [T] at positions [T], attending according to ``plan``.
 
-        Of a stage they come from the hidden states [T, C] of the layers before, unless these layers are the first; ``run`` is
-        the number of the run of neighbouring layers that they pass through, None all that are here.
+        Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens; ``run`` is the number of
+        the run of consecutive layers to apply, None for all layers of this rank.
         """
         body = self._body if run is None or self.stage is None else self.stage.body_of(self._body, run)
-        given: dict[str, Any] = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}
-        given |= {"position_ids": position_ids[None], "use_cache": False, "areno": plan}
+        inputs: dict[str, Any] = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}
+        inputs |= {"position_ids": position_ids[None], "use_cache": False, "areno": plan}
         if self.routers is None:
-            return body(**given).last_hidden_state[0]  # type: ignore[no-any-return]
+            return body(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
         with Routed(plan.routing):
-            return body(**given).last_hidden_state[0]  # type: ignore[no-any-return]
+            return body(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Packed variable-length sequences: the plan for training and for prefill.
+"""Packed variable-length sequences: the attention plan of training and prefill.
 
-Sequences lie end to end in one row of T tokens, and none sees another. Inside attention they are padded, but only with
-sequences of similar length: a group is widened while at most a fifth of its cells are padding. One long sequence among
-short ones therefore costs its own square and nobody else's. On a GPU with a variable-length kernel nothing is padded.
+Sequences are concatenated into one row of T tokens and do not attend to each other. For attention they are padded in groups of
+similar length: a group grows while at most a fifth of its cells is padding, so one long sequence does not make short ones
+expensive. On a GPU with a variable-length kernel, nothing is padded.
 """
 
 import functools
@@ -23,7 +23,7 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Rows of x [N, ...] into a zero tensor [cells, ...] at unique ``index``; the adjoint is a plain gather."""
+    """Scatter rows of x [N, ...] into zeros [cells, ...] at unique ``index``; the backward pass is a plain gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:
@@ -37,7 +37,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x at unique ``index``; the adjoint writes each row once instead of accumulating."""
+    """Gather rows of x at unique ``index``; the backward pass writes each row once instead of accumulating."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -53,13 +53,13 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that are padded together: ``rows`` are their packed positions, ``cells`` where those lie in [B * L]."""
+    """Sequences padded together: ``rows`` are their packed positions, ``cells`` the corresponding ones in [B * L]."""
 
     size: int
     length: int
     rows: Tensor
     cells: Tensor
-    prefix: Tensor | None  # packed positions of the S tokens that all of them continue; None for no such
+    prefix: Tensor | None  # packed positions of their common prefix of S tokens, or None
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...] with zeros after each sequence's end."""
@@ -67,7 +67,7 @@ class _Group:
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
     def contexts(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S + L, ...]: what each sequence continues, then its own tokens padded."""
+        """[T, ...] -> [B, S + L, ...]: the prefix, then each sequence's tokens padded."""
         if self.prefix is None:
             return self.pad(x)
         prefix = _Gather.apply(x, self.prefix)
@@ -79,12 +79,12 @@ class _Group:
 
 
 class PackedPlan:
-    """Attention plan of sequences packed end to end; ``routing`` is what routers that follow one choose.
+    """Attention plan of concatenated sequences; ``routing`` records or replays expert choices.
 
     Args:
         lengths: tokens of each sequence, in packed order.
-        device: where they are.
-        prefixes: packed positions of the tokens that each sequence continues, and sees; None where all begin anew.
+        device: device of the plan.
+        prefixes: packed positions of the tokens that each sequence continues and attends to; None for no prefixes.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PackedPlan:
 
     @functools.cached_property
     def boundaries(self) -> Tensor:
-        """First token of each sequence, and the number of all tokens: int32 [N + 1]."""
+        """Start of each sequence, and the total number of tokens: int32 [N + 1]."""
         return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
     def _group(self, members: list[int]) -> _Group:
@@ -132,7 +132,7 @@ class PackedPlan:
 
     @functools.cached_property
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
-        """Packed positions of all that each sequence sees, where these begin (int32 [N + 1]), and the most of one."""
+        """Packed positions of each sequence's context, their starts (int32 [N + 1]), and the longest length."""
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
         places = torch.tensor(list(chain.from_iterable(seen)))
@@ -145,14 +145,14 @@ class PackedPlan:
         return inverse
 
     def _mask(self, group: _Group, window: int | None, like: Tensor) -> Tensor | None:
-        """None where attention is causal and nothing else."""
+        """The group's mask; None if plain causal attention suffices."""
         before = 0 if group.prefix is None else len(group.prefix)
         if not before and (window is None or group.length <= window):
             return None
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive mask [length, before + length] of tokens after others."""
+        """Additive causal mask [length, before + length] of tokens after ``before`` others."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)
@@ -180,14 +180,14 @@ class PackedPlan:
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """Tokens of all groups, concatenated group by group, back into packed order."""
+        """Concatenate the groups' tokens and restore packed order."""
         if self._inverse is None:
             return outputs[0]
         return _Gather.apply(torch.cat(outputs), self._inverse)
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Split sequence indices into groups whose padded size is at most ``MAX_PADDED_SHARE`` of their tokens."""
+    """Group sequence indices so that a group's padded size is at most ``MAX_PADDED_SHARE`` times its tokens."""
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]
     groups: list[list[int]] = []

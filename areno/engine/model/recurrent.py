@@ -1,9 +1,9 @@
 """Linear-attention layers (gated delta nets) inside packed calls.
 
-Such a layer carries a state along the sequence, so packed neighbours would leak into each other: the stock code runs on
-over the border without a word. Each layer's ``forward`` is therefore wrapped. For training it sees one padded row per
-sequence, which is exact because a causal scan never looks at its right padding; for rollout it runs sequence by sequence
-against per-slot states, since padding would decay a state that is kept.
+Such a layer carries a state along the sequence, so packed neighbours would leak into each other: the stock code silently
+crosses sequence borders. Each layer's ``forward`` is therefore wrapped. In training it runs on one padded row per sequence,
+which is exact because a causal scan never sees its right padding; in rollouts it runs sequence by sequence on per-slot
+states, because padding would decay a cached state.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Forward = Callable[..., Tensor]
 
 
 class RecurrentPlan(Protocol):
-    """A plan that knows how to run a stateful layer over its tokens."""
+    """A plan that can run a recurrent layer over its tokens."""
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """Run ``forward`` over hidden [T, C]; returns [T, C]."""
         ...
 
 
-# Rows behind the slots, for the padding of a decode step: what it computes must not reach anybody's state.
+# Extra rows after the slots for the padding of decode steps, so that it does not change any sequence's state.
 SCRATCH = 8
 
 
 class SlotStates:
-    """Conv and recurrent states of every layer, one row per cache slot; a zero row means no past.
+    """Conv and recurrent states of every layer, one row per cache slot; a zero row is an empty state.
 
-    It answers the calls that a gated delta net makes of a ``transformers`` cache: a call reads the rows chosen by
-    :meth:`at`, and writes them back when the layer has finished.
+    Implements the ``transformers`` cache methods that gated delta nets call: a layer reads the rows selected by :meth:`at`,
+    and writes them back when it has finished.
     """
 
     def __init__(self, slots: int) -> None:
@@ -44,7 +44,7 @@ class SlotStates:
         self._conv_rows: Tensor | None = None
 
     def at(self, module: Any, rows: Tensor) -> SlotStates:
-        """Choose the slots that the next call of ``module`` reads and writes."""
+        """Select the slots that the next call of ``module`` reads and writes."""
         layer = module.layer_idx
         if layer not in self._conv:
             weight = module.conv1d.weight
@@ -56,7 +56,7 @@ class SlotStates:
         return self
 
     def has_previous_state(self, layer_idx: int | None = None) -> bool:
-        """A slot always has a state, because zeros mean no past."""
+        """Always True, because zeros are a valid empty state."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
@@ -69,11 +69,11 @@ class SlotStates:
         return self._recurrent[layer_idx][self._rows]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """No speculative roll-back is kept."""
+        """Always False: there is no rollback."""
         return False
 
     def update_conv_state(self, values: Tensor, layer_idx: int, conv_kernel_size: int = 0, **_: Any) -> Tensor:
-        """Append values [rows, channels, L] to the state; returns past and new values together."""
+        """Append values [rows, channels, L] to the state; returns old and new values concatenated."""
         assert self._conv_rows is not None
         full = torch.cat([self._conv_rows, values], -1)
         self._conv_rows = full[..., -conv_kernel_size:]
@@ -95,12 +95,12 @@ class SlotStates:
             tensor[targets] = tensor[source].clone()
 
     def clear(self, rows: Tensor) -> None:
-        """Forget the past of some slots."""
+        """Reset the states of slots."""
         for tensor in self.tensors():
             tensor[rows] = 0
 
     def grow(self, slots: int) -> None:
-        """Make room for more slots, keeping what is there."""
+        """Grow to more slots, preserving existing states."""
         for table in (self._conv, self._recurrent):
             for layer, tensor in table.items():
                 bigger = tensor.new_zeros(slots + SCRATCH, *tensor.shape[1:])
@@ -110,12 +110,12 @@ class SlotStates:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module is a stateful mixer that this file knows how to pack."""
+    """Whether a module is a recurrent layer that this module can pack."""
     return type(module).__name__.endswith("GatedDeltaNet") and hasattr(module, "layer_idx")
 
 
 def wrap_recurrent_layers(model: nn.Module) -> int:
-    """Make every gated delta net follow the call's plan; returns how many there are."""
+    """Make every gated delta net follow the attention plan; returns their number."""
     wrapped = 0
     for module in model.modules():
         if is_recurrent(module):

@@ -1,4 +1,4 @@
-"""Find the routers of a model, and let the routing of a pass reach them."""
+"""Find the routers of a model and hook them for recording and replay."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from areno.errors import UnsupportedModelError, UsageError
 OPTION = "rollout.return_routed_experts (--return-routed-experts)"
 _PROBE_TOKENS = 3
 
-Everyone = Callable[[Any], list[Any]]
-"""Gives what every stage of a pipeline says, in their order."""
+AllGather = Callable[[Any], list[Any]]
+"""Gathers a value from all pipeline stages, in order."""
 
 
-def follow_routers(model: PackedModel, name: str, everyone: Everyone) -> None:
-    """From here on the routers of a model follow the routing of each pass; every rank that shares the model must call.
+def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
+    """Make the routers of a model follow the routing of each pass; a collective call of all ranks of the model.
 
     Raises:
-        UsageError: the model has none.
-        UnsupportedModelError: their choices are not to be seen.
+        UsageError: the model has no routers.
+        UnsupportedModelError: their choices cannot be recorded.
     """
-    found = dict(_mixtures(model.module))
-    names = sorted((each for stage in everyone(list(found)) for each in stage), key=_layer_order)
+    mixtures = dict(_mixtures(model.module))
+    names = sorted((name for stage in all_gather(list(mixtures)) for name in stage), key=_layer_order)
     if not names:
         raise UsageError(_no_routers(name))
-    shapes = everyone(_shapes(model, found, name))
-    every = {shape for stage in shapes for shape in stage}
-    if len(every) != 1:
+    shapes = all_gather(_shapes(model, mixtures, name))
+    distinct = {shape for stage in shapes for shape in stage}
+    if len(distinct) != 1:
         raise UnsupportedModelError(
             f"{OPTION}: the routers of {name} choose among different numbers of experts; remove it"
         )
-    model.routers = Routers(len(names), *every.pop())
-    for number, each in enumerate(names):
-        if each in found:
-            _follow(found[each], model.routers, number)
+    model.routers = Routers(len(names), *distinct.pop())
+    for number, mixture in enumerate(names):
+        if mixture in mixtures:
+            _follow(mixtures[mixture], model.routers, number)
 
 
 def refuse_without_experts(path: str, trust_remote_code: bool = False) -> None:
-    """Raise a UsageError where a checkpoint's configuration shows that there are no experts, before its weights are read."""
+    """Raise UsageError if a checkpoint's configuration has no experts, before its weights are read."""
     config: Any = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
         raise UsageError(_no_routers(path))
@@ -64,11 +64,11 @@ def _names(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _no_routers(name: str) -> str:
-    return f"{OPTION}: {name} is no mixture of experts, so there is no routing to return; remove it"
+    return f"{OPTION}: {name} is not a mixture-of-experts model, so there is no routing to return; remove it"
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with experts, in which a router chooses, by name."""
+    """Mixture-of-experts modules by name."""
     for name, child in module.named_modules():
         if any(_is_experts(part) for part in child.children()):
             yield name, child
@@ -97,36 +97,35 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(TorchFunctionMode):
-    """Remembers the last ``topk`` of a mixture's pass, and what its experts are given."""
+    """Observes the ``topk`` calls of a mixture's pass, and the indices passed to its experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
         self._calls: list[tuple[int, Tensor]] = []
-        self._given: Tensor | None = None
+        self._indices: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass everything through."""
+        """Run the function, and note ``topk`` results."""
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func in TOPK:
             scores = args[0] if args else kwargs["input"]
             if scores.dim() == 2:
-                self._calls.append((scores.shape[-1], found.indices))
-        return found
+                self._calls.append((scores.shape[-1], result.indices))
+        return result
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook of the experts."""
+        """Forward pre-hook of the experts."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-        self._given = indices[0] if indices else self._given  # experts that all tokens share get none
+        self._indices = indices[0] if indices else self._indices  # shared experts get none
 
     def shape(self) -> tuple[int, int]:
-        """Experts of the mixture and of one token, from the ``topk`` whose result is what the experts are given."""
-        calls = [call for call in self._calls if self._given is None or _same(call[1], self._given)]
-        if not calls or (self._given is None and len(self._calls) > 1):
+        """Numbers of experts and of experts per token, from the ``topk`` whose result is passed to the experts."""
+        calls = [call for call in self._calls if self._indices is None or _same(call[1], self._indices)]
+        if not calls or (self._indices is None and len(self._calls) > 1):
             raise UnsupportedModelError(
-                f"{OPTION}: the routers of {self._name} do not choose by a topk over their experts that could be recorded; "
-                "remove it"
+                f"{OPTION}: the routers of {self._name} do not select experts by a topk that can be recorded; remove it"
             )
         experts, indices = calls[-1]
         return experts, indices.shape[-1]
@@ -138,7 +137,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Experts of each mixture and of one token, as a pass over a few tokens shows them."""
+    """Numbers of experts and of experts per token of each mixture, observed in a pass over a few tokens."""
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
         held.enter_context(model.gathered())
@@ -150,7 +149,7 @@ def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> se
 
 
 def _probe_tokens(model: PackedModel) -> Tensor:
-    """Token ids, or hidden states where other stages have the layers before."""
+    """Token ids, or hidden states for later pipeline stages."""
     if model.stage is None or model.stage.first:
         return torch.arange(_PROBE_TOKENS, device=model.device) % model.vocab_size
     width = int(model.config.get_text_config().hidden_size)
@@ -159,18 +158,18 @@ def _probe_tokens(model: PackedModel) -> Tensor:
 
 
 def _watched(mixture: nn.Module, probe: _Probe) -> ExitStack:
-    """A block in which a probe sees the passes of a mixture."""
-    held, forward = ExitStack(), mixture.forward
+    """A context in which a probe observes the passes of a mixture."""
+    stack, forward = ExitStack(), mixture.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with probe:
             return forward(*args, **kwargs)
 
-    own = "forward" in vars(mixture)
+    overridden = "forward" in vars(mixture)
     mixture.forward = run
-    held.callback(lambda: setattr(mixture, "forward", forward) if own else delattr(mixture, "forward"))
+    stack.callback(lambda: setattr(mixture, "forward", forward) if overridden else delattr(mixture, "forward"))
     for child in mixture.children():
         if _is_experts(child):
             hook = child.register_forward_pre_hook(probe.note, with_kwargs=True)
-            held.callback(hook.remove)
-    return held
+            stack.callback(hook.remove)
+    return stack

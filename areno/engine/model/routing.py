@@ -1,13 +1,12 @@
-"""What the routers of a mixture-of-experts model choose: recorded while text is generated, replayed when it is trained on.
+"""Routing replay for mixture-of-experts models: record expert choices in rollouts, and replay them in training.
 
-Rollout and training compute a router's scores with other kernels, and after an update with other weights. Where two scores lie
-close together, that is another expert, and a gap between the log-probs of rollout and training which no rounding explains.
-With the choices of the rollout replayed the gap is gone (Ma et al. 2025, arXiv:2510.11370, "R3"). The weights of the experts
-still come from the router's present scores, so it is trained.
+Rollout and training compute router scores with different kernels, and after an update with different weights. If two scores are
+close, another expert is chosen, and the log-probs of rollout and training differ by far more than rounding. Replaying the
+rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights still come from the router's
+current scores, so the router is trained.
 
-Nothing here knows a model. While the forward pass of a mixture runs, the result of its ``topk`` over all experts is what a
-:class:`Routing` makes of it; how scores become weights stays the model's own. :mod:`areno.engine.model.routers` finds the
-mixtures.
+This module is model-agnostic: during a mixture's forward pass, a :class:`Routing` replaces the result of its ``topk`` over all
+experts; how scores become weights is up to the model. :mod:`areno.engine.model.routers` finds the mixtures.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routing(Protocol):
-    """Hears what routers choose, and may choose otherwise."""
+    """Observes the choices of routers, and may override them."""
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        """The experts [T, K] that count for the tokens of a pass, where a router has ``chosen`` [T, K]."""
+        """The experts [T, K] to use for the tokens of a pass, given those that the router has ``chosen`` [T, K]."""
 
     def again(self) -> Routing:
-        """The routing of a forward pass that is made again, to compute activations that were not kept."""
+        """The routing of the recomputed forward pass under activation checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model, all of which choose as many of as many experts."""
+    """The routers of a model, which all have the same numbers of experts."""
 
     mixtures: int
-    experts: int  # of one mixture
-    each: int  # experts of one token
+    experts: int  # experts per mixture
+    each: int  # experts per token
 
     @property
     def kind(self) -> torch.dtype:
-        """The smallest type of their choices, whose largest number is no expert's."""
+        """The smallest dtype for expert ids whose maximum is not a valid id."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the choices for one token."""
+        """Bytes per token of the recorded choices."""
         return self.mixtures * self.each * self.kind.itemsize
 
 
@@ -59,7 +58,7 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A block whose forward passes are routed; it may be entered again, in another thread as well."""
+    """A context whose forward passes follow a routing; reentrant, also from other threads."""
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing
@@ -73,44 +72,44 @@ class Routed(AbstractContextManager[None]):
 
 
 def current_routing() -> Routing | None:
-    """The routing of the pass that runs; None where routers are left alone."""
+    """The routing of the current pass; None if routers choose freely."""
     return _CURRENT.get()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a layer under activation checkpointing: of its forward pass, and of the one in the backward pass.
+    """Contexts of a layer under activation checkpointing: for the forward pass, and for its recomputation.
 
-    The latter may run in another thread, when other rows are in their forward pass already.
+    The recomputation may run in another thread, while other rows are already in their forward pass.
     """
     routing = current_routing()
     return nullcontext(), Routed(None if routing is None else routing.again())
 
 
 class Choosing(TorchFunctionMode):
-    """Lets a routing have the last word on the ``topk`` of one mixture over all its experts."""
+    """Lets a routing override the ``topk`` of one mixture over all its experts."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass everything else through."""
+        """Override ``topk`` over the experts, and run everything else unchanged."""
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func not in TOPK:
-            return found
+            return result
         scores = args[0] if args else kwargs["input"]
-        wanted = self._routers.experts, self._routers.each
-        if scores.dim() != 2 or (scores.shape[-1], found.indices.shape[-1]) != wanted:
-            return found
-        taken = self._routing.choose(self._mixture, found.indices)
-        if taken is found.indices:
-            return found
-        return torch.return_types.topk((scores.gather(-1, taken), taken))  # type: ignore[attr-defined]
+        shape = self._routers.experts, self._routers.each
+        if scores.dim() != 2 or (scores.shape[-1], result.indices.shape[-1]) != shape:
+            return result
+        replaced = self._routing.choose(self._mixture, result.indices)
+        if replaced is result.indices:
+            return result
+        return torch.return_types.topk((scores.gather(-1, replaced), replaced))  # type: ignore[attr-defined]
 
 
 class Recording:
-    """Writes down what routers choose; ``write`` takes the number of a mixture and its choices [T, K]."""
+    """Records the choices of routers; ``write`` takes a mixture's index and its choices [T, K]."""
 
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
         self._write = write
@@ -126,26 +125,26 @@ class Recording:
 
 
 class RoutingCount:
-    """How many choices of a router, one per token and mixture, were replayed, and how many of them it would not have made."""
+    """Counts replayed choices, one per token and mixture, and how many of them differ from the router's own."""
 
     def __init__(self) -> None:
         self.replayed: Tensor | float = 0.0
         self.changed: Tensor | float = 0.0
 
-    def add(self, recorded: Tensor, chosen: Tensor, known: Tensor) -> None:
-        """Count tokens with a record, of which ``known`` [T, 1] says which they are; the order of experts is no difference."""
-        missed = (recorded[:, :, None] != chosen[:, None, :]).all(-1).any(-1) & known[:, 0]
-        self.replayed = self.replayed + known.sum()
+    def add(self, recorded: Tensor, chosen: Tensor, replayed: Tensor) -> None:
+        """Count the tokens that are ``replayed`` [T, 1]; the order of experts does not matter."""
+        missed = (recorded[:, :, None] != chosen[:, None, :]).all(-1).any(-1) & replayed[:, 0]
+        self.replayed = self.replayed + replayed.sum()
         self.changed = self.changed + missed.sum()
 
 
 class Replay:
-    """Chooses again what was recorded; tokens without a record are left to the router.
+    """Replays recorded choices; the router chooses for tokens without a record.
 
     Args:
-        recorded: experts of the tokens of a pass [T, mixtures, K]; a number that is no expert's where there is no record.
-        routers: of the model.
-        count: what to count the choices in; None counts nothing.
+        recorded: expert choices of the tokens of a pass [T, mixtures, K]; invalid ids where there is no record.
+        routers: the routers of the model.
+        count: counter of the replayed choices, or None.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:
@@ -154,17 +153,17 @@ class Replay:
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
         """See :class:`Routing`."""
         recorded = self.recorded[:, mixture].to(chosen.dtype)
-        known = (recorded < self.routers.experts).all(-1, keepdim=True)
+        replayed = (recorded < self.routers.experts).all(-1, keepdim=True)
         if self._count is not None:
-            self._count.add(recorded, chosen, known)
-        return torch.where(known, recorded, chosen)
+            self._count.add(recorded, chosen, replayed)
+        return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """The same choices, which are counted already."""
+        """The same choices without counting them twice."""
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """The replay of ``count`` tokens from ``first`` on; those behind the last one have no record."""
-        own = self.recorded[first : first + count]
-        missing = (0, 0, 0, 0, 0, count - len(own))
-        return Replay(pad(own, missing, value=torch.iinfo(own.dtype).max), self.routers, self._count)
+        """The replay of ``count`` tokens from ``first`` on; tokens beyond the end have no record."""
+        records = self.recorded[first : first + count]
+        missing = (0, 0, 0, 0, 0, count - len(records))
+        return Replay(pad(records, missing, value=torch.iinfo(records.dtype).max), self.routers, self._count)

@@ -1,8 +1,8 @@
-"""The layers of a model that one stage of a pipeline has.
+"""Pipeline stages: models with only some of their layers.
 
-A stage is the model's own class, made with only the stage's layers in it, so that ``transformers`` reads only their weights.
-Where others would be is a module that does nothing. The first stage has the embedding; the last one has the norm, the output
-layer, and an embedding too where the output layer's weights are the same.
+A stage is an instance of the model's own class with only the stage's layers, so that ``transformers`` reads only their weights.
+Identity modules replace the others. The first stage has the embedding; the last one has the final norm, the output layer, and
+the embedding too if it is tied to the output layer.
 """
 
 from __future__ import annotations
@@ -20,61 +20,61 @@ from areno.errors import UnsupportedModelError
 
 
 class Absent(nn.Module):
-    """In the place of a layer that another stage has: returns what it is given."""
+    """Identity that replaces a layer of another stage."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         settings = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
         self.__dict__.update(
             settings | {"training": layer.training}
-        )  # a body may look at them, such as a type of attention
+        )  # the body may read them, such as the attention type
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The same hidden states."""
+        """Return the hidden states unchanged."""
         return hidden
 
 
 class StageLayers:
-    """Which runs of neighbouring layers a stage has, and the body of each.
+    """The runs of consecutive layers of a stage, and the body of each.
 
     Args:
-        layout: of the ranks.
-        stage: number of the stage.
-        layers: number of the whole model's.
+        layout: parallel layout of the ranks.
+        stage: index of the stage.
+        layers: number of layers of the full model.
 
     Raises:
-        ValueError: there are too few.
+        ValueError: there are too few layers.
     """
 
     def __init__(self, layout: Layout, stage: int, layers: int) -> None:
         runs = layout.runs_of_layers(layers)
         self.last_run = len(runs) - 1
         self.first, self.last = stage == 0, stage == layout.pp_size - 1
-        self.tied = False  # whether the embedding's weights are those of the output layer; known once a stage is made
+        self.tied = False  # whether embedding and output layer share weights; set when the stage is created
         self.runs = {index: runs[index] for index in range(stage, len(runs), layout.pp_size)}
 
     def held(self) -> set[int]:
-        """Numbers of all layers of the stage."""
+        """Indices of all layers of the stage."""
         return {layer for run in self.runs.values() for layer in run}
 
     def tied_names(self, module: Any) -> set[str]:
-        """Names of parameters that the first and the last stage both have: an embedding that is the output layer too."""
+        """Names of parameters on both the first and the last stage: an embedding tied to the output layer."""
         if not self.tied or not (self.first or self.last):
             return set()
         weight = getattr(module, module.base_model_prefix).get_input_embeddings().weight
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with one run of its layers, and the norm behind the last; None leaves out all layers and the norm."""
+        """The body with one run of layers, and the final norm after the last run; None omits all layers and the norm."""
         layers = self.runs[run] if run is not None else ()
-        found = copy.copy(body)
-        found._modules = dict(body._modules)
+        partial = copy.copy(body)
+        partial._modules = dict(body._modules)
         list_name, norm_name = parts_of_body(body)
-        found._modules[list_name] = _only(cast(nn.ModuleList, body._modules[list_name]), layers)
+        partial._modules[list_name] = _only(cast(nn.ModuleList, body._modules[list_name]), layers)
         if run != self.last_run:
             norm = body._modules[norm_name]
-            found._modules[norm_name] = norm if isinstance(norm, Absent) else Absent(cast(nn.Module, norm))
-        return found
+            partial._modules[norm_name] = norm if isinstance(norm, Absent) else Absent(cast(nn.Module, norm))
+        return partial
 
 
 def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
@@ -84,9 +84,9 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 
 
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
-    """Names of the list of layers and of the norm behind them.
+    """Names of the layer list and of the final norm.
 
-    Raises UnsupportedModelError: there are other modules with weights beside the embedding.
+    Raises UnsupportedModelError: the body has other modules with weights besides the embedding.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [
@@ -104,15 +104,15 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise UnsupportedModelError(
-            f"{type(body).__name__} cannot be cut into the stages of a pipeline: beside its embedding it has "
-            f"{', '.join([*lists, *others]) or 'nothing'}, where one list of layers and one norm are expected; use a layout "
+            f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding it has "
+            f"{', '.join([*lists, *others]) or 'nothing'}, but one list of layers and one norm are expected; use a layout "
             "without p"
         )
     return lists[0], others[0]
 
 
 def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
-    """The class of a model that has only a stage's layers, under the name of the whole model's."""
+    """Derive a class with only a stage's layers, under the name of the original class."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
 
 
 def keep_stage(module: Any, layers: StageLayers) -> None:
-    """Replace what other stages have by :class:`Absent`."""
+    """Replace the modules of other stages by :class:`Absent`."""
     body = getattr(module, module.base_model_prefix)
     list_name, norm_name = parts_of_body(body)
     body._modules[list_name] = _only(body._modules[list_name], layers.held())
@@ -136,19 +136,19 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
     body._modules[norm_name] = Absent(body._modules[norm_name])
     for name in [name for name, child in module._modules.items() if child is not body]:
         module._modules[name] = Absent(module._modules[name])
-    module.all_tied_weights_keys = {}  # the last stage has the weights that are tied
+    module.all_tied_weights_keys = {}  # only the last stage has tied weights
 
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise an UnsupportedModelError where a body changes hidden states before its first layer: each stage would."""
+    """Raise UnsupportedModelError if the body changes hidden states before its first layer, as every stage would do so."""
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())
-    given = torch.randn(plan.tokens, width, generator=torch.Generator().manual_seed(0)).to(like)
-    out = body(inputs_embeds=given[None], position_ids=plan.position_ids[None], use_cache=False, areno=plan)
-    if not torch.equal(out.last_hidden_state[0], given):
+    hidden = torch.randn(plan.tokens, width, generator=torch.Generator().manual_seed(0)).to(like)
+    out = body(inputs_embeds=hidden[None], position_ids=plan.position_ids[None], use_cache=False, areno=plan)
+    if not torch.equal(out.last_hidden_state[0], hidden):
         raise UnsupportedModelError(
-            f"{name}: {type(module).__name__} changes embeddings before its first layer, which each stage of a pipeline would "
-            "do; use a layout without p"
+            f"{name}: {type(module).__name__} changes embeddings before its first layer, which every pipeline stage would "
+            "repeat; use a layout without p"
         )

@@ -1,8 +1,8 @@
-"""Log-probs and entropies from logits, with a gradient that fills one buffer where autograd would make five of their size.
+"""Log-probs and entropies from logits, with a backward pass that needs one buffer of their size instead of five.
 
-The vocabulary may be spread over ranks. Each rank then has a slice of every row's logits, and what it tells the others is
-four numbers per row: the largest of its logits, the sum of their exponentials, the target's logit, and the mean that the
-entropy takes. The gradient of a slice needs nothing more.
+The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits, and sends the others three numbers
+per row: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a slice needs no
+further communication.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from areno.engine.parallel.channels import Channel
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """This rank's slice of a vocabulary that is spread over ranks; the last ranks' slices may be shorter."""
+    """This rank's slice of a sharded vocabulary; the last ranks' slices may be shorter."""
 
     start: int  # first token of the slice
-    width: int  # tokens in it
+    width: int  # tokens in the slice
     longest: int  # tokens in the first rank's slice
     total: int  # tokens in all slices
-    channel: Channel  # to the ranks with the other slices, in the order of slices
+    channel: Channel  # channel to the ranks with the other slices, in slice order
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [N, total] of slices [N, width], without gradient; every rank must call."""
+        """Gather logits [N, total] from slices [N, width], without gradient; a collective call of all ranks."""
         mine = pad(logits.detach(), (0, self.longest - self.width))
         slices = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
         return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]
@@ -41,10 +41,10 @@ def token_logprobs(
         logits: [N, V], or this rank's slice of them.
         tokens: [N], ids of the whole vocabulary.
         temperatures: [N].
-        share: which slice; None for all of them.
+        share: the slice; None if the vocabulary is not sharded.
 
     Returns:
-        Log-probs [N] in fp32, and entropies [N], or [0] if not wanted.
+        Log-probs [N] in fp32, and entropies [N], or [0] if not requested.
     """
     if share is None:
         return _TokenLogprobs.apply(logits, tokens, temperatures, entropy)
@@ -67,17 +67,17 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row; keeps the probabilities where the entropy needs them, else what makes them."""
+    """Log-softmax at one index per row; saves the probabilities if the entropy needs them, else the scaled logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         scaled = scale_logits(logits, temperatures)
         normaliser = scaled.logsumexp(-1)
-        kept, spread = scaled, normaliser.new_zeros(0)
+        saved, spread = scaled, normaliser.new_zeros(0)
         if entropy:
-            kept = (scaled - normaliser[:, None]).exp_()
-            spread = normaliser - _mean(kept, scaled)
-        ctx.save_for_backward(kept, normaliser, tokens, temperatures)
+            saved = (scaled - normaliser[:, None]).exp_()
+            spread = normaliser - _mean(saved, scaled)
+        ctx.save_for_backward(saved, normaliser, tokens, temperatures)
         ctx.dtype, ctx.keeps_probabilities = logits.dtype, entropy
         ctx.mark_non_differentiable(spread)
         return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
@@ -86,14 +86,14 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        kept, normaliser, tokens, temperatures = ctx.saved_tensors
+        saved, normaliser, tokens, temperatures = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = kept * -weight if ctx.keeps_probabilities else (kept - normaliser[:, None]).exp_().mul_(-weight)
+        gradient = saved * -weight if ctx.keeps_probabilities else (saved - normaliser[:, None]).exp_().mul_(-weight)
         return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
 
 
 class _SharedTokenLogprobs(torch.autograd.Function):
-    """The same over a slice of each row; every rank of the share makes the same calls, and gets the same results."""
+    """The same over a slice of each row; all ranks make the same calls and get the same results."""
 
     @staticmethod
     def forward(
@@ -125,10 +125,10 @@ class _SharedTokenLogprobs(torch.autograd.Function):
 
 
 def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
-    """Mean logit [N] under probabilities [N, V]; tokens that a model rules out with -inf add nothing."""
+    """Mean logit [N] under probabilities [N, V]; tokens masked with -inf do not contribute."""
     return (probabilities * scaled).nan_to_num_(nan=0.0).sum(-1)
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
-    """What every rank says [size, *numbers.shape], in the order of ranks."""
+    """All ranks' numbers [size, *numbers.shape] in rank order."""
     return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

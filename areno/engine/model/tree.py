@@ -1,10 +1,10 @@
-"""Sequences that begin alike, as one tree: tokens that they share are computed once.
+"""Sequences with common prefixes as one tree: shared tokens are computed once.
 
-A token sees itself and its ancestors, which are exactly the tokens before it in each sequence that it belongs to. Its position
-is its depth. So hidden states, and by them log-probs and gradients, are those of the sequences apart.
+A token attends to itself and its ancestors, which are exactly the tokens before it in every sequence that contains it. Its
+position is its depth. So hidden states, log-probs and gradients equal those of separate sequences.
 
-A sequence brings the nodes that no earlier one had, and these end it. So its attention is that of its last tokens over all
-of it, and costs nothing for other sequences.
+Each sequence adds the nodes that no earlier one had, which are its last tokens. So its attention is that of its last tokens
+over the full sequence.
 """
 
 from bisect import bisect_left
@@ -18,14 +18,14 @@ from areno.errors import EngineError
 
 
 class TokenTree:
-    """Token sequences, each beginning stored once."""
+    """A prefix tree (trie) of token sequences."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []  # of each node; a parent comes before its children
+        self.tokens: list[int] = []  # token of each node; parents come before their children
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
-        """How many tokens at the beginning of a sequence are in the tree already."""
+        """Length of a sequence's longest prefix in the tree."""
         node = -1
         for count, token in enumerate(sequence):
             child = self._children.get((node, token))
@@ -35,7 +35,7 @@ class TokenTree:
         return len(sequence)
 
     def add(self, sequence: Sequence[int]) -> list[int]:
-        """Put a sequence in, and return the node of each of its tokens."""
+        """Insert a sequence; returns the node of each token."""
         path, node = [], -1
         for token in sequence:
             child = self._children.setdefault((node, token), len(self.tokens))
@@ -47,20 +47,20 @@ class TokenTree:
 
 
 class TreePlan(PackedPlan):
-    """Attention plan of a tree. ``paths``: nodes of each row as :meth:`TokenTree.add` has returned them, in that order."""
+    """Attention plan of a tree; ``paths`` are the results of :meth:`TokenTree.add`, in the order of the calls."""
 
     def __init__(self, paths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> None:
-        lengths, prefixes, known = [], [], 0
+        lengths, prefixes, nodes = [], [], 0
         for path in paths:
-            shared = bisect_left(path, known)  # a parent comes before its children
+            shared = bisect_left(path, nodes)  # parents come before their children
             if shared < len(path):
                 lengths.append(len(path) - shared)
                 prefixes.append(path[:shared])
-                known += len(path) - shared
+                nodes += len(path) - shared
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Refuse: a state passes from token to token, and a tree has no single next token."""
+        """Raise EngineError: recurrent states need a single successor per token."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
         )

@@ -1,7 +1,7 @@
-"""Critics and reward models: a body with one linear output per token, the last column of which is read.
+"""Critics and reward models: a body with a linear head per token, of which the last column is used.
 
-The module is a ``transformers`` sequence classifier, so that what is saved loads anywhere. Its head comes from the
-checkpoint, under any of the names in use; where a checkpoint has none, it starts at zero.
+The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. Its head comes from the
+checkpoint, under any of the common names; without one, it is initialized to zero.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ class ValueModel(PackedModel):
     """A ``transformers`` sequence classifier whose head is ``score``: one scalar per token."""
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Scalar [N], in fp32, of hidden states [N, C]."""
+        """Values [N], in fp32, of hidden states [N, C]."""
         head = cast(nn.Linear, self.module.score)
         bias = None if head.bias is None else head.bias[-1:].float()
         return nn.functional.linear(hidden.float(), head.weight[-1:].float(), bias)[:, 0]
 
 
 def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
-    """The sequence classifier of an architecture; made on the spot for the few that ``transformers`` has none of."""
+    """The sequence classifier of an architecture; created if ``transformers`` has none."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]
@@ -44,12 +44,12 @@ def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint of this configuration is a sequence classifier."""
+    """Whether a checkpoint with this configuration is a sequence classifier."""
     return any("ForSequenceClassification" in name for name in config.architectures or ())
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Weight [outputs, C] and bias [outputs] of the scalar head that a checkpoint ships; None where it has none."""
+    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if it has none."""
     from safetensors import safe_open
 
     folder = Path(path).expanduser()
@@ -57,8 +57,8 @@ def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
         folder = Path(str(cached_file(path, "config.json"))).parent
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:  # type: ignore[no-untyped-call]
-            wanted = [key for key in stored.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
-            tensors = {key: stored.get_tensor(key) for key in wanted}
+            head_keys = [key for key in stored.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
+            tensors = {key: stored.get_tensor(key) for key in head_keys}
         for name in HEAD_NAMES:
             for prefix in ("", "model."):
                 weight = tensors.get(f"{prefix}{name}.weight")
@@ -68,7 +68,7 @@ def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
 
 
 def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None:
-    """Give a classifier the head of its checkpoint, or a zero one with a single output."""
+    """Install the head of a checkpoint, or a zero head with a single output."""
     hidden = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())
     weight, bias = head if head is not None else (torch.zeros(1, hidden), None)
@@ -84,7 +84,7 @@ def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None
 
 
 def _as_rows(weight: Tensor, path: str) -> Tensor:
-    """Heads are stored as [outputs, C], as [C, 1], or as [C]."""
+    """Normalize a head stored as [outputs, C], [C, 1] or [C] to [outputs, C]."""
     if weight.ndim == 1:
         return weight[None]
     if weight.ndim != 2:

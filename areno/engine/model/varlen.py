@@ -1,9 +1,8 @@
 """Variable-length attention on a GPU: ``torch.nn.attention.varlen``, or the ``flash-attn`` package.
 
-Training and prefill attend inside packed sequences without padding. What a kernel cannot express (sinks, fp32, heads of
-more than 256, an old GPU) goes to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning that names
-the reason. Features are looked up, and the chosen kernel is tried once, forward and backward, against written-out
-attention; nothing is read from version numbers.
+Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above 256, old
+GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning that names the reason. Kernels
+are selected by their features and a forward and backward test against explicit attention, not by version numbers.
 """
 
 import functools
@@ -21,21 +20,21 @@ from areno.engine.model.attention import LayerAttention, scaled_dot_product, win
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_SIZE = 256
+_MAX_HEAD_SIZE = 256
 _TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A packed attention function and how it wants to be called."""
+    """A packed attention function and its calling convention."""
 
     name: str
     call: Callable[..., Any]
-    scale: str  # name of its argument for the factor on the scores
-    groups: str | None = None  # extra argument that allows fewer key heads than query heads; None where it needs none
-    repeats: bool = False  # it wants as many key heads as query heads
-    causal: str | None = None  # extra arguments for causal attention beside the window
-    softcap: bool = False  # it can soft-cap scores
+    scale: str  # name of the argument for the scale of the scores
+    groups: str | None = None  # flag that enables grouped-query attention; None if not needed
+    repeats: bool = False  # key heads must be repeated to match query heads
+    causal: str | None = None  # flag for causal attention besides the window
+    softcap: bool = False  # supports soft-capped scores
 
     def attend(
         self,
@@ -48,8 +47,8 @@ class VarlenKernel:
     ) -> Tensor:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D], aligned at each sequence's end.
 
-        ``starts`` are the sequences' first tokens and the total, int32 [N + 1], and ``longest`` their most tokens:
-        queries, keys.
+        ``starts`` are the sequences' starts and the total, int32 [N + 1], and ``longest`` the maximum lengths, each for
+        queries and keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -69,7 +68,7 @@ class VarlenKernel:
 
 @functools.cache
 def torch_varlen() -> VarlenKernel | None:
-    """PyTorch's own kernel, as far as this release has it."""
+    """PyTorch's kernel; None if this release lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -83,7 +82,7 @@ def torch_varlen() -> VarlenKernel | None:
 
 @functools.cache
 def flash_attn_varlen() -> VarlenKernel | None:
-    """The ``flash-attn`` package's kernel, where it is installed and can be loaded."""
+    """The kernel of the ``flash-attn`` package; None if it is not installed or cannot be loaded."""
     try:
         from flash_attn import flash_attn_varlen_func
     except (ImportError, OSError):
@@ -93,13 +92,13 @@ def flash_attn_varlen() -> VarlenKernel | None:
 
 
 def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | None:
-    """The kernel for a layer's call; None where its scores have to be computed another way."""
+    """The kernel for a layer; None if no kernel supports it."""
     if layer.explicit or q.device.type != "cuda":
         return None
     if q.dtype not in _HALF:
         _warn_once(f"the model computes in {q.dtype} and fused kernels in bfloat16 or float16")
-    elif q.shape[-1] > _MOST_SIZE or v.shape[-1] != q.shape[-1]:
-        _warn_once(f"its heads have {q.shape[-1]} and {v.shape[-1]} features (at most {_MOST_SIZE}, equal)")
+    elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
+        _warn_once(f"its heads have {q.shape[-1]} and {v.shape[-1]} features (at most {_MAX_HEAD_SIZE}, equal)")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:
@@ -113,20 +112,20 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
 
 @functools.cache
 def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
-    """Kernels that give the right result on a device."""
-    reasons, found = [], []
+    """Kernels that pass the test on a device."""
+    reasons, working = [], []
     capability = torch.cuda.get_device_capability(device)
     for kernel in (torch_varlen(), flash_attn_varlen()):
         if kernel is None:
             continue
         reason = f"compute capability {capability}" if capability < (8, 0) else why_not(kernel, device)
         if reason is None:
-            found.append(kernel)
+            working.append(kernel)
         else:
             reasons.append(f"{kernel.name}: {reason}")
-    if not found:
+    if not working:
         _warn_once("; ".join(reasons) or "neither torch nor flash-attn has a variable-length kernel")
-    return tuple(found)
+    return tuple(working)
 
 
 @functools.cache
@@ -135,7 +134,7 @@ def _warn_once(reason: str) -> None:
 
 
 def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Try a kernel forward and backward on a small case; None where it is right, else what is wrong."""
+    """Test a kernel forward and backward on a small case; None if it is right, else the problem."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = (5, 40), (9, 40)
     shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))
@@ -143,23 +142,21 @@ def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = tor
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
         starts = [torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
-        expected = _written_out(leaves, queries, keys, layer)
-        wanted = torch.autograd.grad(expected.square().sum(), leaves)
+        expected = _reference(leaves, queries, keys, layer)
+        expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
         try:
-            got = kernel.attend(
+            actual = kernel.attend(
                 leaves[0], leaves[1], leaves[2], (starts[0], starts[1]), (max(queries), max(keys)), layer
             )
-            gradients = torch.autograd.grad(got.float().square().sum(), leaves)
+            gradients = torch.autograd.grad(actual.float().square().sum(), leaves)
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    pairs = [(got.detach(), expected.detach()), *zip(gradients, wanted, strict=True)]
+    pairs = [(actual.detach(), expected.detach()), *zip(gradients, expected_gradients, strict=True)]
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
     return None if gap <= _TOLERANCE else f"its result differs by {gap:.1e}"
 
 
-def _written_out(
-    leaves: list[Tensor], queries: tuple[int, ...], keys: tuple[int, ...], layer: LayerAttention
-) -> Tensor:
+def _reference(leaves: list[Tensor], queries: tuple[int, ...], keys: tuple[int, ...], layer: LayerAttention) -> Tensor:
     outputs = []
     parts = zip(leaves[0].split(queries), leaves[1].split(keys), leaves[2].split(keys), strict=True)
     for q, k, v in parts:

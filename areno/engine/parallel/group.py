@@ -226,9 +226,9 @@ class EngineGroup:
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
-    def keep_contexts(self, wanted: bool) -> None:
-        """See :meth:`Engine.keep_contexts`."""
-        self.workers.call("engine.keep_contexts", wanted)
+    def enable_prefix_cache(self, wanted: bool) -> None:
+        """See :meth:`Engine.enable_prefix_cache`."""
+        self.workers.call("engine.enable_prefix_cache", wanted)
 
     def end_rollout(self) -> None:
         """Abort pending requests, and drop the caches unless they are kept."""

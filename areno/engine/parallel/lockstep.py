@@ -17,7 +17,7 @@ import torch
 from areno.engine.parallel.channels import Channel
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.sampler import Draw
-from areno.engine.rollout.sequence import Group, News, Sequence
+from areno.engine.rollout.sequence import Group, LoopCommands, Sequence
 from areno.errors import EngineError
 from areno.types import Request
 
@@ -64,23 +64,23 @@ class LeadingLoop(_Counting):
         self._requests[group] = dataclasses.replace(request, listener=None)
         return group
 
-    def _apply(self, news: News) -> None:
-        if news or self._busy:
+    def _apply(self, commands: LoopCommands) -> None:
+        if commands or self._busy:
             arrived = []
-            for group in news.arrived:
+            for group in commands.arrived:
                 self._numbers[group] = self._count
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
-            cancelled = [self._numbers[group] for group in news.cancelled]
-            self._turns.broadcast_object(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
-        super()._apply(news)
+            cancelled = [self._numbers[group] for group in commands.cancelled]
+            self._turns.broadcast_object(_Message(arrived, commands.cancel_all, cancelled, self.said, commands.pause))
+        super()._apply(commands)
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
         """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
         with self._wake:
-            self._refuse_ended()
-            self._start()  # the loop's thread notifies the followers
+            self._check_alive()
+            self._start()  # it is this thread that tells the others
         with super().weights_changing(version):
             yield
 
@@ -125,7 +125,7 @@ class FollowingLoop(_Counting):
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups
             cancelled = [self._followed[number] for number in message.cancelled]
-            self._apply(News(list(groups.values()), message.cancel_all, cancelled, message.pause))
+            self._apply(LoopCommands(list(groups.values()), message.cancel_all, cancelled, message.pause))
         self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
         return True
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.attention import AttentionPlan
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.schedule import Action, Schedule, make_schedule, needed
-from areno.engine.progress import PROGRESS
 
 
 class Microbatch(Protocol):
@@ -77,7 +77,7 @@ class Pipeline:
         traffic = _Traffic(self, schedule, [len(batch.tokens) for batch in batches])
         saved: dict[Action, _Saved] = {}
         for action in schedule[self.stage]:
-            PROGRESS.tick()
+            HEARTBEAT.tick()
             CPU_THREADS.apply()
             if action.backward:
                 self._backward(action, saved.pop(action._replace(backward=False)), traffic)

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 import areno  # noqa: F401  (before torch: areno sets how long idle threads spin)
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
-from areno.engine.progress import PROGRESS
 from areno.frames import Frames
 from areno.launch.links import Connection, dial
 
@@ -70,12 +70,12 @@ class _Worker:
         self._answer(call, lambda: attrgetter(call.method)(self._target)(*call.arguments))
 
     def _answer(self, call: Call, work: Any) -> None:
-        PROGRESS.tick()
+        HEARTBEAT.tick()
         try:
             answer = Answer(call.number, work())
         except BaseException as error:
             answer = Answer(call.number, error=error, trace=traceback.format_exc())
-        PROGRESS.tick()
+        HEARTBEAT.tick()
         try:
             self._send(answer)
         except (TypeError, AttributeError, ValueError) as error:  # the result cannot be pickled
@@ -102,7 +102,7 @@ class _Worker:
             if now[0] - before[0] > _WORKING_SHARE * BEAT_S or now[1] - before[1] > _WORKING_BYTES:
                 steps += 1
             before = now
-            self._send(Beat(PROGRESS.count + (steps if self._doing == "starting" else 0), self._doing))
+            self._send(Beat(HEARTBEAT.count + (steps if self._doing == "starting" else 0), self._doing))
             time.sleep(BEAT_S)
 
     def _send(self, message: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from areno.engine.native import freed_and_kept, give_freed_memory_back
+from areno.engine.libc_tuning import retained_bytes, trim_freed_memory
 
 # Leaves most memory to weights, gradients and activations, which peak while the cache is idle but allocated.
 KV_SHARE = 0.4
@@ -44,7 +44,7 @@ def held_memory(device: torch.device) -> int:
 
 def usable_bytes(device: torch.device) -> int:
     """Memory that this process can still use: free memory, and its own allocator's free memory."""
-    return available_bytes(device) + (freed_and_kept() if device.type == "cpu" else 0)
+    return available_bytes(device) + (retained_bytes() if device.type == "cpu" else 0)
 
 
 def return_freed_memory(device: torch.device) -> None:
@@ -53,13 +53,13 @@ def return_freed_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        give_freed_memory_back()
+        trim_freed_memory()
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
     """Return the allocator's free memory to the system if memory is short for ``ranks`` processes like this, on a CPU."""
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
-        give_freed_memory_back()
+        trim_freed_memory()
 
 
 def begin_peak(device: torch.device) -> None:

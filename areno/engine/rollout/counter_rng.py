@@ -1,7 +1,7 @@
-"""Random numbers by counter: a function of their keys, with no state to save.
+"""Counter-based random numbers: a stateless function of seed and counter.
 
-The arithmetic is that of int64, which wraps around like that of unsigned numbers; only the right shift has to be made
-logical by a mask. So it is the same for NumPy arrays and for tensors, whose values it does not read: a graph can capture it.
+Uses int64 arithmetic, which wraps around like uint64; a mask makes the right shift logical. The same code works on NumPy
+arrays and on tensors, without reading their values, so CUDA graphs can capture it.
 """
 
 import random
@@ -20,7 +20,7 @@ _LOW_64 = 2**64 - 1
 
 
 def _mix(x: Ints) -> Ints:
-    """The splitmix64 finaliser (Steele et al. 2014): a bijection on 64 bits that passes for random."""
+    """The splitmix64 finaliser (Steele et al. 2014): a bijection on 64 bits whose output looks random."""
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return x ^ _shifted(x, 31)
@@ -36,13 +36,13 @@ def random_bits(seeds: Ints, counters: Ints) -> Ints:
 
 
 def uniforms(seeds: Seq[int], counters: Seq[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64, one per pair of seed and counter."""
+    """Uniform numbers in [0, 1), float64, one per pair of seed and counter."""
     keys = np.array([seed & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
     return random_bits(keys, np.asarray(counters, dtype=np.int64)) * 2.0**-53
 
 
 def as_int64(number: int) -> int:
-    """The number whose 64 bits are the lowest ones of ``number``."""
+    """The low 64 bits of ``number`` as a signed integer."""
     low = number & _LOW_64
     return low - 2**64 if low >= 2**63 else low
 

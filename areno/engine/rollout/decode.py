@@ -1,4 +1,4 @@
-"""One decode step: of PyTorch's operators, of our kernels, or compiled. All take the same batch and give the same draw."""
+"""One decode step: eager, with our kernels, or compiled. All take the same batch and return the same draw."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,10 +18,10 @@ from areno.engine.rollout.sequence import Prefill, Sequence
 
 
 class SharedPrefixes:
-    """For each row the first row that holds the same first columns, and how many these are.
+    """For each row, the first row with the same prefix, and the length of that prefix.
 
-    A slot has its own copy of them, so samples come and go as they like; who reads may read any of the copies. Rows that one
-    prefill has filled share its columns; None shares nothing.
+    Every slot holds its own copy, so samples can join and leave freely, and readers may use any copy. Rows of the same
+    prefill share its columns; None shares nothing.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -31,15 +31,15 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Leaders and lengths [rows] int64, with rows of padding that share nothing behind the own ones."""
+        """Leaders and lengths [rows] int64, padded with rows that share nothing."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = range(len(self.leaders), rows)
             self._padded = torch.tensor([*self.leaders, *more]), torch.tensor([*self.lengths, *(0 for _ in more)])
         return self._padded
 
 
-class Rows:
-    """How the running samples are sampled, and what they share; it changes when some join or leave, not per token."""
+class RowParameters:
+    """Sampling parameters and shared prefixes of the running samples; rebuilt when samples join or leave, not per token."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)
@@ -47,37 +47,37 @@ class Rows:
 
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
-    """How some samples, a row each, are sampled."""
+    """Sampling parameters of samples, one row each."""
     return SamplingTable(
         [s.group.sampling for s in sequences], [s.seed for s in sequences], device, [s.edits for s in sequences]
     )
 
 
 class DecodeBatch:
-    """The next token of the sequences in the first slots: what each is fed, and where.
+    """Inputs of a decode step for the sequences in the first slots.
 
-    ``counters`` are the indices of the tokens to come, see :mod:`counter_rng`; ``columns`` of the cache, a multiple of what
-    attention reads, hold all contexts.
+    ``counters`` are the indices of the tokens to sample, see :mod:`counter_rng`; ``columns`` is the number of cache columns
+    to attend to, a multiple of :data:`READ_STEP` that covers all contexts.
     """
 
-    def __init__(self, sequences: Seq[Sequence], rows: Rows) -> None:
+    def __init__(self, sequences: Seq[Sequence], rows: RowParameters) -> None:
         lengths = [s.length for s in sequences]
         self.tokens = [s.last_token for s in sequences]
         self.positions = [length - 1 for length in lengths]
         self.counters = [len(s.output) for s in sequences]
         self.columns = round_up(max(lengths), READ_STEP)
         self.rows = rows
-        self.padded = round_up(len(lengths), ROW_STEP)  # with padding; the cache must have as many slots
+        self.padded = round_up(len(lengths), ROW_STEP)  # row count with padding, at most the cache's slots
 
 
 class EagerDecode:
-    """Operation by operation, as PyTorch does it; ``plan`` attends, made from cache, positions and columns."""
+    """Runs the step eagerly; ``plan`` builds the attention plan from cache, positions and columns."""
 
     def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
         self.model, self.cache, self._plan = model, cache, plan
 
     def run(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its token, and sample the next."""
+        """Feed every row its last token and sample the next one."""
         live = len(batch.tokens)
         plan = self._plan(self.cache, batch.positions, batch.columns)
         tokens = torch.tensor(batch.tokens + [0] * (batch.padded - live), device=self.model.device)
@@ -86,7 +86,7 @@ class EagerDecode:
 
 
 class StepDecode:
-    """Through a step made for slots, compiled or not; what that does not sample itself is sampled from its logits."""
+    """Runs a step over slots, compiled or not; filtered and edited rows are sampled from its logits."""
 
     def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:
         self.step, self.cache = step, cache

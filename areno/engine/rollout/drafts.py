@@ -1,25 +1,25 @@
-"""Guessing how a text goes on: as it did after the same tokens the last time (prompt lookup)."""
+"""Draft tokens by prompt lookup: what followed the last occurrence of the same n-gram."""
 
 from collections.abc import Sequence as Seq
 
-# Tokens that must agree before what followed them is proposed.
+# Length of the n-gram that must match.
 MATCH = 3
 
 
 class DraftIndex:
-    """Where each run of ``MATCH`` tokens was last seen in a growing text."""
+    """Index of the last occurrence of each n-gram of ``MATCH`` tokens in a growing text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._seen: dict[tuple[int, ...], int] = {}
 
     def propose(self, context: Seq[int], most: int) -> list[int]:
-        """What followed the last tokens of a context the last time, at most ``most`` tokens.
+        """Propose up to ``most`` tokens: those that followed the last n-gram when it last occurred.
 
-        Each call gets the text of the call before and what came since.
+        Each call must extend the context of the call before.
         """
         for token in context[len(self._tokens) :]:
-            # The run that ends here is entered when the next token comes: it must not find itself.
+            # The n-gram that ends here is indexed with the next token, so that it cannot match itself.
             if len(self._tokens) >= MATCH:
                 self._seen[tuple(self._tokens[-MATCH:])] = len(self._tokens)
             self._tokens.append(token)

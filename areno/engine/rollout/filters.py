@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p on rows of weights, without sorting the vocabulary where that can be avoided.
+"""Top-k, top-p and min-p filters over rows of weights, usually without sorting the vocabulary.
 
-All three come down to "the n largest weights": n is k itself, or the size of the nucleus, found among the largest few
-hundred. Ties at the border are broken by token id, so that a row's outcome does not depend on the rows beside it.
+Top-k and top-p keep the n largest weights: n is k, or the size of the nucleus, which is searched among the largest few
+hundred. Ties at the border are broken by token id, so that a row's result does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from areno.types import SamplingParams
 
-# Candidates among which a nucleus is looked for before everything is sorted.
+# Number of candidates searched for the nucleus before falling back to the whole vocabulary.
 FIRST_CANDIDATES = 256
 
 
 class Filters:
-    """Filters of some rows of a batch, with one entry of ``params`` each."""
+    """Filters of batch rows, one entry of ``params`` per row."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
         self._top_k = [p.top_k for p in params]
@@ -28,12 +28,12 @@ class Filters:
         self._any_floor = any(p.min_p > 0 for p in params)
 
     @staticmethod
-    def wanted(params: SamplingParams) -> bool:
-        """Whether these parameters filter anything."""
+    def applies_to(params: SamplingParams) -> bool:
+        """Whether these parameters filter any tokens."""
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """Weights [R, V] with what the filters rule out set to 0; the largest weight of a row is 1."""
+        """Weights [R, V] with filtered tokens set to 0; expects the largest weight of each row to be 1."""
         kept = self._keep_largest(weights) if self._any_rank else weights
         if self._any_floor:
             kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
@@ -57,15 +57,15 @@ class Filters:
         return torch.where(keep, weights, 0.0)
 
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-        """Tokens to keep [R]: the smallest number whose mass reaches p of what top-k left, at most the limit."""
+        """Tokens to keep [R]: the fewest whose mass reaches p of the mass after top-k, at most the limit."""
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
-        whole = weights.double().sum(-1)
-        total = torch.where(limits <= values.shape[1], mass[:, -1], whole)
+        full_mass = weights.double().sum(-1)
+        total = torch.where(limits <= values.shape[1], mass[:, -1], full_mass)
         before = mass - values
         inside = (before < (self._top_p * total)[:, None]) & (rank < limits[:, None])
         count = inside.sum(-1)
-        # All that was looked at is inside, so the nucleus may go on behind it: one more than there are asks for more.
+        # All candidates are inside, so the nucleus may extend beyond them: a count of one more requests a wider search.
         open_end = (count == values.shape[1]) & (limits > values.shape[1])
         count = torch.where(open_end, values.shape[1] + 1, count)
         return torch.where(self._top_p < 1, count, limits)

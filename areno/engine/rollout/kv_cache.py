@@ -1,7 +1,7 @@
-"""KV cache in slots, and the plans that read and write it.
+"""KV cache in slots, and the attention plans that read and write it.
 
-One slot holds one live sequence: ``[slots, heads, columns, size]`` per layer. Slots are compact, so a decode step reads a
-view and copies nothing; columns grow while sequences do, so memory follows what is really used and not the worst case.
+Each slot holds one live sequence: ``[slots, heads, columns, size]`` per layer. Slots are compact, so a decode step reads a
+view without copying; columns grow with the sequences, so memory follows actual use, not the worst case.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 
 Snapshot = dict[int, tuple[Tensor, Tensor]]
 
-# Matrix products round differently at some small row counts; multiples of eight do not depend on the batch around a row.
+# Matrix products round differently at some small row counts; with multiples of eight, rows do not depend on the batch.
 ROW_STEP = 8
-# Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
+# Attention reads multiples of this many columns. Smaller wastes less; kernels are length-independent from eight on.
 READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """The number under which a mixture's choices are cached; those of layers are not below 0."""
+    """The cache index of a mixture's choices; negative, unlike the indices of layers."""
     return -1 - mixture
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches per token: keys [heads, key_size] and values [heads, value_size]."""
+    """Cache layout of a layer per token: keys [heads, key_size] and values [heads, value_size]."""
 
     layer: int
     heads: int
@@ -46,7 +46,7 @@ class LayerShape:
 class KVCache(ABC):
     """Keys, values and recurrent states of the live sequences, in slots or in pages.
 
-    Layers allocate on first use, because only the call knows how many heads of which size they cache.
+    Layers allocate on first use, when the number and size of their heads are known.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -56,22 +56,22 @@ class KVCache(ABC):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.states = SlotStates(0)
-        self.records: Routers | None = None  # whose choices are kept beside the keys, as layers of their own
+        self.records: Routers | None = None  # their choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """What keeps routers' choices by ``write``, which takes keys and values of a layer; None where nobody wants them."""
+        """A routing that records expert choices through ``write(layer, keys, values)``; None if recording is off."""
         if self.records is None:
             return None
         kind = self.records.kind
 
-        def keep(mixture: int, chosen: Tensor) -> None:
-            kept = chosen.to(kind)[:, None]
-            write(_routing_layer(mixture), kept, kept[..., :0])
+        def record(mixture: int, chosen: Tensor) -> None:
+            choices = chosen.to(kind)[:, None]
+            write(_routing_layer(mixture), choices, choices[..., :0])
 
-        return Recording(keep)
+        return Recording(record)
 
     def routed(self, slot: int, length: int) -> Tensor:
-        """Recorded choices of the first tokens of a slot [length, mixtures, K]."""
+        """Recorded expert choices of the first tokens of a slot [length, mixtures, K]."""
         assert self.records is not None
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
@@ -81,16 +81,16 @@ class KVCache(ABC):
         """Keys [length, size] of a layer with one head."""
 
     def tensors(self) -> list[Tensor]:
-        """All that is allocated."""
+        """All allocated tensors."""
         return [*self.keys.values(), *self.values.values(), *self.states.tensors()]
 
     def make_finite(self) -> None:
-        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
+        """Replace non-finite values by zeros, because a masked column still contributes 0 * NaN = NaN."""
         for tensor in self.tensors():
             tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Allocated bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
@@ -102,30 +102,30 @@ class SlotCache(KVCache):
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for ``rows`` sequences of ``columns`` tokens, keeping what the first ``rows`` slots hold."""
+        """Grow to ``rows`` sequences of ``columns`` tokens, preserving the first ``rows`` slots."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
-            # Slots that nobody holds any more would grow as well, beyond the budget: they go.
+            # Drop unused slots, which would grow as well and exceed the budget.
             slots = round_up(rows, ROW_STEP)
-            # A quarter of headroom keeps the number of copies logarithmic in the length. The last column is nobody's:
-            # the padding of a decode step writes there.
+            # A quarter of headroom keeps the number of copies logarithmic in the length. Padding rows of a decode
+            # step write to the last column, which is otherwise unused.
             columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP) + 1
         columns = max(columns, self.columns)
         if (slots, columns) == (self.slots, self.columns):
             return
-        self._leading = None  # its views would keep every layer's old memory until all layers have grown
+        self._leading = None  # its views would keep the old memory of all layers alive
         for table in (self.keys, self.values):
             for layer, old in table.items():
                 new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
-                kept = min(self.slots, slots)
-                new[:kept, :, : self.columns] = old[:kept]
+                common = min(self.slots, slots)
+                new[:common, :, : self.columns] = old[:common]
                 table[layer] = new
         if slots > self.states.slots:
             self.states.grow(slots)
         self.slots, self.columns = slots, columns
 
     def leading(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of all layers, in order of their index, cut to the first ``rows`` slots; views."""
+        """Views of the first ``rows`` slots of all layers' keys and values, in layer order."""
         if self._leading is None or self._leading[0] != rows:
             layers = sorted(self.keys)
             views = [self.keys[layer][:rows] for layer in layers], [self.values[layer][:rows] for layer in layers]
@@ -133,7 +133,7 @@ class SlotCache(KVCache):
         return self._leading[1:]
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         records = self.records
         self.__init__(self.device)  # type: ignore[misc]
         self.records = records
@@ -151,7 +151,7 @@ class SlotCache(KVCache):
         return self.keys[layer][slot, 0, :length]
 
     def read(self, layer: int, rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Views [rows, heads, columns, size] of the slots from ``first`` on."""
+        """Views [rows, heads, columns, size] of keys and values, starting at slot ``first``."""
         chosen = slice(first, first + rows)
         return self.keys[layer][chosen, :, :columns], self.values[layer][chosen, :, :columns]
 
@@ -163,14 +163,14 @@ class SlotCache(KVCache):
         }
 
     def restore(self, snapshot: Snapshot, slots: Seq[int], length: int) -> None:
-        """Write the first ``length`` columns of a snapshot to some slots."""
+        """Copy the first ``length`` columns of a snapshot into slots."""
         rows = torch.tensor(slots, device=self.device)
         for layer, (keys, values) in snapshot.items():
             self.keys[layer][rows, :, :length] = keys[:, :length]
             self.values[layer][rows, :, :length] = values[:, :length]
 
     def move(self, moves: Seq[Move]) -> None:
-        """Carry out the copies that a compaction asks for."""
+        """Carry out the copies of a compaction."""
         for move in moves:
             for table in (self.keys, self.values):
                 for tensor in table.values():
@@ -180,7 +180,7 @@ class SlotCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a context to prefill: ``length`` tokens behind ``offset`` cached ones, for all slots that share it."""
+    """Part of a context to prefill: ``length`` tokens after ``offset`` cached ones, for all slots that share it."""
 
     slots: Seq[int]
     length: int
@@ -188,11 +188,11 @@ class Span:
 
 
 class PrefillPlan(PackedPlan):
-    """Packed pieces of contexts, whose keys and values go to all slots that share them.
+    """Packed spans of contexts, whose keys and values are written to all slots that share them.
 
     Args:
-        cache: where they go; it must have room already, and hold what stands before each piece.
-        spans: the pieces, in packed order.
+        cache: the cache, already reserved, with the tokens before each span cached.
+        spans: the spans in packed order.
     """
 
     def __init__(self, cache: SlotCache, spans: Seq[Span]) -> None:
@@ -208,16 +208,16 @@ class PrefillPlan(PackedPlan):
             cache.states.clear(torch.tensor(fresh, device=self.device))
 
     def _per_token(self, values: list[int]) -> Tensor:
-        """One value per span -> one per token."""
+        """Repeat one value per span for each of its tokens."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Find out where each token goes: to every slot of its span."""
+        """Compute the cache cells of each token, in every slot of its span."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
-            own = torch.arange(span.length)
-            token.append((own + start).repeat(len(span.slots)))
-            position.append((own + span.offset).repeat(len(span.slots)))
+            index = torch.arange(span.length)
+            token.append((index + start).repeat(len(span.slots)))
+            position.append((index + span.offset).repeat(len(span.slots)))
             slot.append(torch.tensor(span.slots).repeat_interleave(span.length))
         self._token, self._slot, self._position = (torch.cat(x).to(self.device) for x in (token, slot, position))
 
@@ -235,16 +235,16 @@ class PrefillPlan(PackedPlan):
         return self._attend_pieces(layer, q, contexts)
 
     def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
-        """``contexts``: keys and values [1, heads, tokens, size] of each span up to its end."""
+        """Attend per span; ``contexts`` holds keys and values [1, heads, tokens, size] up to the end of each."""
         outputs = []
-        for span, own, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
+        for span, queries, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._causal_mask(span.offset, span.length, layer.window, q)
-            out = scaled_dot_product(own.transpose(0, 1)[None], keys, values, layer, mask)
+            out = scaled_dot_product(queries.transpose(0, 1)[None], keys, values, layer, mask)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """One context at a time: a state that is kept must not see padding."""
+        """Run one context at a time, because padding would change the cached state."""
         outputs = []
         for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
@@ -252,7 +252,7 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the call: hand recurrent states on to the slots that share a context."""
+        """After the forward pass: copy recurrent states to the slots that share a context."""
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():
                 self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
@@ -260,22 +260,22 @@ class PrefillPlan(PackedPlan):
 
 def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Additive mask [N, columns] of new tokens at ``positions`` [N]: each sees the cached columns up to itself."""
-    own = positions[:, None]
-    hidden = columns[None, :] > own
+    at = positions[:, None]
+    hidden = columns[None, :] > at
     if window is not None:
-        hidden |= columns[None, :] <= own - window
+        hidden |= columns[None, :] <= at - window
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 class DecodePlan:
-    """One new token for each of the first slots, and some rows of padding.
+    """One new token for each of the first slots, plus padding rows.
 
     Args:
-        cache: holds their past.
-        positions: position of the new token of each row [rows]; any for padding.
-        write_at: column that takes the new token [rows]: its position, or for padding the column that nobody reads.
-        columns: indices 0, 1, ... of the cache columns to look at [columns]; they go beyond every position.
-        state_rows: rows of the recurrent states that are this step's [rows]; None where no layer has any.
+        cache: the KV cache.
+        positions: position of the new token of each row [rows]; arbitrary for padding.
+        write_at: cache column of the new token [rows]: its position, or for padding the unused last column.
+        columns: indices 0, 1, ... of the cache columns to attend to [columns], beyond every position.
+        state_rows: rows of the recurrent states [rows]; None if no layer is recurrent.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class DecodePlan:
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
         """The plan of a step of the first slots, padded to a multiple of :data:`ROW_STEP`.
 
-        Padding rows may lie over slots of samples that are being prefilled: they write where nobody reads.
+        Padding rows may overlap slots that are being prefilled: they write to the unused last column.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)
@@ -320,11 +320,11 @@ class DecodePlan:
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
         self.write(layer, k, v)
-        # Sizes are asked of shapes: len() would fix them in a traced step.
+        # shape[] instead of len(), which would become a constant in a traced step.
         keys, values = self.cache.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
         return scaled_dot_product(q[:, :, None], keys, values, layer, self._mask(layer, q)[:, None, None])[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """All rows in one step of the recurrence."""
+        """Run one recurrent step for all rows."""
         assert self._state_rows is not None
         return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]

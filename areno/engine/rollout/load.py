@@ -1,4 +1,4 @@
-"""What a rollout loop has done and is doing, as numbers."""
+"""Load figures and counters of a rollout loop."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import astuple, dataclass
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What a loop is busy with, and its totals since it began."""
+    """Current load of a loop, and its totals since the start."""
 
-    waiting: int = 0  # samples in the queue
-    running: int = 0  # samples that hold a slot
+    waiting: int = 0  # queued samples
+    running: int = 0  # samples in a slot
     kv_tokens_used: int = 0  # cells of the KV cache in use
     kv_tokens: int = 0  # its budget
     generated_total: int = 0  # tokens sampled
     prefilled_total: int = 0  # prompt tokens computed
-    reused_total: int = 0  # prompt tokens taken from the prefix store
-    preemptions_total: int = 0  # samples sent back to the queue
-    drafted_total: int = 0  # tokens that speculation proposed
-    agreed_total: int = 0  # those of them that were sampled
+    reused_total: int = 0  # prompt tokens taken from the prefix cache
+    preemptions_total: int = 0  # samples preempted back to the queue
+    drafted_total: int = 0  # draft tokens of speculative decoding
+    agreed_total: int = 0  # draft tokens accepted
     decode_steps_total: int = 0  # decode steps
-    replayed_steps_total: int = 0  # those of them that were replayed from CUDA graphs
+    replayed_steps_total: int = 0  # decode steps replayed from CUDA graphs
 
     @classmethod
     def total(cls, loads: Iterable[EngineLoad]) -> EngineLoad:
-        """The load of several loops together."""
+        """Sum the loads of several loops."""
         added = (sum(numbers) for numbers in zip(*map(astuple, loads), strict=True))
         return cls(*added)

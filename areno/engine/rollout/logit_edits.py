@@ -1,4 +1,4 @@
-"""Penalties, biases, least lengths and grammars: what changes the logits of single samples before they are drawn from."""
+"""Per-sample logit edits before sampling: penalties, biases, minimum lengths and grammars."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,15 +10,14 @@ from areno.types import SamplingParams, TokenConstraint
 
 
 class LogitEdits:
-    """State of one sample.
+    """Logit edits of one sample.
 
-    A grammar (``constraint``) is somebody else's code: when it fails, ``error`` says so, and the loop answers that request
-    with it instead of dying with everybody's. The prompt's tokens count for the repetition penalty; ``stop_ids`` are
-    forbidden before the least length.
+    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and the loop fails only that
+    request. Prompt tokens count towards the repetition penalty; ``stop_ids`` are forbidden before the minimum length.
 
     Attributes:
-        forced: the grammar left no choice but the text of the last token that was sampled.
-        cut_mass: probability that the grammar removed before that, under the temperature-scaled policy.
+        forced: whether the grammar allowed only the text of the last sampled token.
+        cut_mass: probability that the grammar removed at the last step, under the temperature-scaled policy.
     """
 
     def __init__(
@@ -34,10 +33,10 @@ class LogitEdits:
         self._params = params
         self._prompt = list(prompt)
         self._stop_ids, self._length = sorted(stop_ids), 0
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # how often a token was sampled; seen at all; its bias
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # per token: sample count, whether seen, bias
 
     def push(self, token: int) -> None:
-        """A token was sampled."""
+        """Record a sampled token."""
         self._length += 1
         if self._state is not None:
             counts, seen, _ = self._state
@@ -52,7 +51,7 @@ class LogitEdits:
                 self.error = error
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Edited copy of logits [V], in fp32."""
+        """Return an edited fp32 copy of logits [V]."""
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalised(edited)
@@ -64,14 +63,14 @@ class LogitEdits:
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]
             mask = torch.nn.functional.pad(mask, (0, len(logits) - len(mask)))
-            kept = (logits.float() / self._params.logprob_temperature).softmax(-1)[mask].sum()
-            self.cut_mass = max(1.0 - float(kept), 0.0)
+            allowed_mass = (logits.float() / self._params.logprob_temperature).softmax(-1)[mask].sum()
+            self.cut_mass = max(1.0 - float(allowed_mass), 0.0)
             edited = edited.masked_fill(~mask, float("-inf"))
         return edited
 
     @property
     def finished(self) -> bool:
-        """Whether a grammar lets nothing but an end of text follow."""
+        """Whether the grammar allows only the end of text."""
         return self.constraint is not None and self.error is None and self.constraint.finished
 
     def _allowed(self) -> np.ndarray | None:
@@ -99,6 +98,6 @@ class LogitEdits:
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         seen[torch.tensor(self._prompt, device=logits.device)] = True
         if biases := self._params.logit_bias:
-            places = torch.tensor([int(token) for token in biases], device=logits.device)
-            bias[places] = torch.tensor(list(biases.values()), device=logits.device, dtype=logits.dtype)
+            biased_ids = torch.tensor([int(token) for token in biases], device=logits.device)
+            bias[biased_ids] = torch.tensor(list(biases.values()), device=logits.device, dtype=logits.dtype)
         return counts, seen, bias

@@ -1,8 +1,8 @@
-"""The rollout loop: one thread that serves every request of an engine.
+"""The rollout loop: one thread that serves all requests of an engine.
 
-Requests arrive at any time and are answered through futures. Each turn of the loop admits waiting sequences, prefills a
-bounded number of tokens, and decodes one token for everything that runs: a long prompt never stalls the others. An error
-inside the loop fails all pending requests with its cause; nobody waits for a loop that has died.
+Requests arrive at any time and are answered through futures. Each turn admits waiting sequences, prefills a bounded number of
+tokens, and decodes one token per running sequence, so a long prompt never stalls the others. An error in the loop fails all
+pending requests with its cause.
 """
 
 import atexit
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from areno.engine.device import use_device
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.inference import DecodeProgress
+from areno.engine.libc_tuning import release_workers, trim_freed_memory
 from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.routing import Routers
-from areno.engine.native import give_freed_memory_back, release_workers
-from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
-from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
+from areno.engine.rollout.decode import DecodeBatch, RowParameters, sampling_table
 from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.pause import Pause
@@ -34,35 +34,35 @@ from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, Taken, broken_grammars
-from areno.engine.rollout.speculation import Check, draft
+from areno.engine.rollout.sequence import Group, LoopCommands, Prefill, Sequence, StepOutcome, grammar_errors
+from areno.engine.rollout.speculation import VerifyPlan, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
-# Prompt tokens of one prefill call: while nothing is decoded, and beside that, where short calls cost a GPU as much as long.
+# Prompt tokens per prefill call: when idle, and between decode steps (on GPUs short calls cost as much as long ones).
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 
 class RolloutLoop:
-    """Generates for everybody who submits.
+    """Continuous-batching generation.
 
     Args:
         model: the policy; it must not be trained while requests are pending.
         eos_ids: token ids that end a response unless a request ignores them.
-        make_stop_text: builds the stop-string watcher of a request (stop strings, skip special tokens).
-        budget_tokens: KV tokens that may be in use at once.
-        max_running: most sequences decoded at once.
+        make_stop_text: creates the stop-string checker of a request from (stop strings, skip special tokens).
+        budget_tokens: KV cache capacity in tokens.
+        max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
-        layers: what each layer of the model caches; without it decoding is always eager.
+        layers: what each layer of the model caches; if empty, decoding is always eager.
         decode_mode, builds: whether decoding may be compiled, and by this process, see :class:`DecodeSwitch`.
-        speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
-        prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
-        records: routers whose choices come back with each sample; decoding is eager then. None records nothing.
+        speculate: maximum draft tokens, see :mod:`speculation`; 0 turns speculative decoding off.
+        prefix_tokens: size of the prefix cache in tokens; 0 turns it off.
+        records: routers whose choices are returned with each sample, with eager decoding; None records nothing.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
-    idle_s: float | None = None  # an idle process that does not train gives freed memory back after so many seconds
+    idle_s: float | None = None  # idle seconds after which freed memory is returned to the system; None: never
 
     def __init__(
         self,
@@ -90,20 +90,20 @@ class RolloutLoop:
         self.prefixes = PrefixStore(prefix_tokens)
         self._make_stop_text = make_stop_text
         self._progress = progress
-        self._rows: Rows | None = None  # None once the running ones have changed
+        self._rows: RowParameters | None = None  # None when the running sequences have changed
         self.decode = DecodeSwitch(model, self.cache, layers, decode_mode, builds)
         self.speculate = speculate
         self._threads = self.decode.threads
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
-        self._open: dict[Future[RolloutResult], Group] = {}  # all that is not answered, wherever its sequences are
+        self._open: dict[Future[RolloutResult], Group] = {}  # all unanswered requests
         self._pause = Pause(self._wake)
         self._closing = False
         self._failure: BaseException | None = None
         self._busy = self._cancel = False
         self._cancelled: list[Group] = []
         self._thread: threading.Thread | None = None
-        release_workers()  # that loading the model has started
+        release_workers()  # started by loading the model
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
@@ -111,13 +111,13 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has died, or a request cannot be answered; none is queued then.
+            EngineError: the loop has died, or a request is invalid; no request is queued then.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
-        release_workers()  # of whoever asks, and will most likely wait
+        release_workers()  # of the caller, who will most likely wait
         with self._wake:
-            self._refuse_ended()
+            self._check_alive()
             self._start()
             self._incoming += groups
             self._open.update((group.future, group) for group in groups)
@@ -125,7 +125,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Answer one request with what it has so far, ``finish_reason`` "abort"; its slots are free at the next step."""
+        """Abort one request: it returns its partial output with ``finish_reason`` "abort", and its slots at the next step."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -133,7 +133,7 @@ class RolloutLoop:
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
-        """What the loop is busy with, now."""
+        """Current load of the loop."""
         with self._wake:
             scheduler = self.scheduler
             return replace(
@@ -147,14 +147,14 @@ class RolloutLoop:
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
-        """Hold generation between two tokens while the block changes the weights, which then have ``version``.
+        """Pause generation between two tokens while the block changes the weights to ``version``.
 
-        Samples go on from what they have said, over a cache computed anew; every later token carries the new version.
-        An adapter is apart from its weights in the block, and added to the new ones afterwards. If the block fails, so
-        does the loop: nobody is answered from weights that are half changed.
+        Samples then continue from their output over a recomputed cache; later tokens carry the new version. An adapter is
+        unmerged in the block and merged again afterwards. If the block raises, the loop fails too, because the weights may
+        be partly updated.
         """
         with self._pause.held(lambda: self._thread is None or self._closing or self._failure is not None):
-            self._refuse_ended()
+            self._check_alive()
             try:
                 with self.model.adapter.changing() if self.model.adapter is not None else nullcontext():
                     yield
@@ -170,50 +170,50 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Answer every pending request with what it has so far, ``finish_reason`` "abort"; returns when the loop is idle."""
+        """Abort every pending request, which returns its partial output; returns when the loop is idle."""
         with self._wake:
             self._cancel = self._pending()
             self._wake.notify()
         self.wait_idle()
 
     def wait_idle(self) -> None:
-        """Wait until nothing is pending. Returns at once when the loop has died: its requests have been failed then."""
+        """Wait until nothing is pending. Returns at once if the loop has died, which has failed its requests."""
         with self._wake:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """Let a compiled step refer to the model's weights as they are now, so that those it had can be freed."""
+        """Point a compiled step to the model's current weights, so that the former ones can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
 
     def drop_cache(self) -> None:
-        """Give the memory of the cache back, kept prefixes included; nothing may be pending."""
+        """Free the KV cache and the prefix cache; nothing may be pending."""
         self.prefixes.clear()
         self.cache.release()
 
     def resize(self, budget_tokens: int) -> None:
-        """Use another KV budget from now on; nothing may be pending."""
+        """Change the KV budget; nothing may be pending."""
         self.scheduler.budget_tokens = budget_tokens
 
     def weights_changed(self, version: int) -> None:
-        """The weights have ``version`` from now on; nothing may be pending. What was cached under others is freed."""
+        """Set the version of the weights and clear prefixes cached under another; nothing may be pending."""
         if version != self.version:
             self.prefixes.clear()
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Serve again after the loop has died, and return what of; what was pending has been failed, the cache is gone."""
-        died_of = self._failure
+        """Serve again after the loop has died; returns the error that killed it. Drops the cache."""
+        cause = self._failure
         if self._failure is not None and self._thread is not None:
             self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
             self._failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
         self.drop_cache()
-        return died_of
+        return cause
 
     def close(self) -> None:
-        """Stop the thread and give the cache back; pending requests are aborted."""
+        """Abort pending requests, stop the thread and free the cache."""
         if self._thread is not None:
             self.cancel_all()
             with self._wake:
@@ -223,7 +223,7 @@ class RolloutLoop:
         self.decode.close()
         self.drop_cache()
 
-    def _refuse_ended(self) -> None:
+    def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineError(f"the rollout loop has died: {self._failure}") from self._failure
         if self._closing:
@@ -250,16 +250,16 @@ class RolloutLoop:
             with torch.inference_mode():
                 while self._next_work():
                     self._pause.rest()
-                    PROGRESS.tick()
+                    HEARTBEAT.tick()
                     if self._failure is None:
                         self._turn()
         except BaseException as error:
             self._fail(error)
 
     def _next_work(self) -> bool:
-        """Take in new requests; sleeps while there is nothing to do. False means the loop shall end."""
+        """Apply commands, and sleep while idle. Returns False if the loop should end."""
         with self._wake:
-            self._apply(self._news())
+            self._apply(self._take_commands())
             if not self._busy:
                 self._threads.reset()
                 release_workers()
@@ -267,30 +267,30 @@ class RolloutLoop:
                     self._progress.idle()
                 self._wake.notify_all()
                 if not self._wake.wait_for(self._awaited, self.idle_s):
-                    give_freed_memory_back()  # 0.1 s for 3 GB
+                    trim_freed_memory()  # 0.1 s for 3 GB
                     self._wake.wait_for(self._awaited)
                 self.decode.refresh()
-                self._apply(self._news())
+                self._apply(self._take_commands())
             return self._failure is None and (self._busy or not self._closing)
 
     def _awaited(self) -> bool:
         return bool(self._incoming or self._closing or self._pause.wanted)
 
-    def _news(self) -> News:
-        """What other threads have asked for since the last turn."""
+    def _take_commands(self) -> LoopCommands:
+        """Take the commands issued by other threads since the last turn."""
         cancelled = [group for group in self._cancelled if group.future in self._open]
         pause = self._pause.wanted and not self._pause.agreed
-        news = News(self._incoming, self._cancel, cancelled, pause)
+        commands = LoopCommands(self._incoming, self._cancel, cancelled, pause)
         self._incoming, self._cancel, self._cancelled = [], False, []
-        return news
+        return commands
 
-    def _apply(self, news: News) -> None:
-        self._pause.agreed |= news.pause
-        for group in news.arrived:
+    def _apply(self, commands: LoopCommands) -> None:
+        self._pause.agreed |= commands.pause
+        for group in commands.arrived:
             self.scheduler.waiting += group.members
-        if news.cancel_all or news.cancelled:
-            everyone = [*self.scheduler.waiting, *self.scheduler.live()]
-            self._abort([s for s in everyone if news.cancel_all or s.group in news.cancelled])
+        if commands.cancel_all or commands.cancelled:
+            sequences = [*self.scheduler.waiting, *self.scheduler.live()]
+            self._abort([s for s in sequences if commands.cancel_all or s.group in commands.cancelled])
         self._busy = bool(self.scheduler.waiting or self.scheduler.held())
 
     def _fail(self, error: BaseException) -> None:
@@ -304,7 +304,7 @@ class RolloutLoop:
             group.future.set_exception(failure)
 
     def _turn(self) -> None:
-        """Prefill what is admitted, then decode one token for every running sequence."""
+        """Prefill admitted sequences, then decode one token per running sequence."""
         self._prefill_some()
         self._make_room()
         if self.scheduler.running:
@@ -315,51 +315,51 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
+        """Prefill everything that fits while nothing runs, else a bounded number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
             tokens = most if (busy := bool(scheduler.running)) else IDLE_PREFILL
-            if scheduler.entering is not None:
-                self._continue_entering(tokens)
+            if scheduler.chunked_prefill is not None:
+                self._continue_chunked_prefill(tokens)
             elif shared := scheduler.admit(tokens):
                 self._prefill(shared)
-            elif scheduler.entering is None:
+            elif scheduler.chunked_prefill is None:
                 return
             if busy and scheduler.running:
                 return
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        gone = set(sequences)
-        self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in gone)
+        aborted = set(sequences)
+        self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in aborted)
         queued = [s for s in sequences if s.slot < 0]
         self._leave([s for s in sequences if s.slot >= 0])
         for sequence in queued:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill whole contexts, less what the prefix store has, and sample the first token of each sample."""
+        """Prefill contexts beyond their cached prefixes, and sample the first token of each sample."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
 
-    def _continue_entering(self, tokens: int) -> None:
-        """Prefill the next piece of the entering context; with its last piece the samples begin to run."""
-        entering = self.scheduler.entering
-        assert entering is not None
-        length = entering.members[0].length
+    def _continue_chunked_prefill(self, tokens: int) -> None:
+        """Prefill the next chunk of a context; after the last chunk, its samples start running."""
+        chunked = self.scheduler.chunked_prefill
+        assert chunked is not None
+        length = chunked.members[0].length
         self._reserve()
-        start = entering.done or self._reuse(entering.members)
-        entering.done = min(start + tokens, length)
-        hidden = self._run_prefill([entering.members], [start], entering.done)
-        if entering.done == length:
-            self._first_tokens([self.scheduler.entered()], hidden)
+        start = chunked.done or self._reuse(chunked.members)
+        chunked.done = min(start + tokens, length)
+        hidden = self._run_prefill([chunked.members], [start], chunked.done)
+        if chunked.done == length:
+            self._first_tokens([self.scheduler.finish_chunked_prefill()], hidden)
 
     def _reserve(self) -> None:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, members: list[Sequence]) -> int:
-        """Copy what the prefix store has of a context into its slots; returns how many tokens that is."""
+        """Copy the cached prefix of a context into its slots; returns its length."""
         hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
@@ -368,7 +368,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Hidden states [contexts, C] after contexts of which so many tokens are cached, or after their first ``stop``."""
+        """Prefill contexts beyond their ``cached`` tokens, up to ``stop``; returns the last hidden states [contexts, C]."""
         tokens: list[int] = []
         spans: list[Span] = []
         for members, start in zip(shared, cached, strict=True):
@@ -383,7 +383,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample for all members of each context from the hidden state [contexts, C] after it."""
+        """Sample the first token of all members of each context from its last hidden state [contexts, C]."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:
@@ -396,7 +396,7 @@ class RolloutLoop:
         self._take(members, draw(logits[self._upload(owner)], [len(s.output) for s in members]))
 
     def _step(self) -> None:
-        """One token for everything that runs, and more where a draft turns out right."""
+        """Decode one token per running sequence, plus accepted draft tokens."""
         running = self.scheduler.running
         self._reserve()
         drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []
@@ -404,63 +404,63 @@ class RolloutLoop:
             self._progress.step(len(running))
         self.counters.decode_steps_total += 1
         if any(drafts):
-            self._check(drafts)
+            self._verify(drafts)
         else:
             self._decode()
 
     def _decode(self) -> None:
         running = self.scheduler.running
         if self._rows is None:
-            self._rows = Rows(running, self.model.device)
+            self._rows = RowParameters(running, self.model.device)
         self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self.scheduler.tokens_ahead))
 
-    def _check(self, drafts: list[list[int]]) -> None:
-        """Sample behind every token of the drafts, and keep what agrees with them."""
+    def _verify(self, drafts: list[list[int]]) -> None:
+        """Sample after every draft token, and keep the accepted ones."""
         running = list(self.scheduler.running)
-        check = Check(self.cache, running, drafts)
-        self._threads.apply(len(check.tokens))
-        hidden = self.model.body(self._upload(check.tokens), check.position_ids, check)
-        logits = self.model.logits(hidden[self._upload(check.cells)])
-        draw = sampling_table(check.members, self.model.device).draw(logits, check.counters)
+        plan = VerifyPlan(self.cache, running, drafts)
+        self._threads.apply(len(plan.tokens))
+        hidden = self.model.body(self._upload(plan.tokens), plan.position_ids, plan)
+        logits = self.model.logits(hidden[self._upload(plan.cells)])
+        draw = sampling_table(plan.members, self.model.device).draw(logits, plan.counters)
         self._rows = None
-        standing = check.standing(draw.tokens.tolist())
+        accepted = plan.accepted(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
-        self.counters.agreed_total += sum(map(len, standing)) - len(running)
-        taken = Taken()
-        for rows in zip_longest(*standing):
-            kept = [row for row in rows if row is not None and taken.wants(check.members[row])]
-            if kept:
-                self._give([check.members[row] for row in kept], draw.rows(kept), taken)
-        self._settle(taken)  # not before all have their tokens: who moves takes along what is cached of them
+        self.counters.agreed_total += sum(map(len, accepted)) - len(running)
+        outcome = StepOutcome()
+        for rows in zip_longest(*accepted):
+            continuing = [row for row in rows if row is not None and outcome.continues(plan.members[row])]
+            if continuing:
+                self._give([plan.members[row] for row in continuing], draw.rows(continuing), outcome)
+        self._settle(outcome)  # only after all have their tokens, because compaction copies their cache
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
-        """Give each sequence its token, and let those leave that are done."""
-        self._give(sequences, draw, taken := Taken())
-        self._settle(taken)
+        """Append each sequence's token, and remove finished sequences."""
+        self._give(sequences, draw, outcome := StepOutcome())
+        self._settle(outcome)
 
-    def _give(self, sequences: list[Sequence], draw: Draw, taken: Taken) -> None:
+    def _give(self, sequences: list[Sequence], draw: Draw, outcome: StepOutcome) -> None:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
                 error = "the model's logits are not finite; the weights have diverged or are broken"
-                taken.refused[sequence.group], taken.finite = EngineError(error), False
+                outcome.failed[sequence.group], outcome.finite = EngineError(error), False
             elif sequence.push(token, logprob, cut, self.version, top):
-                taken.done.append(sequence)
+                outcome.done.append(sequence)
         self.counters.generated_total += len(tokens)
-        taken.refused.update(broken_grammars(sequences))
+        outcome.failed.update(grammar_errors(sequences))
 
-    def _settle(self, taken: Taken) -> None:
-        self._leave(taken.done)
-        for group, error in taken.refused.items():  # the others go on
+    def _settle(self, outcome: StepOutcome) -> None:
+        self._leave(outcome.done)
+        for group, error in outcome.failed.items():  # other requests continue
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)
-        if not taken.finite:
+        if not outcome.finite:
             self.prefixes.clear()
             self.cache.make_finite()
 
@@ -476,9 +476,9 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Keep the cache of a finished sequence for requests that begin like it; its last token was never fed."""
-        entering = self.scheduler.entering
-        if not self.prefixes.budget_tokens or (entering is not None and sequence in entering.members):
+        """Add a finished sequence to the prefix cache, without its last token, which was never fed."""
+        chunked = self.scheduler.chunked_prefill
+        if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
             return
         if self.cache.states.tensors():
             return  # a recurrent state belongs to one length only
@@ -494,6 +494,6 @@ class RolloutLoop:
 
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
-    """A program that forgot to close its trainer must still end quietly: a thread inside torch would abort the process."""
-    if (left := loop()) is not None:
-        left.close()
+    """Close a loop that is still open at exit: a thread inside torch would abort the process."""
+    if (open_loop := loop()) is not None:
+        open_loop.close()

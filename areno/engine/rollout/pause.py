@@ -1,4 +1,4 @@
-"""Where a rollout loop rests between two turns while somebody else changes the weights."""
+"""Pause a rollout loop between two turns while another thread changes the weights."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 class Pause:
-    """One at a time asks for a pause; the loop takes it before its next turn.
+    """Pause requests, one at a time; the loop pauses before its next turn.
 
-    A loop that goes in step with others first agrees with them before which turn that is. So there are three states: a
-    pause is wanted, it is agreed, and the loop rests. The loop's condition ``wake`` guards them.
+    Loops in lockstep first agree on the turn. So there are three states: requested (``wanted``), ``agreed`` and ``resting``,
+    all guarded by the loop's condition ``wake``.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -20,13 +20,13 @@ class Pause:
         self.resting = False
 
     @contextmanager
-    def held(self, stands: Callable[[], bool]) -> Iterator[None]:
-        """Run the block while the loop rests, or while ``stands`` says that it takes no turns anyway."""
+    def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Run the block while the loop is paused, or ``stopped()`` says that it takes no turns."""
         with self._turns:
             with self._wake:
                 self.wanted = True
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self.resting or stands())
+                self._wake.wait_for(lambda: self.resting or stopped())
             try:
                 yield
             finally:
@@ -35,7 +35,7 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """In the loop's thread: rest if that is agreed."""
+        """Pause if agreed; called from the loop's thread."""
         with self._wake:
             if self.agreed:
                 self.resting = True

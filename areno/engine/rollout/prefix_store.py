@@ -1,7 +1,7 @@
-"""Keys and values of finished contexts, for later requests that begin with the same tokens.
+"""Prefix cache: keys and values of finished contexts, for later requests with the same prefix.
 
-An entry belongs to one version of the weights; when that changes the store is empty, so a stale hit cannot happen. The
-index knows each entry by the hashes of its first blocks, and a hit is checked token by token.
+Entries belong to one version of the weights; a new version clears the store, so hits are never stale. The index maps chained
+hashes of leading blocks to entries, and hits are verified token by token.
 """
 
 from collections import OrderedDict
@@ -16,17 +16,17 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest stored beginning of a context."""
+    """The longest cached prefix of a context."""
 
     snapshot: Snapshot
     length: int
 
 
 class PrefixStore:
-    """Least recently used snapshots go first when there are too many tokens.
+    """LRU store of KV snapshots.
 
     Args:
-        budget_tokens: tokens of all entries together; 0 stores nothing.
+        budget_tokens: capacity in tokens; 0 stores nothing.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -38,7 +38,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Sequence[int], version: int) -> Hit | None:
-        """The longest stored beginning of a context, in whole blocks and shorter than it, or None."""
+        """The longest cached proper prefix of a context in whole blocks, or None."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0
@@ -50,17 +50,17 @@ class PrefixStore:
             return None
         tokens, snapshot = self._entries[best]
         if tokens[:matched] != tuple(context[:matched]):
-            return None  # two beginnings with one hash
+            return None  # hash collision
         self._entries.move_to_end(best)
         return Hit(snapshot, matched)
 
     def covers(self, context: Sequence[int], version: int) -> bool:
-        """Whether all whole blocks of a context are stored already."""
+        """Whether all whole blocks of a context are already stored."""
         blocks = _blocks(context)
         return version == self._version and (not blocks or blocks[-1][1] in self._index)
 
     def add(self, context: Sequence[int], snapshot: Snapshot, version: int) -> None:
-        """Store the whole blocks of a context; ``snapshot`` has at least as many tokens."""
+        """Store the whole blocks of a context; ``snapshot`` must cover them."""
         if version != self._version:
             self.clear()
             self._version = version
@@ -76,7 +76,7 @@ class PrefixStore:
             self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         self._entries.clear()
         self._index.clear()
         self.tokens = 0
@@ -91,8 +91,8 @@ class PrefixStore:
 
 def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:
     """End and chained hash of each whole block."""
-    found, chain = [], 0
+    blocks, chain = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         chain = hash((chain, *tokens[end - BLOCK : end]))
-        found.append((end, chain))
-    return found
+        blocks.append((end, chain))
+    return blocks

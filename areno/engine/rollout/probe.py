@@ -1,4 +1,4 @@
-"""Proof at load time that decoding over the cache equals one packed forward, and what a cached token costs."""
+"""Validate at load time that cached decoding equals a packed forward pass, and measure the cache."""
 
 from dataclasses import dataclass
 
@@ -14,38 +14,38 @@ from areno.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model caches."""
+    """Cache layout of a model."""
 
-    bytes_per_token: int  # per token and slot, recurrent states spread over a column step
-    layers: tuple[LayerShape, ...]  # keys and values by layer; empty where some layers keep another state
+    bytes_per_token: int  # per token and slot; recurrent states are amortized over a column step
+    layers: tuple[LayerShape, ...]  # keys and values by layer; empty if some layers are recurrent
 
 
 @torch.no_grad()
-def prove_decoding(model: CausalLM, name: str) -> CacheShape:
+def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     """Prefill a few tokens, decode two more, and compare with the packed forward pass.
 
     Raises:
-        UnsupportedModelError: the two disagree.
+        UnsupportedModelError: the results differ.
     """
     tokens = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(model.device)
-    whole = PackedPlan([9], model.device)
-    expected = model.logits(model.body(tokens, whole.position_ids, whole)).float()
+    packed = PackedPlan([9], model.device)
+    expected = model.logits(model.body(tokens, packed.position_ids, packed)).float()
     cache = SlotCache(model.device)
     cache.reserve(1, COLUMN_STEP)
-    for offset, stop in ((0, 4), (4, 7)):  # in two pieces, as a long prompt comes
+    for offset, stop in ((0, 4), (4, 7)):  # in two chunks, like a long prompt
         prefill = PrefillPlan(cache, [Span([0], stop - offset, offset)])
         hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
         prefill.finish()
-    got = [model.logits(hidden[-1:])]
+    decoded = [model.logits(hidden[-1:])]
     for position in (7, 8):
         plan = DecodePlan.of(cache, [position], COLUMN_STEP)
         fed = torch.where(plan.position_ids > 0, tokens[position], tokens[0])
-        got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
-    gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
+        decoded.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
+    gap = (torch.cat(decoded).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
-            f"{float(gap):.1e}); {type(model.module).__name__} keeps a state that areno does not know"
+            f"{float(gap):.1e}); {type(model.module).__name__} keeps a kind of state that areno does not support"
         )
     layers = tuple(
         LayerShape(layer, keys.shape[1], keys.shape[3], cache.values[layer].shape[3])

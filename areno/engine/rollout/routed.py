@@ -1,4 +1,4 @@
-"""Reading what the routers have chosen for a sample's tokens, before its place in the cache is somebody else's."""
+"""Read the recorded expert choices of a sample before its cache slot is reused."""
 
 from collections.abc import Iterable
 
@@ -8,25 +8,25 @@ from areno.engine.rollout.sequence import Sequence
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Give a sample the recorded choices of its tokens, but for those that it has already.
+    """Append the recorded choices of a sample's tokens that it does not have yet.
 
-    A token that is computed anew, under other weights or after a preemption, keeps its first record: that is of the pass which
-    its successor was sampled from. The last token has not been fed to the model yet. ``slot``: where the sample was, if it has
-    left.
+    A token that is recomputed, under new weights or after a preemption, keeps its first record: the one of the pass that its
+    successor was sampled from. The last token has not been fed to the model. ``slot`` is the sample's former slot, if it has
+    left it.
     """
-    place, fed, known = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
-    if cache.records is not None and place >= 0 and sequence.output and fed > known:
-        sequence.routed.append(cache.routed(place, fed)[known:].cpu().numpy())
+    at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
+    if cache.records is not None and at >= 0 and sequence.output and fed > recorded:
+        sequence.routed.append(cache.routed(at, fed)[recorded:].cpu().numpy())
 
 
 def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
-    """The same for several."""
+    """:func:`take_routing` for several samples."""
     for sequence in sequences:
         take_routing(cache, sequence)
 
 
 def make_room(cache: SlotCache, scheduler: Scheduler) -> bool:
-    """Send samples back to the queue until the next decode step fits; returns whether any that ran is among them."""
+    """Preempt samples until the next decode step fits; returns whether a running one was preempted."""
     running = [(sequence, sequence.slot) for sequence in scheduler.running]
     moves = scheduler.make_room()
     for sequence, slot in running[len(scheduler.running) :]:

@@ -1,8 +1,8 @@
-"""Sampling: one batched pass for rows with different parameters, reproducible row by row.
+"""Batched sampling for rows with different parameters, reproducible per row.
 
 Each token draws one uniform number from a counter-based generator, keyed by the sample's seed and the token's index, and
-inverts the cumulative distribution. What a sample says therefore depends on its seed alone: not on the batch around it,
-on a preemption in between, or on how often the process was restarted.
+inverts the cumulative distribution. The result therefore depends only on the seed, not on the rest of the batch,
+preemptions or restarts.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ class Draw:
 
     tokens: Tensor  # chosen ids [B]
     logprobs: Tensor  # their log-probs under the temperature-scaled policy, before filters and edits [B]
-    cut_mass: Tensor | None  # probability that top-k, top-p and min-p removed [B]; None where no row filters
-    top: tuple[Tensor, Tensor] | None = None  # likeliest tokens and their log-probs [B, K]; None where no row asks
+    cut_mass: Tensor | None  # probability removed by top-k, top-p and min-p [B]; None if no row filters
+    top: tuple[Tensor, Tensor] | None = None  # most likely tokens and their log-probs [B, K]; None if not requested
 
     def rows(self, rows: Seq[int]) -> Draw:
-        """Some rows of it."""
+        """Select rows."""
         index = torch.tensor(rows, device=self.tokens.device)
         cut = None if self.cut_mass is None else self.cut_mass[index]
         top = None if self.top is None else (self.top[0][index], self.top[1][index])
         return Draw(self.tokens[index], self.logprobs[index], cut, top)
 
-    def top_lists(self, wanted: Seq[int]) -> list[list[tuple[int, float]] | None]:
-        """Per row the most likely tokens with their log-probs, as many as ``wanted`` says; None where that is 0."""
+    def top_lists(self, counts: Seq[int]) -> list[list[tuple[int, float]] | None]:
+        """Per row, the ``counts`` most likely tokens with their log-probs; None where the count is 0."""
         if self.top is None:
-            return [None] * len(wanted)
+            return [None] * len(counts)
         tokens, values = self.top[0].tolist(), self.top[1].tolist()
         return [
-            list(zip(row[:n], own[:n], strict=True)) if n else None
-            for row, own, n in zip(tokens, values, wanted, strict=True)
+            list(zip(ids[:n], logprobs[:n], strict=True)) if n else None
+            for ids, logprobs, n in zip(tokens, values, counts, strict=True)
         ]
 
 
 class SamplingTable:
-    """Parameters of the rows of a batch as tensors; rebuilt when rows join or leave, not per token.
+    """Sampling parameters of a batch as tensors; rebuilt when rows join or leave, not per token.
 
-    ``edits`` are penalties and grammars, None for rows without.
+    ``edits`` holds the penalties and grammars of each row, or None.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SamplingTable:
         self.all_greedy = all(p.greedy for p in params)
         self.any_greedy = any(p.greedy for p in params)
         self.edits = [(row, edit) for row, edit in enumerate(edits or []) if edit is not None]
-        rows = [i for i, p in enumerate(params) if Filters.wanted(p)]
+        rows = [i for i, p in enumerate(params) if Filters.applies_to(p)]
         self.filtered = torch.tensor(rows, dtype=torch.long, device=device)
         self.filters = Filters([params[i] for i in rows], device) if rows else None
         self.most_top = max((p.top_logprobs for p in params), default=0)
@@ -79,21 +79,21 @@ class SamplingTable:
 
     @property
     def plain(self) -> bool:
-        """Every row takes the most likely token, or is drawn from its scaled policy; nothing else is asked."""
+        """Whether every row is greedy or sampled by temperature alone, without top log-probs."""
         return not (self.edits or self.filters or self.most_top)
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Temperatures and greedy flags [rows], with rows of padding behind the table's own."""
+        """Temperatures and greedy flags [rows], padded."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = (0, rows - len(self.temperatures))
             self._padded = (pad(self.temperatures, more, value=1.0), pad(self.greedy, more, value=True))
         return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
-        """Sample one token per row from logits [B, V]; ``counters`` is each row's index of the token to come."""
+        """Sample one token per row from logits [B, V]; ``counters`` holds the index of each row's next token."""
         scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
         highest = scaled.amax(-1)
-        weights = self._room(scaled)
+        weights = self._weight_buffer(scaled)
         flat = weights.view(len(scaled), -1)[:, : scaled.shape[1]]
         torch.exp(scaled - highest[:, None], out=flat)
         sums = weights.sum(-1).double()
@@ -110,8 +110,8 @@ class SamplingTable:
         logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
         return Draw(tokens, logprobs, cut, self._top(scaled, normaliser))
 
-    def _room(self, scaled: Tensor) -> Tensor:
-        """Weights in blocks [B, blocks, size]; what lies behind the vocabulary stays 0."""
+    def _weight_buffer(self, scaled: Tensor) -> Tensor:
+        """Buffer of weights in blocks [B, blocks, size]; entries beyond the vocabulary stay 0."""
         rows, vocab = scaled.shape
         size = inverse_cdf.block_size(vocab)
         blocks = -(-vocab // size)

@@ -1,7 +1,7 @@
-"""Who runs next: admission by a budget of KV tokens, preemption instead of failure, compact slots.
+"""Scheduling: admission by KV token budget, preemption instead of failure, compact slots.
 
-Live sequences occupy slots 0..B-1 without holes, so that the cache of a decode step is a view. The cache is a rectangle:
-its cost is the number of live sequences times the longest one, rounded up. No tensor is touched here.
+Live sequences occupy slots 0..B-1 without holes, so that a decode step reads a view of the cache. The cache is a rectangle:
+it costs the number of live sequences times the longest length, rounded up. This module touches no tensors.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ def round_up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A live sequence changes slots: copy ``length`` columns of ``source`` to ``target``."""
+    """A live sequence moves to another slot: copy ``length`` columns of ``source`` to ``target``."""
 
     source: int
     target: int
@@ -28,10 +28,10 @@ class Move:
 
 
 @dataclass(slots=True)
-class Entering:
-    """Samples whose shared context is being prefilled piece by piece; they hold the slots behind the running ones.
+class ChunkedPrefill:
+    """Samples whose shared context is being prefilled in chunks; they occupy the slots after the running ones.
 
-    ``done`` tokens of the context are cached.
+    The first ``done`` tokens of the context are cached.
     """
 
     members: list[Sequence]
@@ -43,27 +43,27 @@ class Scheduler:
     """Queue and slots of one rollout loop.
 
     Args:
-        budget_tokens: cells of the KV rectangle that may be in use.
-        max_running: most sequences decoded at once.
+        budget_tokens: maximum cells of the KV rectangle.
+        max_running: maximum number of sequences decoded at once.
     """
 
     budget_tokens: int
     max_running: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
-    entering: Entering | None = None
+    chunked_prefill: ChunkedPrefill | None = None
     preemptions: int = 0
 
     def live(self) -> list[Sequence]:
-        """All sequences that hold a slot."""
-        return self.running + (self.entering.members if self.entering else [])
+        """All sequences with a slot."""
+        return self.running + (self.chunked_prefill.members if self.chunked_prefill else [])
 
     def held(self) -> int:
         """Slots in use."""
-        return len(self.running) + (len(self.entering.members) if self.entering else 0)
+        return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
     def tokens_ahead(self) -> int:
-        """Tokens that everything waiting or running may still ask for."""
+        """Upper bound of the tokens left to generate for all waiting and running sequences."""
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
@@ -78,16 +78,16 @@ class Scheduler:
         """Give slots to waiting sequences while the budget lasts.
 
         Args:
-            tokens: context tokens to prefill at once. A longer context does not come back from here: it becomes
-                ``entering``, to be prefilled in pieces, and nobody else is admitted before it is done.
+            tokens: context tokens to prefill at once. A longer context is not returned: it becomes ``chunked_prefill``, and
+                no other sequence is admitted until that is done.
 
         Returns:
-            Lists of sequences with the same context: each list needs one prefill. Call again for the rest.
+            Lists of sequences with the same context, one prefill per list. Call again for the rest.
         """
         shared: list[list[Sequence]] = []
         used = 0
-        columns = self.columns()  # kept up to date below: looking at all live sequences for each new one would add up
-        while self.entering is None and self.waiting and len(self.running) < self.max_running:
+        columns = self.columns()  # updated incrementally below, as a scan per admission would be quadratic
+        while self.chunked_prefill is None and self.waiting and len(self.running) < self.max_running:
             head = self.waiting[0]
             columns = max(columns, round_up(head.length + 1, COLUMN_STEP))
             if self.running and (len(self.running) + 1) * columns > self.budget_tokens:
@@ -95,7 +95,7 @@ class Scheduler:
             joins = bool(shared) and _same_context(shared[-1][0], head)
             if not joins and used + head.length > tokens:
                 if not shared:
-                    self._enter()
+                    self._start_chunked_prefill()
                 break
             self._take_slot(self.running)
             if joins:
@@ -105,32 +105,32 @@ class Scheduler:
                 used += head.length
         return shared
 
-    def _enter(self) -> None:
-        """The head of the queue, and the samples that share its context as far as they fit, begin a prefill in pieces."""
+    def _start_chunked_prefill(self) -> None:
+        """Start a chunked prefill of the queue's head and the samples that share its context, as far as they fit."""
         first = self.waiting[0]
-        self.entering = Entering([])
+        self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
-        while self.waiting and (not self.entering.members or _same_context(first, self.waiting[0])):
+        while self.waiting and (not self.chunked_prefill.members or _same_context(first, self.waiting[0])):
             held = self.held()
             if held and (held == self.max_running or (held + 1) * columns > self.budget_tokens):
                 break
-            self._take_slot(self.entering.members)
+            self._take_slot(self.chunked_prefill.members)
 
     def _take_slot(self, members: list[Sequence]) -> None:
-        """The head of the queue joins the running or the entering samples."""
+        """Move the queue's head to ``members`` and give it a slot."""
         sequence = self.waiting.popleft()
         sequence.slot = self.held()
         members.append(sequence)
 
-    def entered(self) -> list[Sequence]:
-        """The entering samples are prefilled: from now on they run."""
-        assert self.entering is not None
-        members, self.entering = self.entering.members, None
+    def finish_chunked_prefill(self) -> list[Sequence]:
+        """Move the samples of the chunked prefill to the running ones."""
+        assert self.chunked_prefill is not None
+        members, self.chunked_prefill = self.chunked_prefill.members, None
         self.running += members
         return members
 
     def make_room(self) -> list[Move]:
-        """Send the youngest sequences back to the queue until the next decode step fits the budget."""
+        """Preempt the youngest sequences until the next decode step fits the budget."""
         moves: list[Move] = []
         while self.held() > 1 and self.cells() > self.budget_tokens:
             victim = self.live()[-1]
@@ -140,40 +140,40 @@ class Scheduler:
         return moves
 
     def requeue(self) -> None:
-        """Send everyone back to the queue, in order: what is cached is worth nothing any more."""
+        """Requeue all live sequences in order, because the cache is invalid."""
         live = self.live()
-        self.running, self.entering = [], None
+        self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):
             sequence.slot = -1
             self.waiting.appendleft(sequence)
 
     def remove(self, finished: Iterable[Sequence]) -> list[Move]:
-        """Free slots and close the holes with the last live sequences; returns the copies that this needs, in order."""
+        """Free slots and fill the holes with the last live sequences; returns the required copies in order."""
         moves = []
         before = len(self.running)
         for sequence in sorted(finished, key=lambda s: -s.slot):
             hole, sequence.slot = sequence.slot, -1
             if hole >= before:
-                assert self.entering is not None
-                self.entering.members.remove(sequence)
+                assert self.chunked_prefill is not None
+                self.chunked_prefill.members.remove(sequence)
                 continue
             last = self.running.pop()
             if last is not sequence:
                 moves.append(Move(last.slot, hole, last.length))
                 last.slot = hole
                 self.running[hole] = last
-        return moves + self._follow()
+        return moves + self._close_gap()
 
-    def _follow(self) -> list[Move]:
-        """Move entering samples up to the end of the running ones."""
+    def _close_gap(self) -> list[Move]:
+        """Move the samples of the chunked prefill to the slots right after the running ones."""
         moves: list[Move] = []
-        if self.entering is not None:
-            for target, member in enumerate(self.entering.members, len(self.running)):
+        if self.chunked_prefill is not None:
+            for target, member in enumerate(self.chunked_prefill.members, len(self.running)):
                 if member.slot != target:
-                    moves.append(Move(member.slot, target, self.entering.done))
+                    moves.append(Move(member.slot, target, self.chunked_prefill.done))
                     member.slot = target
-            if not self.entering.members:
-                self.entering = None
+            if not self.chunked_prefill.members:
+                self.chunked_prefill = None
         return moves
 
 

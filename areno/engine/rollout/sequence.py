@@ -1,4 +1,4 @@
-"""One sample on its way through the rollout loop."""
+"""Samples and requests in the rollout loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Listener = Callable[[int, GeneratedToken], None]
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one request: they share a prompt, its prefill, and the future that answers them all."""
+    """The samples of one request, which share a prompt, its prefill and a future."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -29,7 +29,7 @@ class Group:
     listener: Listener | None = None
     members: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
-    closing: Callable[[Sequence], None] | None = None  # gets a sample with its last token, before anybody hears of it
+    closing: Callable[[Sequence], None] | None = None  # called with a finished sample before its listener
 
     @classmethod
     def of(
@@ -39,7 +39,7 @@ class Group:
         make_stop_text: Callable[[list[str], bool], StopChecker],
         closing: Callable[[Sequence], None] | None = None,
     ) -> Group:
-        """The samples of a request; ``make_stop_text`` makes a watcher of stop strings, told whether to skip special tokens."""
+        """Create the samples of a request; ``make_stop_text(stop, skip_special_tokens)`` creates a stop-string checker."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
         group = cls(request.prompt_tokens, sampling, stop_ids, Future(), request.listener, closing=closing)
@@ -50,20 +50,20 @@ class Group:
             edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
             group.members.append(Sequence(group, seed, index, watcher, edits))
         group.unfinished = len(group.members)
-        group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
+        group.future.set_running_or_notify_cancel()  # the caller can no longer cancel it; only the loop resolves it
         return group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """One prefill of a context of ``length`` tokens; samples that name the same one hold the same first columns."""
+    """One prefill of a context of ``length`` tokens; samples with the same one share their first columns."""
 
     length: int
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: what it has generated, and which cache slot holds its past (-1: none)."""
+    """One sample: its output so far, and its cache slot (-1: none)."""
 
     group: Group
     seed: int
@@ -79,11 +79,11 @@ class Sequence:
     slot: int = -1
     prefill: Prefill | None = None
     drafts: DraftIndex | None = None
-    routed: list[RoutingRecord] = field(default_factory=list)  # routers' choices so far, end to end
+    routed: list[RoutingRecord] = field(default_factory=list)  # recorded expert choices, to be concatenated
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output together."""
+        """Number of prompt and output tokens."""
         return len(self.group.prompt) + len(self.output)
 
     @property
@@ -99,7 +99,7 @@ class Sequence:
     def push(
         self, token: int, logprob: float, cut_mass: float, version: int, top: list[tuple[int, float]] | None = None
     ) -> bool:
-        """Take a sampled token; returns True when it ended the sequence."""
+        """Append a sampled token; returns True if it finished the sequence."""
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -120,16 +120,16 @@ class Sequence:
         if self.group.listener is not None:
             routed = self.routed_experts() if self.finish is not None else None
             forced = edits is not None and edits.forced
-            said = GeneratedToken(token, logprob, top or [], version, self.finish, forced, cut_mass, routed)
-            self.group.listener(self.index, said)
+            event = GeneratedToken(token, logprob, top or [], version, self.finish, forced, cut_mass, routed)
+            self.group.listener(self.index, event)
         return self.finish is not None
 
     def routed_experts(self) -> RoutingRecord | None:
-        """What routers have chosen for its tokens; None where that is not recorded."""
+        """Recorded expert choices of the sample's tokens; None if not recorded."""
         return np.concatenate(self.routed) if self.routed else None
 
     def answer(self) -> RolloutSequence:
-        """What the caller receives."""
+        """The sample's result for the caller."""
         return RolloutSequence(
             resp_tokens=self.output,
             resp_logprobs=self.logprobs,
@@ -144,8 +144,8 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What has been asked of a loop between two turns; ``pause``: rest before the next one, until the weights have changed."""
+class LoopCommands:
+    """Commands for the loop since its last turn; ``pause``: pause before the next turn until the weights have changed."""
 
     arrived: list[Group]
     cancel_all: bool = False
@@ -157,23 +157,23 @@ class News:
 
 
 @dataclass(slots=True)
-class Taken:
-    """What has come of the tokens of a step: samples that are done, and requests that fail, with the error."""
+class StepOutcome:
+    """Outcome of a step: finished samples, and failed requests with their errors."""
 
     done: list[Sequence] = field(default_factory=list)
-    refused: dict[Group, EngineError] = field(default_factory=dict)
-    finite: bool = True  # all logits were
+    failed: dict[Group, EngineError] = field(default_factory=dict)
+    finite: bool = True  # whether all logits were
 
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether a sample goes on."""
-        return sequence.finish is None and sequence.group not in self.refused
+    def continues(self, sequence: Sequence) -> bool:
+        """Whether a sample is neither finished nor failed."""
+        return sequence.finish is None and sequence.group not in self.failed
 
 
-def broken_grammars(sequences: list[Sequence]) -> dict[Group, EngineError]:
-    """Requests whose grammar has failed, with the error."""
-    broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
+def grammar_errors(sequences: list[Sequence]) -> dict[Group, EngineError]:
+    """Requests whose grammar has raised, with the error."""
+    causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}
-    for group, error in broken.items():
+    for group, error in causes.items():
         errors[group] = EngineError(f"the grammar of a request failed: {type(error).__name__}: {error}")
         errors[group].__cause__ = error
     return errors

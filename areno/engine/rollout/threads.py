@@ -1,8 +1,8 @@
-"""How many threads a rollout call is worth.
+"""Choose the thread count of each rollout call.
 
-A decode step of a small model is hundreds of small operations, and below some size a second thread costs more than it
-gains. The rule looks at the work of an average matrix product, so it depends on model and batch alone; above that size the
-process's number of threads holds (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model is hundreds of small operations, for which a second thread costs more than it gains. The rule
+compares the work of an average matrix product with a threshold, so it depends on model and batch only; above the threshold
+the process's thread count applies (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -10,16 +10,16 @@ import torch
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 
-# Where two threads begin to win, measured on two cores with a model of 0.9 M parameters: 16 to 32 rows. At 256 rows two
-# take 0.5 of the time of one in a compiled step, and 0.7 in an eager one.
+# Break-even of two threads, measured on two cores with a 0.9 M parameter model: 16 to 32 rows. At 256 rows two threads take
+# 0.5 of the time of one in a compiled step, and 0.7 in an eager one.
 PARALLEL_FLOP = 1e6
 
 
 class ThreadRule:
-    """Sets torch's threads for the calling thread before each call; does nothing on an accelerator."""
+    """Sets the calling thread's torch thread count before each call; a no-op on accelerators."""
 
     def __init__(self, model: CausalLM) -> None:
-        # Trained or not, but without the small matrices of an adapter.
+        # All weights but the small matrices of an adapter.
         matrices = [p.numel() for name, p in model.module.named_parameters() if p.ndim >= 2 and ".lora_" not in name]
         self._flop_per_row = 2 * sum(matrices) / max(len(matrices), 1)
         self._all = torch.get_num_threads()
@@ -32,11 +32,11 @@ class ThreadRule:
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
 
     def apply(self, rows: int) -> None:
-        """Use that many in the calling thread."""
+        """Apply :meth:`threads` to the calling thread."""
         if self._active and torch.get_num_threads() != (threads := self.threads(rows)):
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Back to all threads; torch hands the last setting on to threads that start later."""
+        """Restore all threads, because threads started later inherit the setting from torch."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

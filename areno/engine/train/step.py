@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.routing import RoutingCount, recompute_contexts
@@ -22,7 +23,6 @@ from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.plan.memory import avoid_shortage, usable_bytes
-from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
@@ -203,7 +203,7 @@ class TrainStep:
             loss, sums = self.peers.pipeline.all_gather(measured.totals())[-1]
             return loss, sums | self._routing_sums()
         for chunk in passes:
-            PROGRESS.tick()
+            HEARTBEAT.tick()
             CPU_THREADS.apply()
             avoid_shortage(self.model.device, self.peers.layout.world_size)
             weight = count_units(chunk, unit) / max(total, 1)
@@ -268,7 +268,7 @@ class TrainStep:
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
         """Make passes of weight 0 while other ranks still make theirs: each pass gathers every layer from all ranks."""
         for rows in passes:
-            PROGRESS.tick()
+            HEARTBEAT.tick()
             predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
             if backward:
                 _backward_of_nothing(predicted)

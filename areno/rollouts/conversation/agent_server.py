@@ -96,5 +96,5 @@ class AgentServer:
         self._keep_contexts(False)
 
     def _keep_contexts(self, keep: bool) -> None:
-        if hasattr(self._engine, "keep_contexts"):
-            self._engine.keep_contexts(keep)
+        if hasattr(self._engine, "enable_prefix_cache"):
+            self._engine.enable_prefix_cache(keep)

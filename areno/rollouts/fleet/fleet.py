@@ -173,13 +173,13 @@ class RolloutFleet:
         """Context for waiting on generation; replicas also generate outside of it."""
         return nullcontext()
 
-    def keep_contexts(self, enabled: bool) -> None:
-        """See :meth:`Engine.keep_contexts`; also applies to replicas that start later."""
+    def enable_prefix_cache(self, enabled: bool) -> None:
+        """See :meth:`Engine.enable_prefix_cache`; also applies to replicas that start later."""
         with self._updating:
             self._keeps = enabled
             for replica in self._up().values():
                 with suppress(EngineError):
-                    replica.keep_contexts(enabled)
+                    replica.enable_prefix_cache(enabled)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class RolloutFleet:
             if self._transfer is not None:
                 self._transfer.catch_up(started)
             if self._keeps:
-                started.keep_contexts(True)
+                started.enable_prefix_cache(True)
             self._replicas[number] = started
         self._router.enter(number, started)
 

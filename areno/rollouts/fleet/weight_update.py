@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areno.engine.engine import Engine
+from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
 from areno.engine.parallel.channels import Group, meet
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.parallel.segment import attach
-from areno.engine.progress import PROGRESS
 from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.tensors import (
     TensorSpec,
@@ -105,7 +105,7 @@ def send(engine: Engine, update: Update) -> str:
                 _broadcast(update.channel, memory)
             except BrokenChannelError as error:
                 broken = str(error)
-        PROGRESS.tick()
+        HEARTBEAT.tick()
     return broken
 
 
@@ -207,7 +207,7 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
         memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
         _broadcast(update.channel, memory)
         arrived |= _named(memory, bucket)
-        PROGRESS.tick()
+        HEARTBEAT.tick()
     return arrived
 
 

@@ -159,7 +159,7 @@ class ServerReplica:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
 
-    def keep_contexts(self, enabled: bool) -> None:
+    def enable_prefix_cache(self, enabled: bool) -> None:
         """Do nothing: the server's prefix cache is configured at its start."""
 
     async def _answer(self, entry: _Open) -> None:

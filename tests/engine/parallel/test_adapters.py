@@ -284,7 +284,7 @@ def test_what_cannot_be_spread_is_refused_by_name(pair, tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
     peft.get_peft_model(stock, config).save_pretrained(tmp_path / "dora")
     with pytest.raises(
-        UsageError, match=r"adapter of model.layers.0.self_attn.q_proj \(Linear, colwise\) cannot be spread"
+        UsageError, match=r"adapter of model.layers.0.self_attn.q_proj \(Linear, colwise\) cannot be sharded"
     ):
         pair.call("apply", functools.partial(learned, adapter_path=str(tmp_path / "dora"), rank=0), path)
     stored = json.loads((tmp_path / "dora" / "adapter_config.json").read_text())
@@ -292,7 +292,7 @@ def test_what_cannot_be_spread_is_refused_by_name(pair, tmp_path):
     with pytest.raises(UsageError, match=r"init_lora_weights='pissa'.* use --tp-size 1"):
         pair.call("apply", functools.partial(learned, adapter_path=str(tmp_path / "dora"), rank=0), path)
     mixture = made("qwen3_moe", tmp_path / "mixture")
-    with pytest.raises(UsageError, match=r"adapter of model.layers.0.mlp.experts .*cannot be spread"):
+    with pytest.raises(UsageError, match=r"adapter of model.layers.0.mlp.experts .*cannot be sharded"):
         pair.call("apply", learned, mixture)
-    with pytest.raises(UsageError, match=r"--load-in-4bit with --tp-size 2: .* leave one of the two out"):
+    with pytest.raises(UsageError, match=r"--load-in-4bit with --tp-size 2: .* remove one of the two"):
         pair.call("apply", functools.partial(learned, load_in_4bit=True), path)

@@ -1,5 +1,5 @@
-"""The decode step as compiled code: traced and built in a process of its own, kept on disk, loaded in milliseconds.
+"""The compiled decode step: traced and compiled in a separate process, cached on disk, loaded in milliseconds.
 
-``traced`` is what is compiled, ``spec`` names it, ``build`` makes it (``python -m areno.engine.rollout.compiled.build``),
-``package`` runs it, and ``switch`` decides when.
+``traced`` is the compiled function, ``spec`` its identity, ``build`` compiles it (``python -m
+areno.engine.rollout.compiled.build``), ``package`` runs it, and ``switch`` decides when to use it.
 """

@@ -1,7 +1,7 @@
-"""Build a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
+"""Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-A process of its own, at the lowest priority: the run that asked goes on meanwhile, on the other cores. It knows the model's
-configuration and no weights; memory for those is asked for and never touched. It ends when the process that asked does.
+Runs as a separate process at the lowest priority, while the run continues on the other cores. It knows the model's
+configuration but no weights, whose memory is allocated and never touched. It exits with its parent.
 """
 
 import json
@@ -24,33 +24,33 @@ from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.engine.rollout.kv_cache import LayerShape
 
-# Threads are chosen when the step runs. Weights and buffers stay where the engine has them, also the small ones that the
-# compiler would write into the code: here they hold nothing.
+# Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would
+# inline: here they are uninitialized.
 _OPTIONS = {
     "cpp.dynamic_threads": True,
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
 }
-# Sizes to trace with; none of them is kept.
+# Sizes for tracing; all are dynamic in the result.
 _ROWS, _COLUMNS, _CACHED = 24, 80, 193
 
 
 def build(spec: StepSpec, package: Path) -> None:
-    """Trace, compile, and put the package in its place at once.
+    """Trace and compile, then move the package into place atomically.
 
     Raises:
-        RuntimeError: the configuration makes another architecture than the spec names, or tracing or compiling failed.
+        RuntimeError: the configuration yields another architecture than the spec's, or tracing or compiling failed.
     """
-    load_all(KERNELS)  # without them, PyTorch's operators are compiled in
+    load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         program = _export(_empty_model(spec, folder), spec)
-        made = torch._inductor.aoti_compile_and_package(
+        compiled = torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(folder / package.name),
             inductor_configs=_OPTIONS,
         )
-        os.replace(made, package)
+        os.replace(compiled, package)
 
 
 def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
@@ -61,7 +61,7 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
             config, attn_implementation=spec.attention, dtype=getattr(torch, spec.dtype)
         )
     if type(module).__name__ != spec.architecture:
-        raise RuntimeError(f"the configuration makes a {type(module).__name__}, not a {spec.architecture}")
+        raise RuntimeError(f"the configuration yields a {type(module).__name__}, not a {spec.architecture}")
     module.to_empty(device="cpu")
     module.tie_weights()
     use_fast_products(module)
@@ -69,8 +69,7 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
 
 
 def _export(model: CausalLM, spec: StepSpec) -> ExportedProgram:
-    loaded = all(kernel.loaded for kernel in KERNELS)
-    step = DecodeStep(model, spec.layers, kernels=loaded)
+    step = DecodeStep(model, spec.layers, kernels=all(kernel.loaded for kernel in KERNELS))
     inputs = example_inputs(spec.layers, model.dtype, model.vocab_size, _ROWS, _COLUMNS, _CACHED)
     rows, columns, cached = Dim("rows", min=2), Dim("columns", min=8), Dim("cached", min=16)
     per_row: dict[int, Any] = {0: rows}
@@ -82,7 +81,7 @@ def _export(model: CausalLM, spec: StepSpec) -> ExportedProgram:
         )
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
@@ -92,8 +91,8 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Command line of the building process."""
-    _end_with(int(sys.argv[3]))
+    """Entry point of the build process."""
+    _exit_with(int(sys.argv[3]))
     os.nice(19)
     torch.set_num_threads(1)
     try:

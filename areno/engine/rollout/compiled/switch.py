@@ -1,12 +1,12 @@
-"""How decode steps run: with our kernels where a model is large enough, and compiled where that saves more than it costs.
+"""Choose how decode steps run: with our kernels if the model is large enough, and compiled if that pays off.
 
-The kernels are built once for a machine, in seconds, before the first step. A compiled step saves what PyTorch spends between
-them: most of the time of a small model, and a fourteenth of that of one of 135 M. It takes over at once where it is on disk,
-else when the work pays for building it.
+The kernels are built once per machine, in seconds, before the first step. A compiled step saves PyTorch's overhead between
+kernels: most of the time of a small model, and a fourteenth at 135 M parameters. It is used at once if it is on disk, else
+as soon as the remaining work justifies building it.
 
-Building a step costs about 40 seconds of one core and never delays a token: it runs in a process of its own, at the lowest
-priority, and the switch happens between two steps. A step that cannot be compiled is reported once, and decoding stays as
-it is. Every step that was built is kept on disk, so the next run of the same model begins with it.
+Building takes about 40 seconds of one core and delays no token: it runs in a separate process at the lowest priority, and the
+switch happens between two steps. A step that cannot be compiled is reported once, and decoding continues as before. Built
+steps are cached on disk, so the next run of the same model starts with them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ DecodeMode = Literal["auto", "eager", "compiled"]
 # 0.93 of one with kernels.
 BUILD_BASE_S, BUILD_LAYER_S = 34.0, 2.0
 SAVED, SAVED_BESIDE_KERNELS = 0.5, 0.07
-# Weights from which most of a step's time goes into products: kernels are worth a compiler's seconds then.
+# Weight bytes from which matrix products dominate a step, so that kernels justify their build time.
 _LEAST_BYTES = 32 << 20
-# Steps between two looks at whether it pays, or whether it is done.
+# Steps between checks whether building pays off or has finished.
 _LOOK_EVERY = 32
 
 
 class DecodeSwitch:
-    """Runs decode steps, and changes how when that pays.
+    """Runs decode steps, and switches to a faster implementation when that pays off.
 
     Args:
         model, cache: the policy and its KV cache.
-        layers: what each layer caches; empty where some layers keep another state.
+        layers: what each layer caches; empty if some layers are recurrent.
         mode: ``eager`` never compiles a step; ``compiled`` waits for the build in :meth:`prepare`.
-        builds: with ``auto``, build the step where it is missing; else only take it once another process has.
+        builds: whether ``auto`` may build a missing step; else it waits for another process to build it.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class DecodeSwitch:
 
     @property
     def compiled(self) -> bool:
-        """Whether steps run as compiled code."""
+        """Whether steps run compiled."""
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
         """With ``compiled``, build or load the step now.
 
         Raises:
-            EngineError: it cannot be compiled; the message says why.
+            EngineError: the step cannot be compiled.
         """
         if self.mode == "compiled" and not self.compiled:
             if not self._spec.path().exists() and (failure := _Build(self._spec).wait()):
@@ -98,7 +98,7 @@ class DecodeSwitch:
             self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """One step; ``remaining`` counts the tokens that the queue may still ask for, now and then."""
+        """Run one step; ``remaining()`` is an upper bound of the tokens left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()
@@ -114,12 +114,12 @@ class DecodeSwitch:
         return draw
 
     def refresh(self) -> None:
-        """To be called before the first step after the weights may have changed places."""
+        """Call before the first step after the weights' memory may have moved."""
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """End a build that is still running, and let go of the weights; no step may follow."""
+        """Stop a running build and release the weights; no step may follow."""
         self._end_build()
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.close()
@@ -134,13 +134,13 @@ class DecodeSwitch:
         """What to compile.
 
         Raises:
-            EngineError: it cannot be compiled here, as far as that is known without trying.
+            EngineError: the step is known not to compile here.
         """
         model = self.model
         if model.device.type != "cpu":
-            raise EngineError("it runs on an accelerator")
+            raise EngineError("the model is on an accelerator")
         if not self.layers:
-            raise EngineError(f"{type(model.module).__name__} keeps states beside keys and values")
+            raise EngineError(f"{type(model.module).__name__} has recurrent states")
         if not type(model.module).__module__.startswith("transformers."):
             raise EngineError("the checkpoint ships code of its own")
         if model.adapter is not None and not model.adapter.merges:
@@ -148,7 +148,7 @@ class DecodeSwitch:
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
-        """Build them if need be; without them PyTorch's operators do the same."""
+        """Switch to our kernels, building them if necessary; PyTorch's operators remain the fallback."""
         self._wants_kernels = False
         if problem := load_all(KERNELS):
             logger.info("decoding without areno's kernels: %s", compiler_missing() or problem)
@@ -159,7 +159,7 @@ class DecodeSwitch:
             self._saved = SAVED_BESIDE_KERNELS
 
     def _look(self, remaining: Callable[[], int]) -> None:
-        """Take the compiled step over if it is there, else have it built where that pays."""
+        """Switch to the compiled step if it exists, else start building it if that pays off."""
         try:
             if self._build is not None:
                 self._look_at_build(self._build)
@@ -168,7 +168,7 @@ class DecodeSwitch:
             elif self._builds and self._pays(remaining):
                 if reason := compiler_missing():
                     raise EngineError(reason)
-                logger.info("compiling the decode step beside the run, for %s", self._spec.path().name)
+                logger.info("compiling the decode step in the background: %s", self._spec.path().name)
                 self._build = _Build(self._spec)
         except EngineError as error:
             self._end_build()
@@ -185,7 +185,7 @@ class DecodeSwitch:
         self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
-        """Whether what is queued, or as much as has been decoded so far, saves more than building costs."""
+        """Whether compiling saves more than it costs, assuming at least as much work ahead as has been done."""
         if not self._generated:
             return False
         ahead = remaining() * self._spent_s / self._generated
@@ -195,11 +195,11 @@ class DecodeSwitch:
         began = time.perf_counter()
         package = StepPackage(self._spec.path(), self.model, self._spec)
         self.decoder, self._undecided = StepDecode(package, self.cache), False
-        logger.info("the decode step is compiled from here on (loaded in %.2f s)", time.perf_counter() - began)
+        logger.info("switched to the compiled decode step (loaded in %.2f s)", time.perf_counter() - began)
 
 
 class _Build:
-    """The building process."""
+    """A build process."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._folder = ScratchFolder("build")
@@ -211,11 +211,11 @@ class _Build:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
         )
-        # Ends the process if it runs, and removes its files; at exit at the latest.
+        # Kills a running process and removes its files; at exit at the latest.
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
-        """None while it runs, "" when the package is there, else the reason why not."""
+        """None while running, "" on success, else the reason of the failure."""
         code = self._process.poll()
         if code is None:
             return None
@@ -223,7 +223,7 @@ class _Build:
             return ""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"the building process ended with status {code}"
+        return lines[-1] if lines else f"the build process exited with status {code}"
 
     def wait(self) -> str:
         """Wait for the outcome."""

@@ -1,6 +1,6 @@
-"""The function that is compiled: one decode step from token ids to the next ones, with its plain sampling.
+"""The compiled function: one decode step from token ids to the next ones, including temperature sampling.
 
-Everything that changes between steps is an argument, so one trace serves every batch size, context length and cache size.
+Everything that varies between steps is an argument, so one trace serves all batch sizes, context lengths and cache sizes.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,7 +19,7 @@ from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, SlotCache
 
 
 class KernelPlan(DecodePlan):
-    """The plan of a step whose attention reads no more than each context; ``prefixes``: see :func:`decode_attention`."""
+    """Decode plan whose attention kernel reads only each row's context; ``prefixes``: see :func:`decode_attention`."""
 
     def __init__(self, *args: Any, prefixes: tuple[Tensor, Tensor]) -> None:
         super().__init__(*args)
@@ -39,8 +39,8 @@ class DecodeStep(nn.Module):
 
     Args:
         model: its weights are the module's parameters.
-        layers: what is cached, in the order of ``keys`` and ``values``.
-        kernels: attend and sample with :mod:`areno.engine.kernels` where they can.
+        layers: the cached layers, in the order of ``keys`` and ``values``.
+        kernels: use :mod:`areno.engine.kernels` for attention and sampling where they apply.
     """
 
     def __init__(self, model: CausalLM, layers: Seq[LayerShape], *, kernels: bool = False) -> None:
@@ -68,12 +68,12 @@ class DecodeStep(nn.Module):
         Args:
             tokens: ids to feed [B].
             positions: their positions [B].
-            write_at: cache columns that take them [B].
-            columns: indices of the columns to look at [L].
-            leaders: rows that hold the same first columns [B], and
-            shared: how many of them [B].
+            write_at: cache columns to write them to [B].
+            columns: indices of the columns to attend to [L].
+            leaders: row with the same prefix as each row [B].
+            shared: length of that prefix [B].
             temperatures: of each row [B].
-            greedy: rows that take the most likely token [B].
+            greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
             keys: caches of the layers [B, heads, columns, size]; written in place.
             values: the same.
@@ -93,7 +93,7 @@ class DecodeStep(nn.Module):
 
 
 def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample rows that neither filter nor edit; the same arithmetic as :meth:`SamplingTable.draw`.
+    """Sample rows without filters or edits; the same arithmetic as :meth:`SamplingTable.draw`.
 
     Returns:
         Tokens [B] and their log-probs [B].
@@ -102,7 +102,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
     vocab = scaled.shape[1]
     size = inverse_cdf.block_size(vocab)
     blocks = -(-vocab // size)
-    # Neither the weights of all tokens nor a search over all of them: of each block only its largest logit and its sum.
+    # Materializes no weights of all tokens: only the largest logit and the sum of each block.
     table = nn.functional.pad(scaled, (0, blocks * size - vocab), value=-torch.inf).view(-1, blocks, size)
     largest = table.amax(-1)
     highest = largest.amax(-1)
@@ -116,7 +116,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
-    """The first largest of each row of [B, blocks, size], given the largest of each block."""
+    """Index of the first maximum of each row of [B, blocks, size], given the maximum of each block."""
     block = largest.argmax(-1)
     return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 
@@ -124,9 +124,9 @@ def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
 def example_inputs(
     layers: Seq[LayerShape], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
 ) -> tuple[Tensor | list[Tensor], ...]:
-    """Random arguments of a step, to trace with and to compare by.
+    """Random arguments of a step, for tracing and validation.
 
-    B is ``rows``, L is ``columns``; the caches have more columns, ``cached``.
+    B is ``rows``, L is ``columns``; the caches have ``cached`` columns, which is more.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,1 +1,1 @@
-"""What a GPU needs for rollout: a KV cache in pages, attention over block tables, captured and overlapped decode steps."""
+"""GPU rollout: paged KV cache, attention over block tables, CUDA graphs, overlapped decode steps."""

@@ -1,7 +1,7 @@
-"""Attention of one new token per row over pages: which implementation runs, and why not the better one.
+"""Backends of paged decode attention: our Triton kernel, or a gather into a padded batch.
 
-Our Triton kernel, or pages gathered into a padded batch. Nothing is guessed from version numbers: on its first use a device
-runs the kernel on a small case, and takes it if the result is right.
+The choice is tested, not inferred from version numbers: on first use, each device runs the kernel on a small case and selects
+it if the result is right.
 """
 
 import functools
@@ -18,7 +18,7 @@ from areno.engine.rollout.kv_cache import decode_mask
 logger = logging.getLogger(__name__)
 
 # Layer, q [rows, heads, size], keys and values [pages, page_size, heads, size], block table [rows, width], positions
-# [rows] of the new tokens (-1: a row of padding), columns to look at. Returns [rows, heads, size].
+# [rows] of the new tokens (-1: padding), columns to attend to. Returns [rows, heads, size].
 PagedAttention = Callable[[LayerAttention, Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 _TOLERANCE = 3e-2
@@ -26,24 +26,24 @@ _TOLERANCE = 3e-2
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A decode attention and what it can do."""
+    """A decode attention implementation."""
 
     name: str  # for logs and benchmarks
-    run: PagedAttention  # the function
-    fixed_shape: bool  # its launch does not depend on the contexts' lengths, so it can be captured in a graph
+    run: PagedAttention
+    fixed_shape: bool  # launch independent of context lengths, as CUDA graphs need
 
 
 def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
-    """Copies [rows, heads, columns, size] of the contexts whose pages a block table names."""
+    """Gather the pages of a block table into contiguous contexts [rows, heads, columns, size]."""
     return pool[table[:, : -(-columns // pool.shape[1])]].flatten(1, 2)[:, :columns].transpose(1, 2)
 
 
 def gather_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Copy each context together, then PyTorch's attention: runs everywhere."""
+    """Gather the pages, then run PyTorch's attention; works on every device."""
     k, v = (gathered(pool, table, columns) for pool in (keys, values))
-    at = positions.clamp(min=0)  # a row of padding sees one column: a row that sees none has no softmax
+    at = positions.clamp(min=0)  # padding rows see one column, because softmax over none is NaN
     mask = decode_mask(at, torch.arange(columns, device=q.device), layer.window, q.dtype)
     return scaled_dot_product(q[:, :, None], k, v, layer, mask[:, None, None])[:, :, 0]
 
@@ -63,19 +63,19 @@ _TRITON = Backend("triton", triton_attention, fixed_shape=True)
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Backend:
-    """The kernel where it gives the right result on a device; warns once where it does not."""
+    """The Triton kernel if it works on the device, else the gather backend, with one warning."""
     if device.type != "cuda":
         return GATHER
     reason = why_not(_TRITON, device, dtype, page_size)
     if reason is None:
         logger.debug("decode attention on %s: %s", device, _TRITON.name)
         return _TRITON
-    logger.warning("decode attention gathers its pages, which is slow, because %s: %s", _TRITON.name, reason)
+    logger.warning("decode attention falls back to slow page gathering: %s: %s", _TRITON.name, reason)
     return GATHER
 
 
 def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
-    """Run a small case; None where the result is right, else what is wrong with it."""
+    """Test a backend on a small case; None if it works, else the problem."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)
@@ -87,16 +87,16 @@ def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, page_siz
     arguments = (table, positions, width * page_size)
     expected = gather_attention(layer, q.float(), keys.float(), values.float(), *arguments)
     try:
-        got = backend.run(layer, q, keys, values, *arguments).float()
+        actual = backend.run(layer, q, keys, values, *arguments).float()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    gap = float((got - expected).abs().max())
+    gap = float((actual - expected).abs().max())
     return None if gap <= _TOLERANCE else f"its result differs by {gap:.1e}"
 
 
 def paged_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Attention of each row's new token over its pages, by the best implementation for this layer."""
+    """Attention of each row's new token over its pages, with the best backend for the layer."""
     backend = GATHER if layer.explicit else best_backend(q.device, q.dtype, keys.shape[1])
     return backend.run(layer, q, keys, values, table, positions, columns)

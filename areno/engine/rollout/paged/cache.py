@@ -1,9 +1,8 @@
-"""KV cache in pages: rows of a block table instead of slots.
+"""Paged KV cache: rows of a block table instead of slots.
 
-The same calls as :class:`~areno.engine.rollout.kv_cache.SlotCache`, with other costs: samples of one prompt refer to the
-same pages until they write (copy on write of the last, partly filled page), a snapshot is a reference, a compaction moves
-rows of the table, and a page is free as soon as nobody refers to it. The pool is allocated once, at its full size, so that
-captured graphs keep valid addresses.
+The interface is that of :class:`~areno.engine.rollout.kv_cache.SlotCache`. Samples of one prompt share pages until they write
+(copy-on-write of the last, partly filled page), snapshots are references, a compaction moves rows of the table, and a page is
+free once its last reference is dropped. The pool is allocated once at full size, so that CUDA graphs keep valid addresses.
 """
 
 import weakref
@@ -21,7 +20,7 @@ from areno.errors import EngineError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageSnapshot:
-    """Pages of the beginning of a context; they stay cached for as long as this object lives."""
+    """Pages of a context's prefix; they stay cached while this object lives."""
 
     pages: tuple[int, ...]
     allocator: PageAllocator
@@ -32,14 +31,14 @@ class PagedCache(KVCache):
 
     Args:
         pages: size of the pool; see :func:`~areno.engine.rollout.paged.pages.pages_for`.
-        device: where it is.
+        device: device of the pool.
         page_size: tokens per page.
-        rows: sequences of the first block table, and
-        columns: tokens of each; a table of that size need not be allocated again, which would invalidate captured graphs.
+        rows: initial rows of the block table.
+        columns: initial tokens per row; growing the table later invalidates captured graphs.
 
     Attributes:
-        table: block table [slots, width] int32 on the device; entries behind a row's end are stale or spare.
-        epoch: grows when a tensor that a captured graph reads has moved.
+        table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or spare.
+        epoch: incremented when a tensor that captured graphs read has moved.
     """
 
     def __init__(
@@ -52,21 +51,21 @@ class PagedCache(KVCache):
         columns: int = 0,
     ) -> None:
         super().__init__(device)
-        self._first = rows, columns
+        self._initial = rows, columns
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
         self.epoch = 0
         self._rows: list[list[int]] = []
-        self._changed: dict[int, int] = {}  # cells of the flat table that the device does not know yet
+        self._changed: dict[int, int] = {}  # cells of the flat table not yet copied to the device
         self._copies: dict[int, int] = {}  # target page -> source page
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make the block table hold ``rows`` sequences of ``columns`` tokens; costs no page."""
+        """Grow the block table to ``rows`` sequences of ``columns`` tokens; allocates no pages."""
         if not self.slots:
-            rows, columns = max(rows, self._first[0]), max(columns, self._first[1])
+            rows, columns = max(rows, self._initial[0]), max(columns, self._initial[1])
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns > self.columns:
             columns = round_up(max(columns, 2 * self.columns), COLUMN_STEP)
@@ -85,32 +84,32 @@ class PagedCache(KVCache):
         self.epoch += 1
 
     def release(self) -> None:
-        """Give all memory back. Snapshots taken before are of no use afterwards."""
-        epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._first, self.records
+        """Free all memory. Invalidates earlier snapshots."""
+        epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._initial, self.records
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
         self.epoch, self.records = epoch + 1, records
 
     def resize(self, pages: int, columns: int) -> None:
-        """Have another number of pages, and rows of other lengths; what is cached is dropped."""
-        self._first = self._first[0], columns
+        """Change the number of pages and the initial row length; drops the cache."""
+        self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
         self.release()
 
     def nbytes(self) -> int:
-        """Bytes held: the whole pool, states and block table."""
+        """Allocated bytes: pool, states and block table."""
         return super().nbytes() + self.table.numel() * self.table.element_size()
 
     # -- rows and pages --------------------------------------------------------------------------------------------
 
     def pages_of(self, row: int) -> list[int]:
-        """Pages of a row, in the order of its context."""
+        """Pages of a row in context order."""
         return list(self._rows[row])
 
     def extend(self, row: int, start: int, stop: int) -> None:
-        """Make the cells of positions ``start`` to ``stop - 1`` of a row writable, and its own.
+        """Make the cells of positions ``start`` to ``stop - 1`` of a row private and writable.
 
         Raises:
-            EngineError: the block table is too narrow, or there is no free page.
+            EngineError: the block table is too narrow, or no page is free.
         """
         if stop > self.columns:
             raise EngineError(f"the block table has {self.columns} columns, {stop} are needed; reserve them first")
@@ -118,31 +117,31 @@ class PagedCache(KVCache):
         first, changed = start // self.page_size, len(pages)
         for index in range(len(pages) - 1, first - 1, -1):
             if self.allocator.is_shared(pages[index]):
-                pages[index], changed = self._own_copy(pages[index]), index
+                pages[index], changed = self._private_copy(pages[index]), index
         while len(pages) * self.page_size < stop:
             pages.append(self.allocator.take())
         self._mark(row, changed)
 
-    def _own_copy(self, page: int) -> int:
-        """A page of one's own that will hold what ``page`` does; gives one reference to ``page`` up."""
-        own = self.allocator.take()
-        self._copies[own] = self._copies.get(page, page)
+    def _private_copy(self, page: int) -> int:
+        """Allocate a private copy of ``page``, to be filled by :meth:`publish`; drops one reference to ``page``."""
+        copy = self.allocator.take()
+        self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])
-        return own
+        return copy
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond the whole pages of its first ``length`` tokens."""
+        """Drop a row's pages beyond the whole pages of its first ``length`` tokens."""
         keep = length // self.page_size
         self.allocator.drop(self._rows[row][keep:])
         del self._rows[row][keep:]
 
     def link(self, source: int, targets: Seq[int]) -> None:
-        """Let further rows refer to all pages of ``source``."""
+        """Share all pages of ``source`` with other rows."""
         for target in targets:
             self._refer(target, self._rows[source])
 
     def move(self, moves: Seq[Move]) -> None:
-        """Carry out a compaction: rows of the block table change places, keys and values stay where they are."""
+        """Carry out a compaction by moving rows of the block table; keys and values stay in place."""
         for move in moves:
             self.allocator.drop(self._rows[move.target])
             self._rows[move.target], self._rows[move.source] = self._rows[move.source], []
@@ -156,15 +155,15 @@ class PagedCache(KVCache):
             self.cut(row, 0)
 
     def snapshot(self, slot: int, length: int) -> PageSnapshot:
-        """Hold on to the whole pages of the first ``length`` tokens of a row; copies nothing."""
+        """Reference the whole pages of a row's first ``length`` tokens; copies nothing."""
         pages = tuple(self._rows[slot][: length // self.page_size])
-        held = PageSnapshot(pages, self.allocator)
+        snapshot = PageSnapshot(pages, self.allocator)
         self.allocator.share(pages)
-        weakref.finalize(held, self.allocator.drop, pages)
-        return held
+        weakref.finalize(snapshot, self.allocator.drop, pages)
+        return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Let rows begin with the first ``length`` tokens of a snapshot, a whole number of pages."""
+        """Start rows with the first ``length`` tokens of a snapshot, a whole number of pages."""
         if snapshot.allocator is not self.allocator:
             raise EngineError("a prefix was cached before the KV cache was released; clear the prefix store with it")
         for slot in slots:
@@ -177,12 +176,12 @@ class PagedCache(KVCache):
         self._mark(row, 0)
 
     def _mark(self, row: int, first: int) -> None:
-        """Entries of a row from ``first`` on have changed."""
+        """Mark the entries of a row from ``first`` on as changed."""
         begin = row * self.table.shape[1]
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 
     def publish(self) -> None:
-        """Bring the device up to date: pages that a write has made private, and the block table."""
+        """Copy pending page copies and block table changes to the device."""
         if self._copies:
             pairs = torch.tensor([list(self._copies), list(self._copies.values())])
             pairs = pairs.to(self.device, non_blocking=True)
@@ -201,8 +200,8 @@ class PagedCache(KVCache):
         """Cells [N] of the flat pool for tokens at ``positions`` [N] of ``rows`` [N]; position -1 gives a spare cell."""
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
-        own = pages * self.page_size + at % self.page_size
-        return torch.where(positions >= 0, own, SPARE_PAGE * self.page_size)
+        cells = pages * self.page_size + at % self.page_size
+        return torch.where(positions >= 0, cells, SPARE_PAGE * self.page_size)
 
     def write(self, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, heads, size] in ``cells`` [N] of the flat pool."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of one program at several batch sizes: one memory pool, recorded on one stream beside the main one."""
+"""CUDA graphs of one program at several batch sizes, with one memory pool and one capture stream."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class CaptureError(EngineError):
-    """A program cannot be captured; the message says why."""
+    """A program cannot be captured."""
 
 
 class GraphSet(dict[int, torch.cuda.CUDAGraph]):
@@ -25,23 +25,22 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Drop all graphs, and their pool: older PyTorch aborts a capture into a pool that no graph uses any more."""
+        """Drop all graphs and their pool: older PyTorch aborts a capture into a pool without graphs."""
         super().clear()
         self._pool = None
 
     def capture(self, size: int, program: Callable[[], None]) -> None:
-        """Record a program. All graphs share one pool, so capture the largest first: the others then fit into its memory.
+        """Capture a program. All graphs share one pool, so capture the largest first: the others then reuse its memory.
 
         Raises:
-            CaptureError: it cannot be captured. The calling thread is then on the stream that it was on before, as it is
-                after an EngineError of the program.
+            CaptureError: the program cannot be captured. On errors the calling thread's current stream is restored.
         """
         main = torch.cuda.current_stream(self._device)
         try:
             self[size] = self._record(main, program)
         except Exception as error:  # Triton's errors have no common base class
-            # torch.cuda.graph stays on the capture stream when ending the capture fails. Work there would not be ordered
-            # with the weight updates on the main stream.
+            # torch.cuda.graph leaves the capture stream current if ending the capture fails. Work there would not be
+            # ordered with weight updates on the main stream.
             torch.cuda.set_stream(main)
             torch.cuda.synchronize(self._device)
             if isinstance(error, EngineError):
@@ -50,9 +49,9 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Two runs beside the main stream (lazy allocations, kernel compilation; no host sync), then the capture."""
+        """Warm up twice on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # each stream keeps a cuBLAS workspace, so there is one
+            self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             program()
@@ -68,7 +67,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Waiting for the device raises in the block, with a message that names the operation; in a capture it would not."""
+    """Make device synchronizations raise an error that names the operation, unlike errors during a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -78,9 +77,12 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """What keeps the steps of a model out of CUDA graphs, as far as its configuration shows it."""
+    """Why a model's decode steps cannot be captured, as far as its configuration tells; else None."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        return f"PyTorch's grouped matrix product of a mixture of experts waits for the host in {name}; use --dtype bfloat16"
+        return (
+            f"PyTorch's grouped matmul for mixture-of-experts models synchronizes with the host in {name}; "
+            "use --dtype bfloat16"
+        )
     return None

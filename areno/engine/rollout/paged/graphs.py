@@ -1,8 +1,8 @@
 """One decode step on the device: body, logits and sampling over static buffers, captured in a CUDA graph per batch size.
 
-A step needs nothing from the host but a few numbers per row: where its token comes from (the last step's output, still on
-the device, or the host), its position and its token index. So the next step can be launched before the tokens of the last
-one have been read. On a CPU, with ``--eager-decode``, or where attention cannot be captured, the same program runs eagerly.
+Per row, a step needs only a few numbers from the host: the source of its token (the last step's output on the device, or the
+host), its position and its token index. So the next step can be launched before the last one's tokens have been read. On a
+CPU, with ``--eager-decode``, or if attention cannot be captured, the same program runs eagerly.
 """
 
 import logging
@@ -29,19 +29,19 @@ from areno.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 # Columns of the step buffer.
-_SOURCE, _GIVEN, _POSITION, _COUNTER, _SEED = range(5)
+_SOURCE, _TOKEN, _POSITION, _COUNTER, _SEED = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What one row of the batch does in a step."""
+    """Inputs of one batch row in a step."""
 
-    position: int  # of the token it feeds; -1 when it does not take part
-    counter: int  # index of the token it samples
-    source: int  # row of the last step whose token it feeds; -1: it feeds ``token``
-    token: int  # known to the host
-    seed: int  # of its sample
-    sampling: SamplingParams  # temperature or greedy; the rest must be off
+    position: int  # position of the token fed; -1 if the row is paused
+    counter: int  # index of the token to sample
+    source: int  # row of the last step whose token to feed; -1: feed ``token``
+    token: int  # token to feed, if the host knows it
+    seed: int  # seed of the sample
+    sampling: SamplingParams  # only temperature and greedy are supported
 
 
 PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))
@@ -49,13 +49,13 @@ PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))
 
 @dataclass(slots=True)
 class StepResult:
-    """Tokens and log-probs of a launched step, on their way to the host."""
+    """Tokens and log-probs of a launched step, being copied to the host."""
 
     values: Tensor
     event: Any = None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step; token and log-prob of each row."""
+        """Wait for the step; returns the tokens and log-probs of its rows."""
         if self.event is not None:
             self.event.synchronize()
         tokens, logprobs = self.values.tolist()
@@ -63,7 +63,7 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: close together where a row costs much of a step, and up to ``most``."""
+    """Batch sizes to capture, up to ``most``: denser at small sizes, where padding costs relatively more."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
@@ -72,8 +72,8 @@ class DeviceDecode:
     """Launches decode steps of at most ``max_rows`` rows; ``eager`` never captures (``--eager-decode``).
 
     Attributes:
-        launches: steps so far.
-        replays: those of them that came from a graph.
+        launches: number of steps.
+        replays: number of steps replayed from a graph.
     """
 
     def __init__(self, model: CausalLM, cache: PagedCache, max_rows: int, *, eager: bool = False) -> None:
@@ -93,13 +93,13 @@ class DeviceDecode:
         self._epoch = self._version = self._addresses = -1
 
     def release(self) -> None:
-        """Give the memory of all graphs back."""
+        """Free all graphs."""
         self._graphs.clear()
 
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
-        """Start a step over the first rows of the block table; returns before its result is there.
+        """Launch a step over the first rows of the block table; returns before its result is ready.
 
-        Where ``version`` of the weights has changed, it is checked whether they were allocated anew.
+        A new ``version`` of the weights triggers a check whether they have been reallocated.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)
@@ -117,7 +117,7 @@ class DeviceDecode:
 
     def _bucket(self, rows: int) -> int:
         if rows > self.max_rows:
-            raise EngineError(f"a decode step of {rows} rows was asked for, room is for {self.max_rows}")
+            raise EngineError(f"a decode step of {rows} rows exceeds the maximum of {self.max_rows}")
         if not self._captures:
             return round_up(rows, ROW_STEP)
         return next(size for size in self._buckets if size >= rows)
@@ -134,10 +134,10 @@ class DeviceDecode:
             self._params = params
 
     def _program(self, size: int, columns: int) -> None:
-        """The step itself: reads and writes static buffers only."""
+        """The captured program: reads and writes static buffers only."""
         step = self._step[:size].unbind(1)
         source = step[_SOURCE]
-        tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_GIVEN])
+        tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_TOKEN])
         plan = PagedDecodePlan(self.cache, step[_POSITION], columns)
         logits = self.model.logits(self.model.body(tokens, plan.position_ids, plan))
         u = random_bits(step[_SEED], step[_COUNTER]).double() * 2.0**-53
@@ -161,23 +161,23 @@ class DeviceDecode:
         if not self._captures:
             return None
         if (self.cache.epoch, version) != (self._epoch, self._version):
-            # Graphs hold addresses: drop them when the cache or the weights have new ones.
+            # Graphs hold addresses: drop them if the cache or the weights have moved.
             addresses = hash(tuple(p.data_ptr() for p in self.model.module.parameters()))
             if self.cache.epoch != self._epoch or addresses != self._addresses:
                 self._graphs.clear()
             self._epoch, self._version, self._addresses = self.cache.epoch, version, addresses
-        for wanted in (self._buckets[-1], size):  # the largest first, see GraphSet.capture
-            if wanted not in self._graphs and not self._capture(wanted):
+        for bucket in (self._buckets[-1], size):  # the largest first, see GraphSet.capture
+            if bucket not in self._graphs and not self._capture(bucket):
                 return None
         return self._graphs[size]
 
     def _capture(self, size: int) -> bool:
-        """Record the program for a batch size over rows of padding; where that fails, decoding stays eager from now on."""
-        kept = self._step.clone(), self._last.clone()
+        """Capture the program for a batch size with padding rows; on failure, decoding stays eager from now on."""
+        saved = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:
             if not self._backend().fixed_shape:
-                raise CaptureError("attention is computed by no kernel that takes block tables")
+                raise CaptureError("the attention backend does not support block tables")
             if reason := why_not_captured(self.model.config, self.model.dtype):
                 raise CaptureError(reason)
             self._graphs.capture(size, lambda: self._program(size, self.cache.columns))
@@ -187,9 +187,9 @@ class DeviceDecode:
             self._graphs.clear()
             return False
         finally:
-            self._step.copy_(kept[0])
-            self._last.copy_(kept[1])
-        self._epoch = self.cache.epoch  # a capture may have made a layer's pool
+            self._step.copy_(saved[0])
+            self._last.copy_(saved[1])
+        self._epoch = self.cache.epoch  # a capture may have allocated a layer's pool
         return True
 
     def _backend(self) -> Backend:

@@ -1,10 +1,10 @@
 """Decode attention over pages, in Triton: one new token per row, any page size, grouped heads folded into one tile.
 
 A program handles one row, one key head and one part of the context, with online softmax in fp32 (Milakov and Gimelshein
-2018); a second kernel joins the parts (split-K, as in flash decoding). Sliding windows skip what they hide, sinks join at
-the end as a key without a value. Lengths are read on the device, so a captured launch stays right while contexts grow.
+2018); a second kernel merges the parts (split-K, as in flash decoding). Sliding windows skip hidden keys; sinks are added last,
+as a key without a value. Lengths are read on the device, so a captured launch stays valid while contexts grow.
 
-Importing this module needs Triton; :mod:`~areno.engine.rollout.paged.backends` asks first.
+Importing this module requires Triton.
 """
 
 import functools
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention
 
-# Tensor cores want at least 16 rows, columns and features.
-LEAST_TILE = 16
-MOST_PARTS = 16
-# Fewer keys than this are not worth a part of their own.
-LEAST_KEYS = 256
-# Steps of a program's loop whose loads are in flight at once; the page lookup takes some, so three leave keys and values one.
+# Tensor cores need at least 16 rows, columns and features.
+MIN_TILE = 16
+MAX_PARTS = 16
+# Minimum keys per part.
+MIN_KEYS = 256
+# Software pipeline stages of a program's loop; the page lookup takes some, so three leave one for keys and values.
 STAGES = 3
 
 
@@ -122,7 +122,7 @@ def _attend(
 
 
 @triton.jit
-def _join(
+def _merge_parts(
     part_ptr: tl.tensor,
     stat_ptr: tl.tensor,
     sink_ptr: tl.tensor,
@@ -173,10 +173,10 @@ def decode_attention(
         q: [rows, H, D], features contiguous.
         keys, values: pools [pages, page_size, K, D] and [pages, page_size, K, Dv] in the dtype of ``q``.
         table: block table [rows, width], int32.
-        lengths: tokens of each context [rows], int32; 0 for a row of padding, whose output is 0.
-        columns: most tokens of a context; only decides into how many parts contexts are split.
-        parts: that number, a power of two; None chooses it.
-        block: keys per step of a program's loop; None takes 64, and 32 for heads of more than 128 features.
+        lengths: tokens of each context [rows], int32; 0 for padding rows, whose output is 0.
+        columns: maximum tokens of a context; only affects the number of parts.
+        parts: number of parts per context, a power of two; None chooses it.
+        block: keys per loop iteration; None means 64, or 32 for heads of more than 128 features.
         stages: see :data:`STAGES`.
 
     Returns:
@@ -193,7 +193,7 @@ def decode_attention(
         part = q.new_empty(rows, heads, parts, v_size, dtype=torch.float32)
         stat = q.new_empty(rows, heads, parts, 2, dtype=torch.float32)
     sinks = out if layer.sinks is None else layer.sinks
-    block_v = max(triton.next_power_of_2(v_size), LEAST_TILE)
+    block_v = max(triton.next_power_of_2(v_size), MIN_TILE)
     _attend[(rows, key_heads, parts)](
         *(q, keys, values, table, lengths, sinks, out, part, stat),
         *(layer.scale, layer.softcap or 1.0, layer.window or 0),
@@ -207,14 +207,14 @@ def decode_attention(
         WINDOWED=layer.window is not None,
         CAPPED=layer.softcap is not None,
         SINKS=layer.sinks is not None,
-        BLOCK_G=max(triton.next_power_of_2(heads // key_heads), LEAST_TILE),
+        BLOCK_G=max(triton.next_power_of_2(heads // key_heads), MIN_TILE),
         BLOCK_N=block or (64 if size <= 128 else 32),
-        BLOCK_K=max(triton.next_power_of_2(size), LEAST_TILE),
+        BLOCK_K=max(triton.next_power_of_2(size), MIN_TILE),
         BLOCK_V=block_v,
         num_stages=stages,
     )
     if parts > 1:
-        _join[(rows, heads)](
+        _merge_parts[(rows, heads)](
             *(part, stat, sinks, out),
             HEADS=heads,
             V_SIZE=v_size,
@@ -226,14 +226,14 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Parts per context, a power of two: enough programs to fill the GPU twice, none for fewer than some keys."""
+    """Parts per context, a power of two: enough programs to fill the GPU twice, with enough keys per part."""
     parts = 1
-    while parts < MOST_PARTS and programs * parts < 2 * processors and columns > LEAST_KEYS * parts:
+    while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2
     return parts
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere, where Triton's interpreter runs one program after the other."""
+    """Multiprocessors of a GPU; 1 elsewhere, where Triton's interpreter runs programs sequentially."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

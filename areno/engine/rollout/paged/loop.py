@@ -1,4 +1,4 @@
-"""The rollout loop over pages: what differs on a GPU from the loop over slots."""
+"""The rollout loop over a paged cache, for GPUs."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ from areno.engine.rollout.sequence import Group, Sequence
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """Decode steps overlap with the host wherever rows are drawn without filters, edits or top log-probs.
+    """A rollout loop whose decode steps overlap with the host while no row needs filters, edits or top log-probs.
 
-    ``eager_decode`` never captures a CUDA graph; the other arguments are those of
-    :class:`~areno.engine.rollout.loop.RolloutLoop`, whose drafts and compiled steps are for slots.
+    ``eager_decode`` disables CUDA graphs; the other arguments are those of
+    :class:`~areno.engine.rollout.loop.RolloutLoop`, whose speculative decoding and compiled steps need slots.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int) -> None:
-        """Drop the cache, and make one of another size when it is needed; kept contexts have the same share of it."""
+        """Drop the cache and change its size; the prefix cache keeps its share. Allocates on next use."""
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens
@@ -70,11 +70,11 @@ class PagedRolloutLoop(RolloutLoop):
         super().resize(budget_tokens)
 
     def _columns(self, budget_tokens: int) -> int:
-        """Tokens of the longest sequence, and of a step that is launched before its last token is read."""
+        """Maximum tokens of a sequence, plus room for a step launched before the last token is read."""
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Have room for so many rows on the device: where there is less, wait for what runs, and drop the cache."""
+        """Ensure capacity for ``sequences`` rows; growing waits for running generation and drops the cache."""
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
             self.device_decode.release()
@@ -82,7 +82,7 @@ class PagedRolloutLoop(RolloutLoop):
             self.resize(self.scheduler.budget_tokens)
 
     def drop_cache(self) -> None:
-        """Give pages, graphs and stored prefixes back; nothing may be pending."""
+        """Free pages, graphs and the prefix cache; nothing may be pending."""
         self.prefixes.clear()
         self.device_decode.release()
         self.cache.release()
@@ -102,7 +102,7 @@ class PagedRolloutLoop(RolloutLoop):
     def _step(self) -> None:
         running = list(self.scheduler.running)
         if not all(_is_plain(group) for group in {sequence.group for sequence in running}):
-            self._step_alone()
+            self._step_synchronously()
             return
         self._threads.apply(round_up(len(running), ROW_STEP))
         device = self.device_decode
@@ -115,8 +115,8 @@ class PagedRolloutLoop(RolloutLoop):
                 self._progress.step(len(running), cuda_graph=device.replays > replays)
         self._push(tokens)
 
-    def _step_alone(self) -> None:
-        """Launch, wait, sample: for rows whose logits depend on the host's knowledge of all earlier tokens."""
+    def _step_synchronously(self) -> None:
+        """Step without overlap, for rows whose sampling needs all earlier tokens on the host."""
         self._push(self._pipeline.drain(self.scheduler.running))
         if self.scheduler.running:
             super()._step()
@@ -128,7 +128,7 @@ class PagedRolloutLoop(RolloutLoop):
 
 
 def _is_plain(group: Group) -> bool:
-    """Whether a request's tokens can be drawn from its logits by temperature alone."""
+    """Whether a request is sampled by temperature alone."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)
-    return not (edited or Filters.wanted(sampling) or sampling.top_logprobs)
+    return not (edited or Filters.applies_to(sampling) or sampling.top_logprobs)

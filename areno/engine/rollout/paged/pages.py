@@ -1,4 +1,4 @@
-"""Which pages of a KV cache are free, and how often each of the others is referred to. No tensor is touched here."""
+"""Page allocation of the KV cache: free list and reference counts. Touches no tensors."""
 
 from collections.abc import Iterable
 
@@ -7,18 +7,18 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.errors import EngineError
 
 PAGE_SIZE = 16
-# The page that belongs to nobody: padding writes here, and unused entries of a block table point here.
+# Reserved page: padding writes to it, and unused entries of a block table point to it.
 SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Pages with which an allocation can never fail while the scheduler keeps its budget.
+    """Number of pages with which allocation never fails while the scheduler keeps its budget.
 
-    The scheduler charges each live sequence for the longest one, rounded up to :data:`COLUMN_STEP`. That step is a whole
-    number of pages, so a sequence never has more pages than it is charged for; sharing only lowers the number. A single
-    sequence may go over the budget, but not over the budget rounded up to the step. A step that is launched before the
-    tokens of the last one are known may open one more page for each running sequence. The prefix store charges whole
-    blocks, and a block is a whole number of pages. The spare page comes on top.
+    The scheduler charges each live sequence the longest length, rounded up to :data:`COLUMN_STEP`, a whole number of pages.
+    So no sequence has more pages than it is charged for; sharing only lowers the number. A single sequence may exceed the
+    budget, but not the budget rounded up to the step. A step launched before the last one's tokens are known may allocate
+    one more page per running sequence. The prefix store charges whole blocks, each a whole number of pages. The spare page
+    is extra.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
@@ -38,14 +38,14 @@ class PageAllocator:
 
     @property
     def used(self) -> int:
-        """Pages that somebody refers to, the spare one not counted."""
+        """Allocated pages, without the spare one."""
         return self.pages - 1 - len(self._free)
 
     def take(self) -> int:
-        """A page of one's own.
+        """Allocate a page.
 
         Raises:
-            EngineError: there is none; with :func:`pages_for` pages that is a defect of the scheduler's accounting.
+            EngineError: no page is free; with :func:`pages_for` pages, that is a bug in the scheduler's accounting.
         """
         if not self._free:
             raise EngineError(
@@ -56,17 +56,17 @@ class PageAllocator:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference to each page."""
+        """Add a reference to each page."""
         for page in pages:
             self._references[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One reference less to each page; those without any are free at once."""
+        """Drop a reference to each page, and free pages without references."""
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether a write would be seen by somebody else."""
+        """Whether a page has several references."""
         return self._references[page] > 1

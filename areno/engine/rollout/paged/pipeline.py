@@ -1,8 +1,8 @@
 """Overlap of host and device: step k + 1 is launched before the tokens of step k are read.
 
-Whatever a launch needs of an unread token is its position, which is known; the token itself goes from step to step on the
-device. What the host decides from it comes one step late: a sample that has just ended takes part in one surplus step, and
-the surplus token is dropped. A result also counts for nothing when its sample has left the batch in the meantime.
+A launch needs only the position of an unread token, which is known; the token itself stays on the device. The host's decisions
+come one step late: a sample that has just finished takes part in one surplus step, whose token is dropped. Results of samples
+that have left the batch in the meantime are dropped as well.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepResult, StepRow
 from areno.engine.rollout.sequence import Sequence
 
-# A sample with the token and the log-prob that it is waiting for.
+# A sample with its next token and log-prob.
 Landed = tuple[Sequence, int, float]
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step: row of each sample, and which of its tokens the row makes (-1: none)."""
+    """A launched step: the row of each sample, and the index of the token that the row samples (-1: none)."""
 
     rows: dict[Sequence, int]
     indices: list[int]
@@ -25,19 +25,19 @@ class _Flight:
 
 
 class DecodePipeline:
-    """At most one step in flight."""
+    """Keeps at most one decode step in flight."""
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device
         self._flight: _Flight | None = None
 
     def advance(self, running: Seq[Sequence], version: int = 0) -> list[Landed]:
-        """Launch the next step for the samples of the first rows, then return the tokens of the step before it."""
+        """Launch the next step for the samples of the first rows, then return the tokens of the previous step."""
         before, self._flight = self._flight, self._launch(running, version)
         return _landed(before, running)
 
     def drain(self, running: Seq[Sequence]) -> list[Landed]:
-        """Launch nothing; return the tokens of the step in flight, which somebody needs before the next one."""
+        """Return the tokens of the step in flight without launching another."""
         before, self._flight = self._flight, None
         return _landed(before, running)
 
@@ -54,7 +54,7 @@ class DecodePipeline:
         unread = source >= 0
         index = len(sequence.output) + unread
         if index >= sequence.group.sampling.max_new_tokens:
-            return PAUSED  # its last token is on the way
+            return PAUSED  # its last token is in flight
         return StepRow(
             position=sequence.length + unread - 1,
             counter=index,
@@ -65,7 +65,7 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Row of the step in flight that makes a sample's next token; -1: the host knows it."""
+        """Row of the step in flight that samples the sample's last token; -1 if the host has it."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1
@@ -77,10 +77,10 @@ def _landed(flight: _Flight | None, running: Seq[Sequence]) -> list[Landed]:
     if flight is None:
         return []
     tokens, logprobs = flight.result.read()
-    here = set(running)
+    current = set(running)
     rows = zip(flight.rows, flight.indices, tokens, logprobs, strict=True)
     return [
         (sequence, token, logprob)
         for sequence, index, token, logprob in rows
-        if sequence in here and index == len(sequence.output)
+        if sequence in current and index == len(sequence.output)
     ]

@@ -1,4 +1,4 @@
-"""Attention plans over a paged cache: the counterparts of those over slots, with the same outcome."""
+"""Attention plans over a paged cache, equivalent to those over slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areno.engine.rollout.paged.cache import PagedCache
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Packed pieces of contexts. Each is cached once; :meth:`finish` lets all slots that share it refer to its pages."""
+    """Packed spans of contexts. Each is cached once; :meth:`finish` links its pages to all slots that share it."""
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """Cells of all contexts up to the end of their pieces, one after the other."""
+        """Cells of all contexts up to the end of their spans, concatenated."""
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -58,7 +58,7 @@ class PagedPrefillPlan(PrefillPlan):
         return torch.cat(cells)
 
     def finish(self) -> None:
-        """After the call: pages and recurrent states of each context are also those of the slots that share it."""
+        """After the forward pass: link pages and copy recurrent states to the slots that share a context."""
         for span in self.spans:
             self.cache.link(span.slots[0], span.slots[1:])
         super().finish()
@@ -67,13 +67,13 @@ class PagedPrefillPlan(PrefillPlan):
 class PagedDecodePlan:
     """One new token for each of the first rows of the block table.
 
-    Makes no page: :func:`open_cells` must have been called. What it computes depends on tensors alone, so a captured graph
-    may be replayed with other positions in the same tensor.
+    Allocates no pages: call :func:`open_cells` first. The computation depends on tensors only, so a captured graph can be
+    replayed with other positions in the same tensor.
 
     Args:
-        cache: holds their past.
-        positions: position of the new token of each row [rows]; -1 for padding, which writes where nobody reads.
-        columns: tokens to look at; beyond every position.
+        cache: the KV cache.
+        positions: position of the new token of each row [rows]; -1 for padding, which writes to the spare page.
+        columns: columns to attend to; beyond every position.
     """
 
     def __init__(self, cache: PagedCache, positions: Tensor, columns: int) -> None:
@@ -87,7 +87,7 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """The plan of a step of the first rows, whose cells it opens; padded to a multiple of :data:`ROW_STEP`."""
+        """Open the cells of a step of the first rows and return its plan, padded to a multiple of :data:`ROW_STEP`."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
@@ -102,12 +102,12 @@ class PagedDecodePlan:
         self.cache.write(layer, self._cells, k, v)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """All rows in one step of the recurrence."""
+        """Run one recurrent step for all rows."""
         return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]
 
 
 def open_cells(cache: PagedCache, positions: Seq[int]) -> None:
-    """Give the first rows a cell of their own for the token at each of ``positions``; -1 leaves a row alone."""
+    """Allocate a private cell in each of the first rows for the token at ``positions``; -1 skips a row."""
     for row, position in enumerate(positions):
         if position >= 0:
             cache.extend(row, position, position + 1)

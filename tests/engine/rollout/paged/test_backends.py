@@ -71,5 +71,5 @@ def test_the_kernel_is_taken_if_it_works_and_the_last_resort_says_why(problem, c
     gpu = SimpleNamespace(type="cuda")
     assert best_backend.__wrapped__(gpu, torch.bfloat16, 16).name == chosen
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    expected = "decode attention gathers its pages, which is slow, because triton: it is broken"
+    expected = "decode attention falls back to slow page gathering: triton: it is broken"
     assert warnings == ([expected] if chosen == "gather" else [])

@@ -223,8 +223,8 @@ def test_a_mixture_of_experts_is_captured_in_bf16_only(monkeypatch, caplog):
         steps(device, 2)
     assert device.replays == 0
     assert [r.message for r in caplog.records] == [
-        "decoding runs without CUDA graphs, because PyTorch's grouped matrix product of a mixture of experts waits for the "
-        "host in float32; use --dtype bfloat16"
+        "decoding runs without CUDA graphs, because PyTorch's grouped matmul for mixture-of-experts models synchronizes "
+        "with the host in float32; use --dtype bfloat16"
     ]
     assert why_not_captured(model.config, torch.bfloat16) is None
     assert why_not_captured(tiny_module("llama").config, torch.float32) is None

@@ -44,7 +44,7 @@ for arch, parts in ((80, 1), (90, 8)):
     assert "ld.local" not in made.asm["ptx"], "registers spill"
     assert made.metadata.shared < 100_000
     assert made.asm["cubin"]
-    assert translate(kernel._join, shape | dict(PARTS=8), arch, pointers).asm["cubin"]
+    assert translate(kernel._merge_parts, shape | dict(PARTS=8), arch, pointers).asm["cubin"]
 # Every launch that the benchmark tries fits the shared memory of an H100, and more stages do load ahead.
 plain = dict(HEADS=16, V_SIZE=128, SINKS=False, BLOCK_V=128, GROUP=2, K_SIZE=128, PAGE=16, PARTS=8)
 plain |= dict(WINDOWED=False, CAPPED=False, BLOCK_G=16, BLOCK_K=128)

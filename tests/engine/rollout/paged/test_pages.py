@@ -79,12 +79,12 @@ class Simulation:
 
     def turn(self) -> None:
         scheduler = self.scheduler
-        entering = scheduler.entering
-        if entering is not None:
-            start, entering.done = entering.done, min(entering.done + 40, len(entering.members[0].context))
-            self.prefill(entering.members, start, entering.done)
-            if entering.done == len(entering.members[0].context):
-                self.push(scheduler.entered())
+        chunked = scheduler.chunked_prefill
+        if chunked is not None:
+            start, chunked.done = chunked.done, min(chunked.done + 40, len(chunked.members[0].context))
+            self.prefill(chunked.members, start, chunked.done)
+            if chunked.done == len(chunked.members[0].context):
+                self.push(scheduler.finish_chunked_prefill())
         for members in scheduler.admit(100):
             self.prefill(members, 0, len(members[0].context))
             self.push(members)

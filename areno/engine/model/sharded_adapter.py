@@ -1,9 +1,9 @@
-"""Adapters of a model whose layers are spread over the ranks of a replica.
+"""Adapters of a model sharded across the ranks of a replica (tensor parallelism).
 
-An adapter is cut as its layer is. Beside a layer whose output is cut, the first matrix is whole on every rank and the second
-one cut in its rows; beside a layer whose input is cut, the first matrix is cut in its columns and the second one whole. Its
-product is added before the ranks put their parts of the layer's output together, so it costs no talk of its own. Each rank
-then sees a part of the gradient of the matrix that is whole: the optimizer sums it once per step.
+An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated and B is sharded by rows; in a
+row-parallel layer, A is sharded by columns and B is replicated. The adapter's product is added before the layer's output is
+gathered or reduced, so it needs no communication of its own. Each rank then has a partial gradient of the replicated matrix,
+which the optimizer sums once per step.
 """
 
 import functools
@@ -21,21 +21,21 @@ from areno.engine.parallel.parts import local, shard_of, unsharded
 from areno.engine.parallel.sharding import style_of
 from areno.errors import UsageError
 
-# Styles of linear layers that hand their product on as it is, or put it together after it.
+# Tensor-parallel styles of column-parallel and row-parallel linear layers.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
-class SpreadAdapter(Adapter):
-    """The adapter of a spread module; the calls of every rank must be the same. UsageError: a layer is spread otherwise."""
+class ShardedAdapter(Adapter):
+    """The adapter of a sharded module; all ranks must make the same calls. UsageError: a layer has an unsupported style."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         super().__init__(wrapped, may_merge=may_merge)
         self._trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
         self._partial: set[int] = set()
-        for name, layer, style in _spread_layers(wrapped.get_base_model(), self._layers):
+        for name, layer, style in _sharded_layers(wrapped.get_base_model(), self._layers):
             _refuse_other_layers(name, layer, style)
-            self._partial.add(id(_cut(layer, style)))
+            self._partial.add(id(_shard_adapter(layer, style)))
 
     def partial_names(self) -> set[str]:
         """See :meth:`Adapter.partial_names`."""
@@ -43,10 +43,10 @@ class SpreadAdapter(Adapter):
         return {name for name, p in module.named_parameters() if id(p) in self._partial}
 
     def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
-        """See :meth:`Adapter.put`; of the weight, this rank's part."""
+        """See :meth:`Adapter.put`; ``weight`` is this rank's shard."""
         base = layer.get_base_layer()
         before = base.weight
-        if not isinstance(before, DTensor):  # every rank has all of this layer
+        if not isinstance(before, DTensor):  # the layer is replicated
             return super().put(layer, weight)
         mesh, places = before.device_mesh, before.placements
         after = DTensor.from_local(weight, mesh, places, run_check=False, shape=before.shape, stride=before.stride())
@@ -54,7 +54,7 @@ class SpreadAdapter(Adapter):
         return functools.partial(base._parameters.__setitem__, "weight", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """This rank's part of weight plus adapter; see :meth:`Adapter.sum_of`."""
+        """This rank's shard of weight plus adapter; see :meth:`Adapter.sum_of`."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 
@@ -65,10 +65,10 @@ class SpreadAdapter(Adapter):
 
 
 @contextmanager
-def as_if_whole(module: Any) -> Iterator[None]:
-    """In the block no linear layer is spread; their weights are as wide as all ranks' parts, without values or memory.
+def as_if_unsharded(module: Any) -> Iterator[None]:
+    """In the block, sharded linear layers have unsharded placeholder weights without memory.
 
-    So ``peft`` makes and reads whole matrices, and draws the random numbers that it would for a model in one process.
+    So ``peft`` creates and reads unsharded matrices, with the random numbers of a single-process model.
     """
     mesh, module._device_mesh = module._device_mesh, None
     swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
@@ -89,9 +89,9 @@ def as_if_whole(module: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
-    """Add an adapter of whole matrices to a spread module's weights, and return the module without it."""
-    for name, layer, style in _spread_layers(wrapped.get_base_model(), layers):
+def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
+    """Merge an unsharded adapter into a sharded module's weights, and return the module without it."""
+    for name, layer, style in _sharded_layers(wrapped.get_base_model(), layers):
         _refuse_other_layers(name, layer, style)
     for layer in layers:
         weight = layer.get_base_layer().weight
@@ -99,8 +99,8 @@ def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
     return cast(nn.Module, wrapped.unload())
 
 
-def _spread_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Name, layer and style of the layers that are spread; the others every rank computes as a whole."""
+def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Name, layer and style of the sharded layers; the others are replicated."""
     names = {id(layer): name for name, layer in module.named_modules()}
     for layer in layers:
         name = names[id(layer)]
@@ -117,19 +117,19 @@ def _refuse_other_layers(name: str, layer: Any, style: str) -> None:
     if not plain or style not in (*_COLUMNS, *_ROWS) or layer.lora_B[NAME].bias is not None:
         what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
         raise UsageError(
-            f"--tp-size: an adapter of {what} cannot be spread over ranks, only plain ones of linear layers that are cut "
-            "in rows or columns can; leave it out of --lora-target-modules, or use --tp-size 1, with any --world-size"
+            f"--tp-size: an adapter of {what} cannot be sharded; only plain column-parallel or row-parallel linear layers "
+            "can have one; leave it out of --lora-target-modules, or use --tp-size 1, with any --world-size"
         )
 
 
-def _cut(layer: Any, style: str) -> nn.Parameter:
-    """Give this rank its part of a layer's adapter, inside of what spreads the layer; returns the matrix that stays whole."""
+def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
+    """Shard a layer's adapter within the layer's own sharding; returns the matrix that stays replicated."""
     base = layer.get_base_layer()
     mesh, in_columns = base.weight.device_mesh, style in _COLUMNS
     first, second = layer.lora_A[NAME], layer.lora_B[NAME]
     cut, place = (second, Shard(0)) if in_columns else (first, Shard(1))
     cut.weight = nn.Parameter(distribute_tensor(cut.weight.detach(), mesh, [place], src_data_rank=None))
-    # What transformers has put around the layer's product goes around the sum of both.
+    # The communication that transformers installs around the layer must wrap the sum of both products.
     del base.forward
     base.forward = functools.partial(_product_and_adapter, type(base).forward, base, layer, in_columns)
     ALL_PARALLEL_STYLES[style].install_forward(base, mesh)
@@ -140,7 +140,7 @@ def _cut(layer: Any, style: str) -> nn.Parameter:
 def _product_and_adapter(
     product: Callable[[nn.Module, Tensor], Tensor], base: nn.Module, layer: Any, in_columns: bool, x: Tensor
 ) -> Tensor:
-    """This rank's part of the layer's output [..., O]: its own columns, or a summand of all."""
+    """This rank's shard of the layer's output [..., O]: its columns, or a partial sum."""
     out = product(base, x)
     if layer.disable_adapters or layer.merged:
         return out
@@ -157,7 +157,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """This rank's part, whose gradient is placed as the tensor unless ``gradient`` says how."""
+    """This rank's shard; its gradient has the tensor's placement unless ``gradient`` is set."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -30,7 +30,7 @@ def run(program, **environment):
 def test_a_thread_lets_its_workers_go_and_gets_them_back():
     program = """
 import areno, os, time, torch
-from areno.engine.native import release_workers
+from areno.engine.libc_tuning import release_workers
 torch.set_num_threads(3)
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -55,16 +55,16 @@ release_workers()
     assert again == with_workers
 
 
-_KEEPING = """
+_RETAIN = """
 import areno, resource, torch
-from areno.engine.native import freed_and_kept, give_freed_memory_back, keep_freed_memory
+from areno.engine.libc_tuning import retained_bytes, trim_freed_memory, retain_freed_memory
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def step():
     return [torch.ones(1000, 1000) for _ in range(8)] + [torch.ones(10_000, 1000)]  # 4 MB each and 40, 72 MB together
 def kept():
-    return freed_and_kept() // 2**20
-keep_freed_memory()
+    return retained_bytes() // 2**20
+retain_freed_memory()
 """
 
 
@@ -85,9 +85,9 @@ for _ in range(5):
 print(faults() - before)
 """
     pages = 5 * 72e6 / 4096
-    [kept] = run(_KEEPING + program, **keeper)
+    [kept] = run(_RETAIN + program, **keeper)
     assert kept < 0.05 * pages
-    [own] = run(_KEEPING + program, **keeper, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    [own] = run(_RETAIN + program, **keeper, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
     assert own > 0.9 * pages
 
 
@@ -98,10 +98,10 @@ held = torch.ones(100_000, 1000)  # 381 MiB
 in_use = kept()
 del held
 freed = kept()
-give_freed_memory_back()
+trim_freed_memory()
 print(in_use, freed, kept())
 """
-    in_use, freed, after = run(_KEEPING + program, **keeper)
+    in_use, freed, after = run(_RETAIN + program, **keeper)
     assert in_use <= 20
     assert 380 <= freed - in_use <= 400
     assert after <= 20
@@ -125,7 +125,7 @@ for step in range(2_000):
         most = max(most, used)
 print(held() - before, most, int(all(float(x[0] + x[-1]) == 2 for _, x in live)))
 """
-    held, most, sound = run(_KEEPING + program)
+    held, most, sound = run(_RETAIN + program)
     assert sound
     assert held < 1.3 * most
 
@@ -134,7 +134,7 @@ print(held() - before, most, int(all(float(x[0] + x[-1]) == 2 for _, x in live))
 def test_our_allocator_serves_many_threads_and_forked_processes():
     program = """
 import os, random, threading
-from areno.engine.native import _KEPT
+from areno.engine.libc_tuning import _KEPT
 torch.set_num_threads(1)
 wrong = []
 def work(seed):
@@ -157,13 +157,13 @@ for thread in threads:
     thread.join()
 print(len(_KEPT), len(wrong), sum(codes))
 """
-    assert run(_KEEPING + program) == [1, 0, 0]
+    assert run(_RETAIN + program) == [1, 0, 0]
 
 
 @linux
 def test_freed_memory_goes_back_where_little_else_is_available(monkeypatch):
     returned = []
-    monkeypatch.setattr(memory, "give_freed_memory_back", lambda: returned.append(True))
+    monkeypatch.setattr(memory, "trim_freed_memory", lambda: returned.append(True))
     monkeypatch.setattr(memory, "held_memory", lambda device: 6 << 30)
     for available, device, ranks, times in (
         (4, "cpu", 1, 0),
@@ -189,7 +189,7 @@ def test_threads_depend_on_the_size_of_the_model_and_not_on_what_is_trained(monk
 
 def test_threads_that_ask_for_rollouts_do_not_lose_what_they_compute():
     """Workers are released by their own thread only, so another thread's parallel region goes on."""
-    from areno.engine.native import release_workers
+    from areno.engine.libc_tuning import release_workers
 
     stop, results = threading.Event(), []
 
