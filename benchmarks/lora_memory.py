@@ -42,7 +42,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """One way of training, in this process."""
     import torch
 
-    from areno.api.run import run_training
+    from areno.api.run_training import run_training
     from areno.config.hooks import LOADER_HOOK, load_hook
     from areno.config.train_options import TrainOptions
 

@@ -44,7 +44,7 @@ def evaluate_server(
     Args:
         url: base URL of the server, with the API version.
         model: model name on the server; None takes the first that it lists.
-        options: as for :func:`areno.api.run.run_evaluation`; a prompt that is a string becomes a user message.
+        options: as for :func:`areno.api.run_training.run_evaluation`; a prompt that is a string becomes a user message.
 
     Raises:
         UsageError: the server does not answer.

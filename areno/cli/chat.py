@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse_chat(argv)
     first = _first_messages(options.messages) if options.messages else []
     with setup_logging(None, level="WARNING"), _server(options) as (client, model):
-        conversation = Conversation(client, model, options, first)
+        conversation = ChatSession(client, model, options, first)
         if sys.stdin.isatty() and sys.stdout.isatty():
             _chat(conversation)
         else:
@@ -53,7 +53,7 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
         engine.close()
 
 
-class Conversation:
+class ChatSession:
     """A chat with one model on a server: its history, system message and sampling parameters."""
 
     def __init__(
@@ -116,7 +116,7 @@ def _first_messages(file: str) -> list[dict[str, str]]:
     return messages
 
 
-def _answer_lines(conversation: Conversation) -> None:
+def _answer_lines(conversation: ChatSession) -> None:
     """Answer each line of stdin with one line."""
     for line in sys.stdin:
         question = line.strip()
@@ -130,7 +130,7 @@ def _answer_lines(conversation: Conversation) -> None:
         print(flush=True)
 
 
-def _chat(conversation: Conversation) -> None:
+def _chat(conversation: ChatSession) -> None:
     """Chat interactively; Ctrl-C stops an answer, Ctrl-D exits."""
     from rich.console import Console
 
@@ -154,7 +154,7 @@ def _chat(conversation: Conversation) -> None:
             _show(console, conversation, question)
 
 
-def _show(console: Any, conversation: Conversation, question: str) -> None:
+def _show(console: Any, conversation: ChatSession, question: str) -> None:
     try:
         for text, is_reasoning in conversation.ask(question):
             console.print(

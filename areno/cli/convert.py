@@ -41,10 +41,10 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             "areno convert: give a YAML file, or settings such as --learning_rate 1e-6 or data.train_batch_size=64"
         )
-    found = convert(options.tool, settings, options.kind, options.devices)
-    print(found.command)
-    if found.notes:
-        print("\nnot on this line:", *found.notes, sep="\n  ", file=sys.stderr)
+    conversion = convert(options.tool, settings, options.kind, options.devices)
+    print(conversion.command)
+    if conversion.notes:
+        print("\nnot on this line:", *conversion.notes, sep="\n  ", file=sys.stderr)
     return 0
 
 

@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
 
         evaluate = partial(evaluate_server, str(options.ckpt), options.model)
     else:
-        from areno.api.run import run_evaluation
+        from areno.api.run_training import run_evaluation
 
         evaluate = run_evaluation
     answers = AnswerFile(options.output) if options.output else None

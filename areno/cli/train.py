@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     print(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()))
     if options.dry_run:
         return _dry_run(options)
-    from areno.api.run import run_training
+    from areno.api.run_training import run_training
 
     return run_training(options, loader_fn=prepared.loader_fn)
 

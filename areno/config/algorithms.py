@@ -31,7 +31,7 @@ POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
 """Preference pairs, without a reference model."""
 
-_DPO_TRAINER = "areno.api.trainers.supervised:DPOTrainer"
+_DPO_TRAINER = "areno.api.trainers.supervised:DPODatasetTrainer"
 _REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"
 _READ_BY_TRAINER = {
     PAIR_TRAINER: ("tree_training", "score_micro_bs"),
@@ -245,7 +245,7 @@ def _checked(spec: Any, label: str) -> AlgorithmSpec:
 
 
 for _spec in (
-    AlgorithmSpec("sft", "areno.api.trainers.supervised:SFTTrainer", "areno.loss_fns:sft_loss_fn", False),
+    AlgorithmSpec("sft", "areno.api.trainers.supervised:SFTDatasetTrainer", "areno.loss_fns:sft_loss_fn", False),
     AlgorithmSpec(
         "gspo", default_loss="areno.loss_fns:gspo_loss_fn", min_samples=2, renamed={"kl_type": "kl_loss_type"}
     ),
@@ -255,7 +255,7 @@ for _spec in (
         min_samples=2,
         renamed={"kl_type": "kl_loss_type", "max_tokens": "max_new_tokens"},
     ),
-    AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPOTrainer", "areno.loss_fns:ppo_loss_fn"),
+    AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPODatasetTrainer", "areno.loss_fns:ppo_loss_fn"),
     AlgorithmSpec("dpo", _DPO_TRAINER, "areno.loss_fns:dpo_loss_fn", False),
     AlgorithmSpec("rm", _REWARD_TRAINER, "areno.loss_fns:reward_model_loss_fn", False, trains="reward"),
 ):

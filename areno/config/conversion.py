@@ -79,11 +79,11 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
     """A value that counts only where another setting is on."""
-    return lambda value, given: value if _is_on(given.get(name, False)) else None
+    return lambda value, settings: value if _is_on(settings.get(name, False)) else None
 
 
-def _of_gae(value: Any, given: Settings) -> Any:
-    return value if _estimator(given) == "gae" else None
+def _of_gae(value: Any, settings: Settings) -> Any:
+    return value if _estimator(settings) == "gae" else None
 
 
 _ALWAYS = "always on"
@@ -159,7 +159,7 @@ TRL: dict[str, Rule] = {
     "logging_steps": Rule(note="every step is logged"),
     "use_vllm": Rule(
         "--rollout-backend",
-        value=lambda value, given: "vllm" if _is_on(value) and given.get("vllm_mode") == "server" else None,
+        value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
         note="areno's own engine generates; --rollout-backend vllm uses servers instead",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
@@ -190,7 +190,7 @@ VERL: dict[str, Rule] = {
     "algorithm.lam": Rule("--lam", value=_of_gae),
     "algorithm.norm_adv_by_std_in_grpo": Rule(
         "--advantage",
-        value=lambda value, given: "group_mean" if not _is_on(value) and _estimator(given) == "grpo" else None,
+        value=lambda value, settings: "group_mean" if not _is_on(value) and _estimator(settings) == "grpo" else None,
     ),
     "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef with --algo ppo"),
     "algorithm.kl_ctrl.kl_coef": Rule(
@@ -209,11 +209,11 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c of PPO, --grpo-dual-clip of GRPO"),
     f"{_ACTOR}.loss_agg_mode": Rule(
         "--grpo-loss-mean",
-        value=lambda value, given: (
+        value=lambda value, settings: (
             {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "dr_grpo"}.get(
                 str(value)
             )
-            if _estimator(given) == "grpo"
+            if _estimator(settings) == "grpo"
             else None
         ),
     ),
@@ -240,7 +240,9 @@ VERL: dict[str, Rule] = {
     "actor_rollout_ref.model.lora_rank": Rule("--lora-rank", value=_positive),
     "actor_rollout_ref.model.lora_alpha": Rule(
         "--lora-alpha",
-        value=lambda value, given: _positive(given.get("actor_rollout_ref.model.lora_rank", 0), given) and value,
+        value=lambda value, settings: (
+            _positive(settings.get("actor_rollout_ref.model.lora_rank", 0), settings) and value
+        ),
     ),
     f"{_ROLLOUT}.name": Rule(
         note="areno's own engine generates; --rollout-backend vllm or sglang uses servers instead"
@@ -275,8 +277,8 @@ VERL: dict[str, Rule] = {
 }
 
 
-def _estimator(given: Settings) -> str:
-    return str(given.get("algorithm.adv_estimator", "gae"))
+def _estimator(settings: Settings) -> str:
+    return str(settings.get("algorithm.adv_estimator", "gae"))
 
 
 def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
@@ -306,39 +308,39 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
     return Conversion(["--algo", algorithm, *words], notes)
 
 
-def _of_trl(given: Settings, kind: str, devices: int) -> tuple[str, Words]:
+def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
     """The algorithm, and options that several settings decide together."""
-    rows = _whole(given.get("per_device_train_batch_size", 8)) * devices
-    of_step = rows * _whole(given.get("gradient_accumulation_steps", 1))
+    rows = _whole(settings.get("per_device_train_batch_size", 8)) * devices
+    of_step = rows * _whole(settings.get("gradient_accumulation_steps", 1))
     algorithm, words = kind, ["--mini-bs", str(rows)]
     if kind == "grpo":
-        algorithm = "gspo" if given.get("importance_sampling_level") == "sequence" else "grpo"
-        of_step = max(of_step // _whole(given.get("num_generations", 8)), 1)
-        mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(str(given.get("loss_type", "dapo")), "token")
+        algorithm = "gspo" if settings.get("importance_sampling_level") == "sequence" else "grpo"
+        of_step = max(of_step // _whole(settings.get("num_generations", 8)), 1)
+        mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(str(settings.get("loss_type", "dapo")), "token")
         words += ["--grpo-loss-mean", mean] if algorithm == "grpo" and mean != "token" else []
-        if "epsilon" in given:
-            words += [f"--{algorithm}-clip-eps", str(given["epsilon"])]
-        words += ["--kl-coef", str(given["beta"])] if _number(given.get("beta", 0)) else []
+        if "epsilon" in settings:
+            words += [f"--{algorithm}-clip-eps", str(settings["epsilon"])]
+        words += ["--kl-coef", str(settings["beta"])] if _number(settings.get("beta", 0)) else []
     elif kind == "dpo":
-        words += ["--dpo-beta", str(given.get("beta", 0.1))]
-        loss = given.get("loss_type", "sigmoid")
+        words += ["--dpo-beta", str(settings.get("beta", 0.1))]
+        loss = settings.get("loss_type", "sigmoid")
         words += ["--dpo-loss-type", str(loss)] if loss in ("ipo", "hinge") else []
     words += ["--world-size", str(devices)] if devices > 1 else []
     return algorithm, ["--batch-size", str(of_step), *words]
 
 
-def _of_verl(given: Settings) -> tuple[str, Words]:
-    estimator = _estimator(given)
+def _of_verl(settings: Settings) -> tuple[str, Words]:
+    estimator = _estimator(settings)
     algorithm = (
-        "ppo" if estimator == "gae" else "gspo" if given.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
+        "ppo" if estimator == "gae" else "gspo" if settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
     )
     words = ["--advantage", "rloo"] if estimator == "rloo" else []
-    clip = given.get(f"{_ACTOR}.clip_ratio_low", given.get(f"{_ACTOR}.clip_ratio"))
+    clip = settings.get(f"{_ACTOR}.clip_ratio_low", settings.get(f"{_ACTOR}.clip_ratio"))
     if clip is not None:
         words += ["--clip-eps" if algorithm == "ppo" else f"--{algorithm}-clip-eps", str(clip)]
-    batch, part = given.get("data.train_batch_size"), given.get(f"{_ACTOR}.ppo_mini_batch_size")
+    batch, part = settings.get("data.train_batch_size"), settings.get(f"{_ACTOR}.ppo_mini_batch_size")
     if batch and part and _whole(batch) > _whole(part):
         words += ["--update-minibatches", str(_whole(batch) // _whole(part))]
-    if rows := given.get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"):
-        words += ["--mini-bs", str(_whole(rows) * _whole(given.get("trainer.n_gpus_per_node", 1)))]
+    if rows := settings.get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"):
+        words += ["--mini-bs", str(_whole(rows) * _whole(settings.get("trainer.n_gpus_per_node", 1)))]
     return algorithm, words

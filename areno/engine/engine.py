@@ -35,7 +35,7 @@ from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.rollout.probe import validate_decoding
 from areno.engine.scoring import Scored, TokenRows
 from areno.engine.train.microbatch import MicroBatching
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
@@ -274,7 +274,7 @@ class Engine:
             fields = dict(spec.optimizer or {})
             if spec.optimizer_lr is not None:
                 fields["lr"] = spec.optimizer_lr
-            optimizer = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
+            optimizer = OptimizerOptions.of(fields, f"ModelRole({name!r}).optimizer")
             return self._open_role(name, spec.path, spec.predicts, options, optimizer, self._new_adapter())
         if self.actor.model.adapter is not None and (spec.path, spec.predicts) == (self.path, self.actor.kind):
             return Role(name, spec.path, spec.predicts, self.actor.model, peers=config.peers, adapter_off=True)
@@ -289,7 +289,7 @@ class Engine:
         path: str,
         kind: ModelKind,
         options: LoadOptions,
-        optimizer: OptimizerConfig | None,
+        optimizer: OptimizerOptions | None,
         adapter: AdapterOptions | None = None,
     ) -> Role:
         """Load a role, trainable as configured or frozen."""

@@ -9,7 +9,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.rollout.compiled.switch import DecodeMode
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class EngineConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     trains: Literal["policy", "reward", "nothing"] = "policy"
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     adapter: AdapterOptions | None = None  # trainable adapter; None trains the full weights
     attn_backend: str = "flash"  # ``flash`` or ``native``, see :mod:`areno.engine.model.attention`
     activation_checkpointing: bool | None = None  # recompute layers; None: only if memory is short

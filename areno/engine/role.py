@@ -23,7 +23,7 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.scoring import Scored, TokenRows, score, temperature_per_row
-from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.state_files import SavedState, save_state
 from areno.engine.train.step import TrainStep
@@ -190,7 +190,7 @@ def load_role(
     path: str,
     kind: ModelKind,
     options: LoadOptions,
-    optimizer: OptimizerConfig | None,
+    optimizer: OptimizerOptions | None,
     checkpointing: bool | None,
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
@@ -227,7 +227,7 @@ def _check_choices(
     name: str,
     path: str,
     options: LoadOptions,
-    optimizer: OptimizerConfig | None,
+    optimizer: OptimizerOptions | None,
     checkpointing: bool | None,
     adapter: AdapterOptions | None,
     offload_activations: bool,
@@ -264,7 +264,7 @@ def _check_choices(
             raise UsageError(f"--fsdp with {conflicting} are not sharded; remove one of them")
 
 
-def _optimizer(model: PackedModel, config: OptimizerConfig, peers: RankContext) -> Optimizer:
+def _optimizer(model: PackedModel, config: OptimizerOptions, peers: RankContext) -> Optimizer:
     if peers.alone:
         return MasterAdamW(model.parameters(), config)
     from areno.engine.parallel.sharding import partial_names

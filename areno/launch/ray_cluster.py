@@ -302,7 +302,7 @@ def nodes() -> dict[str, dict[str, float]]:
 
 
 def _listing(nodes: Mapping[str, Mapping[str, float]]) -> str:
-    return "; ".join(f"{name} with {_text(found)}" for name, found in nodes.items()) or "no nodes"
+    return "; ".join(f"{name} with {_text(resources)}" for name, resources in nodes.items()) or "no nodes"
 
 
 def _text(resources: Mapping[str, float]) -> str:

@@ -70,8 +70,8 @@ class EtcdStore:
 
     def under(self, root: str) -> list[str]:
         """See :class:`NameStore`."""
-        found = self._call(lambda: self._client.get_prefix(_PREFIX + root))
-        names = [_plain(metadata["key"]).removeprefix(_PREFIX) for _, metadata in found]
+        entries = self._call(lambda: self._client.get_prefix(_PREFIX + root))
+        names = [_plain(metadata["key"]).removeprefix(_PREFIX) for _, metadata in entries]
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
@@ -79,9 +79,9 @@ class EtcdStore:
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False
-        runs, found = self._call(lease.refresh) > 0, self._text(name)
-        if runs or found not in (None, text):  # deleted, or another's
-            return found == text
+        runs, stored = self._call(lease.refresh) > 0, self._text(name)
+        if runs or stored not in (None, text):  # deleted, or another's
+            return stored == text
         return self._write(name, text, ttl, replace=True)
 
     def _write(self, name: str, text: str, ttl: float | None, replace: bool) -> bool:
@@ -100,8 +100,8 @@ class EtcdStore:
         return written
 
     def _text(self, name: str) -> str | None:
-        found = self._call(lambda: self._client.get(_PREFIX + name))
-        return _plain(found[0]) if found else None
+        stored = self._call(lambda: self._client.get(_PREFIX + name))
+        return _plain(stored[0]) if stored else None
 
     def _call(self, call: Callable[[], T]) -> T:
         """Retry a call until the server is reachable. Raises ArenoError on a timeout or an error of the server."""

@@ -45,7 +45,7 @@ def run_folder(run_dir: str | None) -> Path:
 
 def train(settings: Mapping[str, object]) -> Path:
     """Print the equivalent command and run it in this process; returns the checkpoint. Exits if the training fails."""
-    from areno.api.run import run_training
+    from areno.api.run_training import run_training
 
     argv = [str(part) for pair in settings.items() for part in pair]
     _print_command(argv)

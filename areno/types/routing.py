@@ -28,9 +28,9 @@ def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingReco
 
     The first record of a token counts: it is from the pass that the next token was sampled from. None if there is no record.
     """
-    known, found = 0, list[RoutingRecord]()
+    known, pieces = 0, list[RoutingRecord]()
     for part in parts:
         if part is not None and len(part) > known:
-            found.append(part[known:])
+            pieces.append(part[known:])
             known = len(part)
-    return of_length(np.concatenate(found), tokens) if found else None
+    return of_length(np.concatenate(pieces), tokens) if pieces else None

@@ -120,7 +120,7 @@ class ModelRole:
         optimizer_lr: learning rate of a trainable role; None uses the one in ``optimizer``, or its default.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence); ``auto`` decides by the name: critic... or value..., reward..., otherwise policy.
-        optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerConfig` for a trainable role.
+        optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:
         ValueError: the kind is unknown, or a frozen role has optimizer settings.

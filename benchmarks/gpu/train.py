@@ -18,7 +18,7 @@ import torch
 from areno.engine.model import causal_lm, chunked_head
 from areno.engine.model.loading import prepare
 from areno.engine.train import step as step_module
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn
 
@@ -120,7 +120,7 @@ def stage(args: argparse.Namespace, checks: Checks, report: Report) -> None:
     attempt(report, checks, "head gradient", lambda: head_gradient(args, checks, report, module))
     model = prepare(module, "random")
     model.module.requires_grad_(True)
-    optimizer = MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-6))
+    optimizer = MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-6))
     for way in WAYS[: 2 if args.tiny else None]:
         attempt(report, checks, way[0], lambda way=way: measure(args, checks, report, model, optimizer, way))
         if args.device.startswith("cuda"):

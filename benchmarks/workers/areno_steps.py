@@ -36,7 +36,7 @@ def main() -> None:
         return
     import torch
 
-    from areno.api.run import run_training
+    from areno.api.run_training import run_training
     from areno.config.train_options import TrainOptions
 
     torch.set_num_threads(settings["threads"])

@@ -110,7 +110,7 @@ def main() -> None:
     from areno.engine.plan import trial
     from areno.engine.plan.memory import begin_peak, held_memory
     from areno.engine.plan.sizes import RunSizes
-    from areno.engine.train.optimizer import OptimizerConfig
+    from areno.engine.train.optimizer import OptimizerOptions
     from areno.types import ModelRole, Request, SamplingParams
 
     settings = json.loads(sys.argv[1])
@@ -128,7 +128,7 @@ def main() -> None:
     peaks: dict[str, int] = {}
     config = EngineConfig(
         dtype=sizes.config.dtype,
-        optimizer=OptimizerConfig(lr=1e-6, adam_8bit=options.adam_8bit),
+        optimizer=OptimizerOptions(lr=1e-6, adam_8bit=options.adam_8bit),
         activation_checkpointing=options.recomputes,
         keep_rollout_state=not options.drop_rollout_state,
         kv_cache_tokens=options.kv_cache_tokens,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
 from areno.api.evaluation import evaluate_prompts, evaluation_sampling, pass_at_k, reported_ks
-from areno.api.run import load_held_out
+from areno.api.run_training import load_held_out
 from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.engine.checkpoint.rng import capture_rng
@@ -404,15 +404,15 @@ def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step(
 OWN = """
 import random
 import torch
-from areno.api.trainers.supervised import SFTTrainer
-from areno.api.trainers.base import DataTrainer
+from areno.api.trainers.supervised import SFTDatasetTrainer
+from areno.api.trainers.base import DatasetTrainer
 from areno.config import AlgorithmSpec
 from areno.loss_fns import sft_loss_fn
 
-class Blind(SFTTrainer):
-    evaluate = DataTrainer.evaluate
+class Blind(SFTDatasetTrainer):
+    evaluate = DatasetTrainer.evaluate
 
-class Scripted(SFTTrainer):
+class Scripted(SFTDatasetTrainer):
     best_metric, best_is_higher = "score", True
     values = iter([float("nan"), 1.0, 3.0, 3.0, 2.0])
 

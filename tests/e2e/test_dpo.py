@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from areno import ArenoConfig, ModelRole, Trainer, dpo_loss_fn
-from areno.api.trainers.supervised import DPOTrainer
+from areno.api.trainers.supervised import DPODatasetTrainer
 from areno.cli.main import main
 from areno.config.train_options import TrainOptions
 from areno.errors import EngineError
@@ -167,7 +167,7 @@ def test_the_reference_leaves_the_memory_once_it_has_scored(tiny_checkpoint, tmp
     )
     with Trainer(1, str(tiny_checkpoint)) as trainer:
         trainer.init()
-        loop = DPOTrainer(options, instance=trainer, dataset=SUMS, reward_fn=None, loss_fn=dpo_loss_fn)
+        loop = DPODatasetTrainer(options, instance=trainer, dataset=SUMS, reward_fn=None, loss_fn=dpo_loss_fn)
         loop.prepare()
         rows, _ = next(loop.batches(range(loop.row_count()), 0))
         trainer.ensure_roles({"again": ModelRole("again", str(reference), trainable=False)})

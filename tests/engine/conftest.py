@@ -9,7 +9,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.kernels.library import KernelLibrary
 from areno.engine.model.adapter import AdapterOptions
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from tests.support.adapters import LR
 
 
@@ -20,7 +20,7 @@ def open_engine(tiny_checkpoint):
 
     def make(path=tiny_checkpoint, trains="policy", dtype=torch.float32, decode="eager", **options):
         adapter = AdapterOptions.of({"rank": 4, **options}, "lora")
-        optimizer = OptimizerConfig(lr=LR, weight_decay=0.1, eps=1e-6)
+        optimizer = OptimizerOptions(lr=LR, weight_decay=0.1, eps=1e-6)
         config = EngineConfig(optimizer=optimizer, adapter=adapter, trains=trains, dtype=dtype, decode=decode)
         engines.append(Engine(str(path), config))
         return engines[-1]

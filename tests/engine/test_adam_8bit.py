@@ -10,7 +10,7 @@ import torch
 from areno.engine.model.loading import LoadOptions, prepare
 from areno.engine.role import load_role
 from areno.engine.train.adam_8bit import BLOCK, LEAST_QUANTISED, Adam8bit, Quantised, dynamic_values, state_bytes
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_adam, take_moments
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions, make_adam, take_moments
 from areno.engine.train.state_files import SavedState
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
@@ -73,7 +73,7 @@ def test_what_is_above_zero_keeps_a_second_moment_above_zero():
 def test_updates_at_rate_1e_6_are_those_of_adamw(count):
     start = torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02
     ours, ideal = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    rules = [make_adam([ours], OptimizerConfig(**RATES, adam_8bit=True)), torch.optim.AdamW([ideal], **RATES)]
+    rules = [make_adam([ours], OptimizerOptions(**RATES, adam_8bit=True)), torch.optim.AdamW([ideal], **RATES)]
     for gradient in noisy_gradients(count, 100):
         ours.grad, ideal.grad = gradient, gradient.clone()
         for rule in rules:
@@ -103,7 +103,7 @@ def test_a_flat_shard_is_updated_as_the_tensor_that_it_is_a_part_of():
     whole = torch.randn(4 * 4096, generator=torch.Generator().manual_seed(3))
     one = torch.nn.Parameter(whole.view(128, 128).clone())
     parts = [torch.nn.Parameter(part.clone()) for part in whole.chunk(2)]
-    config = OptimizerConfig(lr=1e-3, adam_8bit=True)
+    config = OptimizerOptions(lr=1e-3, adam_8bit=True)
     rules = [make_adam([one], config), make_adam(parts, config)]
     for gradient in noisy_gradients(len(whole), 5):
         one.grad = gradient.view(128, 128)
@@ -118,7 +118,7 @@ def test_the_states_take_at_most_three_tenths_of_fp32_states():
     sizes = {}
     for low in (True, False):
         model = roomy_model()
-        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerOptions(adam_8bit=low))
         TrainStep(model, optimizer).run(random_rows(4), sft_loss_fn, 2)
         sizes[low] = sum(part.values.numel() * part.values.element_size() for part in optimizer.state_parts())
         assert optimizer.state_bytes() == sizes[low]
@@ -129,7 +129,7 @@ def test_the_size_of_a_checkpoint_counts_the_states_that_there_are(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model", **ROOMY))
     options = LoadOptions(dtype=torch.float32)
     roles = [
-        load_role("actor", path, "policy", options, OptimizerConfig(adam_8bit=low), False) for low in (True, False)
+        load_role("actor", path, "policy", options, OptimizerOptions(adam_8bit=low), False) for low in (True, False)
     ]
     counts = [p.numel() for _, p in roles[0].model.parameters()]
     weights = 4 * sum(counts)
@@ -139,7 +139,7 @@ def test_the_size_of_a_checkpoint_counts_the_states_that_there_are(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("low", [True, False])
 def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
-    config = OptimizerConfig(lr=1e-3, lr_decay_style="cosine", lr_decay_steps=10, adam_8bit=low)
+    config = OptimizerOptions(lr=1e-3, lr_decay_style="cosine", lr_decay_steps=10, adam_8bit=low)
     whole, first = (TrainStep(m, MasterAdamW(m.parameters(), config)) for m in (roomy_model(dtype) for _ in "ab"))
     for seed in range(4):
         whole.run(random_rows(4, seed), sft_loss_fn, 2)
@@ -158,7 +158,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
 
 def test_states_of_another_precision_are_refused():
     model = roomy_model()
-    low, full = (MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=one)) for one in (True, False))
+    low, full = (MasterAdamW(model.parameters(), OptimizerOptions(adam_8bit=one)) for one in (True, False))
     with pytest.raises(ValueError, match="--adam-8bit"):
         low.load_state(SavedState(saved(full)))
     with pytest.raises(ValueError, match="--adam-8bit"):
@@ -170,7 +170,7 @@ def test_moments_that_are_made_ahead_change_no_step(low):
     steps = []
     for ahead in (True, False):
         model = roomy_model()
-        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3, adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-3, adam_8bit=low))
         if ahead:
             optimizer.allocate()
         steps.append(TrainStep(model, optimizer))
@@ -182,7 +182,7 @@ def test_moments_that_are_made_ahead_change_no_step(low):
 
 def test_moments_can_be_made_only_once():
     parameter = torch.nn.Parameter(torch.zeros(5000))
-    rule = make_adam([parameter], OptimizerConfig())
+    rule = make_adam([parameter], OptimizerOptions())
     parameter.grad = torch.ones(5000)
     rule.step()
     before = rule.state[parameter]["exp_avg"].clone()
@@ -194,7 +194,7 @@ def test_bf16_weights_move_as_rounding_of_the_ideal_weights_does():
     models = [roomy_model(torch.bfloat16) for _ in range(2)]
     before = {name: p.detach().clone() for name, p in models[0].parameters()}
     for model, low in zip(models, (True, False), strict=True):
-        step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(**RATES, adam_8bit=low)))
+        step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(**RATES, adam_8bit=low)))
         for seed in range(30):
             step.run(random_rows(4, seed), sft_loss_fn, 4)
     shares = []
@@ -208,14 +208,14 @@ def test_bf16_weights_move_as_rounding_of_the_ideal_weights_does():
 def test_offloading_from_a_cpu_is_refused(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model"))
     with pytest.raises(UsageError, match="--offload-optimizer: role 'actor' is on a CPU"):
-        load_role("actor", path, "policy", LoadOptions(dtype=torch.float32), OptimizerConfig(offload=True), False)
+        load_role("actor", path, "policy", LoadOptions(dtype=torch.float32), OptimizerOptions(offload=True), False)
 
 
 def test_offloading_activations_from_a_cpu_is_refused(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model"))
     options = LoadOptions(dtype=torch.float32)
     with pytest.raises(UsageError, match="--offload-activations: role 'actor' is on a CPU"):
-        load_role("actor", path, "policy", options, OptimizerConfig(), True, offload_activations=True)
+        load_role("actor", path, "policy", options, OptimizerOptions(), True, offload_activations=True)
 
 
 def gsm8k_rows(folder, tokenizer, count):
@@ -242,7 +242,7 @@ def test_the_loss_on_real_text_follows_fp32_states_for_200_steps(gsm8k, tmp_path
     rows = gsm8k_rows(gsm8k, AutoTokenizer.from_pretrained(path), 1700)
     curves = []
     for low in (True, False):
-        config = OptimizerConfig(lr=1e-3, lr_warmup_steps=10, betas=(0.9, 0.999), grad_clip_norm=1.0, adam_8bit=low)
+        config = OptimizerOptions(lr=1e-3, lr_warmup_steps=10, betas=(0.9, 0.999), grad_clip_norm=1.0, adam_8bit=low)
         role = load_role("actor", str(path), "policy", LoadOptions(dtype=torch.float32), config, False)
         losses = [role.training.run(rows[8 * i : 8 * i + 8], sft_loss_fn, 8)["loss"] for i in range(200)]
         curves.append(torch.tensor(losses).view(10, 20).mean(1))

@@ -14,7 +14,7 @@ import transformers as tf
 from areno.engine.model.loading import prepare, prepare_value_model
 from areno.engine.train import step as step_module
 from areno.engine.train.batch import pack_rows
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import (
     dpo_loss_fn,
@@ -80,7 +80,7 @@ def stock(kind):
 
 def make_step(kind, checkpointing=True):
     model = prepare(stock(kind)) if kind == "policy" else prepare_value_model(stock(kind))
-    optimizer = MasterAdamW(model.parameters(), OptimizerConfig(**SETTINGS))
+    optimizer = MasterAdamW(model.parameters(), OptimizerOptions(**SETTINGS))
     return TrainStep(model, optimizer, checkpointing, kind=kind)
 
 
@@ -164,7 +164,7 @@ def test_weights_after_five_steps_are_those_of_adamw_on_padded_batches(name, min
 def test_small_updates_reach_fp32_masters_of_a_bf16_model_that_bf16_weights_would_lose():
     settings = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.0}
     model = prepare(stock("policy").to(torch.bfloat16))
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(**settings)))
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(**settings)))
     plain = stock("policy").to(torch.bfloat16)
     adam = torch.optim.AdamW(plain.parameters(), **settings)
     start = {name: p.detach().clone() for name, p in model.parameters()}

@@ -10,7 +10,7 @@ import torch
 from areno.engine.model.loading import LoadOptions
 from areno.engine.role import load_role
 from areno.engine.train.loss_scale import LossScale
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.state_files import SavedState
 from areno.loss_fns import sft_loss_fn
 from tests.engine.test_equivalences import rows
@@ -29,7 +29,7 @@ def test_the_scale_falls_after_overflows_and_rises_after_a_window():
 
 
 def role_of(path, dtype, scale=None):
-    config = OptimizerConfig(lr=1e-3, eps=1e-6, grad_clip_norm=0.5, loss_scale=scale)
+    config = OptimizerOptions(lr=1e-3, eps=1e-6, grad_clip_norm=0.5, loss_scale=scale)
     return load_role("actor", str(path), "policy", LoadOptions(dtype=dtype), config, True)
 
 

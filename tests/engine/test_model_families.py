@@ -11,7 +11,7 @@ import torch
 from areno.engine.model.loading import prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.rollout.loop import RolloutLoop
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
 from areno.errors import UnsupportedModelError, UsageError
 from areno.loss_fns import grpo_loss_fn
@@ -123,7 +123,7 @@ def test_packed_gradients_equal_padded_ones_for_every_microbatch_size(family):
     tolerance = 5e-5 if family == "qwen3_5" else 1e-5
     for mini_bs, checkpointing in ((1, True), (4, False), (9, True)):
         model = prepare(tiny_module(family), family)
-        optimizer = MasterAdamW(model.parameters(), OptimizerConfig())
+        optimizer = MasterAdamW(model.parameters(), OptimizerOptions())
         step = TrainStep(model, optimizer, checkpointing)
         step.set_training(True)
         stats = step.accumulate(rows, partial(grpo_loss_fn, clip_eps=0.2), mini_bs)

@@ -33,7 +33,7 @@ from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.table import plan_text
 from areno.engine.rollout.probe import validate_decoding
 from areno.engine.train import step as step_module
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.loss_fns import sft_loss_fn
@@ -75,7 +75,7 @@ def test_optimizer_states_are_those_of_the_optimizer(tmp_path):
     for dtype, low in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)):
         plan = make_plan(options(checkpoint, dtype=dtype, adam_8bit=low))
         model = load_causal_lm(str(checkpoint), LoadOptions(dtype=getattr(torch, dtype)))
-        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerOptions(adam_8bit=low))
         optimizer.allocate()
         held = [part.values for part in optimizer.state_parts()]
         assert part(plan, "optimizer", "optimizer") == sum(t.numel() * t.element_size() for t in held)
@@ -120,7 +120,7 @@ def test_a_planned_step_allocates_what_a_real_one_does(family, checkpointing, tm
         mask = [index < length - own for index in range(length)]
         rows.append(TrainSequence(prompt_mask=mask, tokens=[5] * length, logprobs=[0.0] * length))
     model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()), checkpointing)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions()), checkpointing)
     step.set_training(True)
     with LiveBytes() as live:
         live.ignore([*model.module.parameters(), *model.module.buffers()])
@@ -139,7 +139,7 @@ def test_a_planned_step_over_shared_prompts_allocates_what_a_real_one_does(tmp_p
         for answer in range(8)
     ]
     model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()), False, tree=True)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions()), False, tree=True)
     step.set_training(True)
     with LiveBytes() as live:
         live.ignore([*model.module.parameters(), *model.module.buffers()])

@@ -15,7 +15,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.parts import local
 from areno.engine.plan.account import make_plan
 from areno.engine.plan.sizes import RunSizes
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.types import Request, SamplingParams
 from tests.engine.test_plan import MIB, options, part
 from tests.support.tiny import save_tiny_checkpoint
@@ -50,7 +50,7 @@ def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path)
         path, world_size=layout.world_size, tp_size=layout.tp_size, adam_8bit=low, max_new_tokens=100, n_samples=2
     )
     plan = make_plan(run)
-    config = EngineConfig(optimizer=OptimizerConfig(adam_8bit=low), decode="eager", max_running=8)
+    config = EngineConfig(optimizer=OptimizerOptions(adam_8bit=low), decode="eager", max_running=8)
     group = EngineGroup(str(path), config, layout)
     try:
         group.set_max_running(run.running_sequences)

@@ -13,7 +13,7 @@ from areno.engine.model import causal_lm
 from areno.engine.model.loading import prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.train import step as step_module
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.recompute import InHostMemory, kept_bytes
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import sft_loss_fn
@@ -42,7 +42,7 @@ class Watched(InHostMemory):
 
 def make(family, offload, device="cpu", dtype=torch.float32):
     model = prepare(tiny_module(family, sharpen=1.0, layers=LAYERS).to(device, dtype), family)
-    optimizer = MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3))
+    optimizer = MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-3))
     return TrainStep(model, optimizer, True, offload_activations=offload)
 
 
@@ -188,7 +188,7 @@ def test_logits_that_are_kept_have_the_log_probs_and_gradients_of_a_softmax_in_f
 @pytest.mark.parametrize(("checkpointing", "keeps"), [(False, True), (True, False)])
 def test_logits_are_kept_where_layers_are_and_only_in_training(checkpointing, keeps):
     model = prepare(tiny_module("llama"), "llama")
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3)), checkpointing)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-3)), checkpointing)
     step.set_training(True)
     assert model.keeps_logits is keeps
     step.set_training(False)

@@ -14,7 +14,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_value_model
 from areno.engine.train.batch import pack_rows
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import predict
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import reduces_over, reward_model_loss_fn, sft_loss_fn, value_loss_fn
@@ -49,7 +49,7 @@ def save_classifier(folder, base, labels=1):
 
 @pytest.fixture
 def engine(tiny_checkpoint):
-    engine = Engine(str(tiny_checkpoint), EngineConfig(optimizer=OptimizerConfig(lr=1e-2)))
+    engine = Engine(str(tiny_checkpoint), EngineConfig(optimizer=OptimizerOptions(lr=1e-2)))
     yield engine
     engine.close()
 
@@ -205,7 +205,7 @@ def preference_rows(pairs=6):
 
 
 def test_a_trained_reward_model_loads_in_transformers_and_scores_the_same_padded_batch(tmp_path, other_checkpoint):
-    engine = Engine(str(other_checkpoint), EngineConfig(trains="reward", optimizer=OptimizerConfig(lr=3e-3)))
+    engine = Engine(str(other_checkpoint), EngineConfig(trains="reward", optimizer=OptimizerOptions(lr=3e-3)))
     rows = preference_rows()
     first = engine.train(rows, reward_model_loss_fn, 4)
     for _ in range(20):
@@ -254,7 +254,7 @@ def test_critics_work_for_families_with_and_without_a_classifier_in_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_actor_and_critic_resume_exactly(tmp_path, tiny_checkpoint, classifier, dtype):
     def make(path):
-        engine = Engine(str(path), EngineConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-3)))
+        engine = Engine(str(path), EngineConfig(dtype=dtype, optimizer=OptimizerOptions(lr=1e-3)))
         engine.ensure_roles(role("critic", classifier, trainable=True, optimizer={"lr": 1e-3, "lr_warmup_steps": 4}))
         return engine
 
@@ -282,7 +282,7 @@ def test_actor_and_critic_resume_exactly(tmp_path, tiny_checkpoint, classifier, 
 
 def test_a_learning_rate_that_was_set_is_used_shown_and_survives_a_resume(tmp_path, tiny_checkpoint):
     rows = [TrainSequence([True, False, False], [4, 5, 6])]
-    config = OptimizerConfig(lr=1e-3, min_lr=0.0, lr_decay_steps=10, lr_decay_style="linear")
+    config = OptimizerOptions(lr=1e-3, min_lr=0.0, lr_decay_steps=10, lr_decay_style="linear")
     engine = Engine(str(tiny_checkpoint), EngineConfig(optimizer=config))
     optimizer = engine.actor.trained_by()
     assert optimizer.learning_rate == pytest.approx(9e-4)

@@ -22,7 +22,7 @@ from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.scoring import score
 from areno.engine.train.batch import pack_rows
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.outputs import predict
 from areno.engine.train.recompute import recompute_layers
 from areno.engine.train.step import TrainStep
@@ -210,7 +210,7 @@ def test_scores_are_those_of_a_stock_model_that_is_routed_by_hand(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_a_stock_model_that_is_routed_by_hand(family, tree, recompute):
     rows, model = rows_of(), followed(family)
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=0.0)), recompute, tree=tree)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=0.0)), recompute, tree=tree)
     step.set_training(True)
     stats = step.accumulate(rows, sft_loss_fn, 3)
     step.set_training(False)
@@ -240,7 +240,7 @@ def test_the_share_of_other_choices_is_counted_once_and_without_regard_to_order(
         made += own.shape[0] * LAYERS
         changed += int((own != recorded.sort(-1).values).any(-1).sum())
     for recompute in (False, True):
-        step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=0.0)), recompute)
+        step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=0.0)), recompute)
         stats = step.run(rows, sft_loss_fn, 2)
         assert stats["routed_experts_changed"] == pytest.approx(changed / made)
     assert "routed_experts_changed" not in step.run(rows_of(records=False), sft_loss_fn, 2)
@@ -249,7 +249,7 @@ def test_the_share_of_other_choices_is_counted_once_and_without_regard_to_order(
 def test_rows_with_and_without_a_record_are_trained_together():
     mixed, model = rows_of(answers=1, prompts=3), followed("qwen3_moe")
     mixed[1].routed_experts = None
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=0.0)), False)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=0.0)), False)
     apart = [step.measure([row], sft_loss_fn, 1)["loss"] * sum(row.trainable()) for row in mixed]
     together = step.measure(mixed, sft_loss_fn, 3)["loss"]
     assert together == pytest.approx(sum(apart) / sum(sum(row.trainable()) for row in mixed), rel=1e-5)

@@ -6,14 +6,14 @@ import random
 from concurrent.futures import Future
 
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, Scheduler
-from areno.engine.rollout.sequence import Group, Sequence
+from areno.engine.rollout.sequence import SampleGroup, Sequence
 from areno.types import SamplingParams
 
 TOKENS = 10_000
 
 
 def group(prompt_length, members=1):
-    made = Group(list(range(prompt_length)), SamplingParams(max_new_tokens=1000), frozenset(), Future())
+    made = SampleGroup(list(range(prompt_length)), SamplingParams(max_new_tokens=1000), frozenset(), Future())
     made.members = [Sequence(made, seed) for seed in range(members)]
     return made
 

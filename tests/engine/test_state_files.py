@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from areno.engine.parallel.rank_context import RankContext
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.state_files import SavedState, StatePart, flat_parts, full_index, save_state
 from tests.support.optimizer_states import saved
 
@@ -84,7 +84,7 @@ def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):
     assert torch.equal(read["w"], whole)
     shapes = {"a": (3, 4), "b": ()}
     weights = {name: torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16)) for name, shape in shapes.items()}
-    optimizer = MasterAdamW(list(weights.items()), OptimizerConfig())
+    optimizer = MasterAdamW(list(weights.items()), OptimizerOptions())
     sum(w.sum() for w in weights.values()).backward()
     optimizer.collect()
     optimizer.step()

@@ -15,7 +15,7 @@ from areno.engine.model.causal_lm import CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.model.loading import prepare
 from areno.engine.train import step as step_module
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, clip_factor, gradient_norm
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions, clip_factor, gradient_norm
 from areno.engine.train.schedule import LrSchedule
 from areno.engine.train.step import TrainStep
 from areno.errors import EngineError
@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_module
 
 def make_step(dtype=torch.float32, family="llama", **optimizer):
     model = prepare(tiny_module(family, sharpen=1.0).to(dtype), family)
-    return TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(**optimizer)))
+    return TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(**optimizer)))
 
 
 def weights(step):
@@ -90,7 +90,7 @@ def test_pairs_are_never_split():
 
 def test_the_step_equals_torch_adamw_with_clipping():
     rows = random_rows(6)
-    config = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, grad_clip_norm=0.5, eps=1e-6)
+    config = OptimizerOptions(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, grad_clip_norm=0.5, eps=1e-6)
     model = prepare(tiny_module("llama"), "llama")
     step = TrainStep(model, MasterAdamW(model.parameters(), config))
     reference = copy.deepcopy(step)

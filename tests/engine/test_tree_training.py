@@ -21,7 +21,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.outputs import predict
 from areno.engine.train.step import TrainStep
 from areno.errors import EngineError
@@ -179,7 +179,7 @@ def test_what_cannot_follow_a_tree_is_refused():
 def test_an_engine_trains_on_trees_if_told_to(tiny_checkpoint):
     found = {}
     for tree in (False, True):
-        config = EngineConfig(tree_training=tree, optimizer=OptimizerConfig(lr=2e-4, eps=1e-4))
+        config = EngineConfig(tree_training=tree, optimizer=OptimizerOptions(lr=2e-4, eps=1e-4))
         with contextlib.closing(Engine(str(tiny_checkpoint), config)) as engine:
             stats = engine.train(branching_rows(), policy_loss_fn, 12)
             found[tree] = stats, {name: p.detach().clone() for name, p in engine.actor.model.parameters()}
@@ -229,7 +229,7 @@ def step_of(name, checkpoint):
         return make_step(lr=1e-3, eps=1e-4)
     model = load_value_model(str(checkpoint), LoadOptions(dtype=torch.float32))
     torch.nn.init.normal_(model.module.score.weight, generator=torch.Generator().manual_seed(0))
-    return TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3, eps=1e-4)), kind="value")
+    return TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-3, eps=1e-4)), kind="value")
 
 
 @pytest.mark.parametrize("name", some_quick(LOSSES, "grpo", "critic", "family, gspo"))

@@ -23,7 +23,7 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.memory import held_memory
 from areno.engine.plan.tuner import tune_sizes
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 from areno.loss_fns import grpo_loss_fn
 from areno.types import Request, SamplingParams
@@ -33,7 +33,7 @@ from tests.support.tiny import save_tiny_checkpoint
 
 CPU = torch.device("cpu")
 MIB = 2**20
-CONFIG = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256)
+CONFIG = EngineConfig(optimizer=OptimizerOptions(lr=1e-3), kv_cache_tokens=10**6, max_running=256)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_nothing_of_the_tries_remains(checkpoint):
         torch.manual_seed(5)
         np.random.seed(5)
         random.seed(5)
-        made = Engine(str(checkpoint), EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**5))
+        made = Engine(str(checkpoint), EngineConfig(optimizer=OptimizerOptions(lr=1e-3), kv_cache_tokens=10**5))
         before = {name: p.detach().clone() for name, p in made.actor.model.parameters()}
         torch.manual_seed(6)
         if tuned:
@@ -157,7 +157,7 @@ def test_nothing_of_the_tries_remains(checkpoint):
 @pytest.mark.parametrize("layout", [pytest.param(Layout(2, 1), id="dp2"), pytest.param(Layout(1, 2), id="tp2")])
 def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog):
     """Each replica gets its share of the sequences; of the measured peaks the largest counts."""
-    config = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")
+    config = EngineConfig(optimizer=OptimizerOptions(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")
     group = EngineGroup(str(checkpoint), config, layout)
     size = {"world_size": layout.world_size, "tp_size": layout.tp_size}
     run = options(checkpoint, tune_max_samples=64, **size)

@@ -66,7 +66,7 @@ def test_a_packed_forward_and_its_gradient_are_the_same_through_a_kernel(family,
 
 
 def test_pieces_behind_a_cached_beginning_are_the_same_through_a_kernel(monkeypatch):
-    from areno.engine.rollout.kv_cache import Span
+    from areno.engine.rollout.kv_cache import PrefillSpan
     from areno.engine.rollout.paged import plans
     from areno.engine.rollout.paged.cache import PagedCache
 
@@ -75,7 +75,7 @@ def test_pieces_behind_a_cached_beginning_are_the_same_through_a_kernel(monkeypa
     def run():
         cache, out = PagedCache(50), []
         cache.reserve(2, 64)
-        for spans in ([Span([0], 13), Span([1], 4)], [Span([0], 20, 13), Span([1], 9, 4)]):
+        for spans in ([PrefillSpan([0], 13), PrefillSpan([1], 4)], [PrefillSpan([0], 20, 13), PrefillSpan([1], 9, 4)]):
             plan = plans.PagedPrefillPlan(cache, spans)
             count = sum(span.length for span in spans)
             out.append(model.body(torch.arange(count), plan.position_ids, plan))

@@ -14,7 +14,7 @@ import areno  # noqa: F401  (before torch)
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.types import Request, RolloutResult, RolloutSequence
 
 
@@ -56,7 +56,7 @@ class LoopEngine:
 def open_engine(checkpoint: Path, **config: Any) -> Iterator[LoopEngine]:
     engine = Engine(
         str(checkpoint),
-        EngineConfig(trains="nothing", optimizer=OptimizerConfig(), kv_cache_tokens=20000, decode="eager", **config),
+        EngineConfig(trains="nothing", optimizer=OptimizerOptions(), kv_cache_tokens=20000, decode="eager", **config),
     )
     try:
         yield LoopEngine(engine)

@@ -18,7 +18,7 @@ from areno.config.experiment.loader import load_expr_config
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.experiments.trainers import PPOTrainer
 from areno.text.chat import encode_generation_prompt
 from areno.training.checkpoints import rollout_state
@@ -93,7 +93,7 @@ def plain_loop(task: Task, folder: Path) -> list[list[tuple[int, list[int]]]]:
 
     Adam's eps is far above rounding, so that it does not blow up the last bits of gradients that are nearly 0.
     """
-    optimizer = OptimizerConfig(lr=0.003, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0, grad_clip_norm=1.0)
+    optimizer = OptimizerOptions(lr=0.003, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0, grad_clip_norm=1.0)
     engine = Engine(str(task.model), EngineConfig(optimizer=optimizer, decode="eager", kv_cache_tokens=8192))
     rows, said = rows_of(task), []
     for step in range(EQUAL_STEPS):

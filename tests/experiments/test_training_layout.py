@@ -11,7 +11,7 @@ from areno.config.experiment import GRPOConfig, config_from
 from areno.config.experiment.notices import notice
 from areno.engine.parallel.layout import Layout
 from areno.engine.train.loss_scale import LossScale
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import engine_config, training_layout
 from tests.config.experiment.samples import SAMPLES, changed
@@ -127,7 +127,7 @@ def test_deterministic_algorithms_are_asked_for(actor, backend):
 
 
 def test_number_formats_of_states_and_gradients_reach_the_optimizer(actor):
-    def made(**settings: Any) -> OptimizerConfig:
+    def made(**settings: Any) -> OptimizerOptions:
         return engine_config(actor("fsdp:d2", dtype="float32", **settings)).optimizer
 
     assert (made().moments, made().reduce_bf16) == ("fp32", False)

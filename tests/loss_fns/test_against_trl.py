@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areno.algorithms.simpo import SimPOOptions, simpo_loss_fn
 from areno.engine.model.loading import prepare
 from areno.engine.scoring import score
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
 from areno.training.objectives.base import RowBounds
@@ -85,7 +85,7 @@ def by_trl(trainer_cls, config_cls, checkpoint, rows, folder, *, model_args=None
 def by_areno(checkpoint, rows, loss_fn, mini_bs):
     """Loss, gradients and statistics of one optimizer step."""
     model = prepare(stock(checkpoint), "llama")
-    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()))
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions()))
     step.set_training(True)
     stats = step.accumulate(rows, loss_fn, mini_bs)
     names = [name for name, _ in model.parameters()]

@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areno.api.trainers.supervised import SFTTrainer
+from areno.api.trainers.supervised import SFTDatasetTrainer
 from areno.cli.main import main
 from areno.config.prepare import prepare_run
 from areno.quickstart import from_scratch as quickstart_run
@@ -140,8 +140,8 @@ def test_a_quickstart_teaches_the_model_within_three_minutes(seed, tmp_path):
 
 def test_a_stopped_run_stops_the_quickstart(tmp_path, monkeypatch):
     """SIGINT in the SFT phase: no GSPO on a half-trained model, and the exit code of ``areno train``."""
-    step = SFTTrainer.run_step
-    monkeypatch.setattr(SFTTrainer, "run_step", lambda *args: signal.raise_signal(signal.SIGINT) or step(*args))
+    step = SFTDatasetTrainer.run_step
+    monkeypatch.setattr(SFTDatasetTrainer, "run_step", lambda *args: signal.raise_signal(signal.SIGINT) or step(*args))
     monkeypatch.setattr(quickstart_run, "HELD_OUT", 4)
     assert main(["quickstart", "--run-dir", str(tmp_path / "run")]) == 130
     assert not (tmp_path / "run" / "gspo").exists()

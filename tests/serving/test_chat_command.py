@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from areno.cli.chat import Conversation, _first_messages
+from areno.cli.chat import ChatSession, _first_messages
 from areno.config.serve_options import parse_chat
 from tests.serving.running import ANSWERS
 from tests.support.cli import environment
@@ -82,7 +82,7 @@ def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):
             yield {"content": "z"}
 
     options = parse_chat(["--base-url", "http://nowhere", "--messages", str(file)])
-    conversation = Conversation(Client(), "m", options, _first_messages(str(file)))
+    conversation = ChatSession(Client(), "m", options, _first_messages(str(file)))
     for line in ("a", "b"):
         list(conversation.ask(line))
     conversation.command("/reset")

@@ -36,7 +36,7 @@ _IMPORTS = (
     "pyarrow.dataset",
     "torch.utils.tensorboard",
     "areno.cli.main",
-    "areno.api.run",
+    "areno.api.run_training",
     "areno.api.backend.local",
     "areno.api.trainers.supervised",
     "areno.api.trainers.ppo",

@@ -18,7 +18,7 @@ class ArenoConfig:
         dp_size: data-parallel size; None is ``world_size // tp_size``.
         devices: device ids of the ranks.
         dummy_load: initialize random weights instead of loading the checkpoint's.
-        optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
+        optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
             ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,

@@ -16,7 +16,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import open_engine
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import STALL_S
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -157,7 +157,7 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
     return EngineConfig(
         device=device,
         dtype=dtype,
-        optimizer=OptimizerConfig.of(config.optimizer or {}, "ArenoConfig.optimizer"),
+        optimizer=OptimizerOptions.of(config.optimizer or {}, "ArenoConfig.optimizer"),
         adapter=None if config.lora is None else AdapterOptions.of(config.lora, "ArenoConfig.lora"),
         max_running=config.max_running_prompts,
         dummy_load=config.dummy_load,

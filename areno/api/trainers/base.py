@@ -53,7 +53,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Return fields of an ``OptimizerConfig``; ``prefix`` selects the learning-rate options of another model."""
+    """Return fields of an ``OptimizerOptions``; ``prefix`` selects the learning-rate options of another model."""
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -64,7 +64,7 @@ def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]
     }
 
 
-class DataTrainer(TrainingLoop):
+class DatasetTrainer(TrainingLoop):
     """Base of the trainers; ``eval_rows`` have the same schema as the training rows."""
 
     def __init__(
@@ -120,7 +120,7 @@ class DataTrainer(TrainingLoop):
 
     def fit(self) -> RunState:
         """Train until the end or a stop signal; see :meth:`TrainingLoop.fit`."""
-        if self.eval_rows is not None and type(self).evaluate is DataTrainer.evaluate:
+        if self.eval_rows is not None and type(self).evaluate is DatasetTrainer.evaluate:
             self.evaluate(self.eval_rows)  # raises now rather than after the first steps
         try:
             return super().fit()

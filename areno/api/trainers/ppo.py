@@ -24,10 +24,10 @@ from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import Prepared
 from areno.types import ModelRole, TrainSequence
 
-logger = logging.getLogger("areno.api.trainers.ppo.PPOTrainer")
+logger = logging.getLogger("areno.api.trainers.ppo.PPODatasetTrainer")
 
 
-class PPOTrainer(RolloutTrainer):
+class PPODatasetTrainer(RolloutTrainer):
     """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger

@@ -27,7 +27,7 @@ from areno.api.evaluation import (
 )
 from areno.api.rewards import reward_runner
 from areno.api.trainers.agents import AgentRollouts
-from areno.api.trainers.base import DataTrainer
+from areno.api.trainers.base import DatasetTrainer
 from areno.api.trainers.samples import REWARD, Sample
 from areno.api.trainers.source import SampleSource
 from areno.config.reward_weights import part_weights
@@ -56,7 +56,7 @@ from areno.training.report import StepOutcome
 from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 
 
-class RolloutTrainer(DataTrainer):
+class RolloutTrainer(DatasetTrainer):
     """Base of the trainers with rollouts; ``role`` is the name of the sampling model in log lines."""
 
     role: ClassVar[log_lines.Role] = "policy"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from areno.api.trainers.base import DataTrainer
+from areno.api.trainers.base import DatasetTrainer
 from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
 from areno.loss_fns.pack import LossFn
@@ -21,7 +21,7 @@ from areno.types import TrainSequence
 _LARGEST_EXPONENT = 700.0
 
 
-class SupervisedTrainer(DataTrainer):
+class SupervisedTrainer(DatasetTrainer):
     """Trains on the examples of an objective: rows, or pairs (two rows each in ``--mini-bs``)."""
 
     objective: ClassVar[Objective]
@@ -89,10 +89,10 @@ class SupervisedTrainer(DataTrainer):
         return {name: stats[source] for name, source in names.items() if source in stats}
 
 
-class SFTTrainer(SupervisedTrainer):
+class SFTDatasetTrainer(SupervisedTrainer):
     """Trains on the response tokens of each row."""
 
-    logger = logging.getLogger("areno.api.trainers.supervised.SFTTrainer")
+    logger = logging.getLogger("areno.api.trainers.supervised.SFTDatasetTrainer")
     objective = SFT
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -106,10 +106,10 @@ class SFTTrainer(SupervisedTrainer):
         return {**metrics, **counts}
 
 
-class DPOTrainer(SupervisedTrainer):
+class DPODatasetTrainer(SupervisedTrainer):
     """Trains on preference pairs against a reference, which is scored once."""
 
-    logger = logging.getLogger("areno.api.trainers.supervised.DPOTrainer")
+    logger = logging.getLogger("areno.api.trainers.supervised.DPODatasetTrainer")
     objective = DPO
     best_metric = "accuracy"
     best_is_higher = True

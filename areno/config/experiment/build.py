@@ -57,7 +57,7 @@ _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 
 
-def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> Config | None:
+def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> Config | None:
     """Build a configuration from raw values, without checking combinations (see `areno.config.experiment.checks`).
 
     Args:
@@ -68,12 +68,12 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
     Returns:
         The configuration without its unknown keys; None if a value is missing or invalid.
     """
-    given = without_aliases(given)
-    known = dict(leaves(given))
+    values = without_aliases(values)
+    known = dict(leaves(values))
     context = _Context(config_cls, config_cls.dependent_defaults(known), problems, Problems())
     config = None
     try:
-        config = _typed(_resolve(_with_defaults(given, config_cls, context), known), config_cls, "", context)
+        config = _typed(_resolve(_with_defaults(values, config_cls, context), known), config_cls, "", context)
     except UsageError as error:
         problems.add(str(error))
     for problem in context.problems.messages:
@@ -81,9 +81,9 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
     return config
 
 
-def without_aliases(given: Tree) -> Tree:
+def without_aliases(values: Tree) -> Tree:
     """Return a copy with aliases replaced by full paths. Raises UsageError if both are set."""
-    tree = copy.deepcopy(given)
+    tree = copy.deepcopy(values)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
         if alias in known:
@@ -134,15 +134,15 @@ class _Context:
     inherited: set[str] = field(default_factory=set)  # paths
 
 
-def _with_defaults(given: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
+def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
     """Return every setting of a section: its value, its default, or ``${path}`` of what it inherits."""
     entries = settings_of(declaration)
-    for key, value in given.items():
+    for key, value in values.items():
         if str(key) not in entries:
             context.unknown.add(unknown_key(f"{prefix}{key}", context.root, value))
     full: Tree = {}
     for name, entry in entries.items():
-        path, value = prefix + name, given.get(name, _MISSING)
+        path, value = prefix + name, values.get(name, _MISSING)
         inherits = (inner or {}).get(name, entry.info.inherits)
         if entry.shape == "section":
             full[name] = _section_tree(value, entry, context, path)

@@ -69,7 +69,7 @@ class BaseExperimentConfig:
     )
 
     @classmethod
-    def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on ``given``, the settings of file and overrides; both by dotted path."""
         return {}
 
@@ -119,10 +119,12 @@ class PPOConfig(BaseExperimentConfig):
         return RewardConfig(fn=value) if isinstance(value, str) else RewardConfig()
 
     @classmethod
-    def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Default ``actor.kl_ctl`` to 0 without a reference, or with ``actor.kl_loss_coef``."""
-        has_ref = any((path == "ref" and value is not None) or path.startswith("ref.") for path, value in given.items())
-        return {} if has_ref and "actor.kl_loss_coef" not in given else {"actor.kl_ctl": 0.0}
+        has_ref = any(
+            (path == "ref" and value is not None) or path.startswith("ref.") for path, value in values.items()
+        )
+        return {} if has_ref and "actor.kl_loss_coef" not in values else {"actor.kl_ctl": 0.0}
 
 
 @dataclass

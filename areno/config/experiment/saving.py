@@ -1,7 +1,7 @@
 """Converts a configuration to plain data and to YAML that loads as the same configuration, without secrets.
 
 API key settings are omitted. Other values that look like secrets by name or form, and all environment variables of workers,
-become ``${oc.env:NAME}``: whoever loads the file has to set that variable.
+become ``${oc.env:NAME}``: set these variables before loading the file.
 """
 
 import dataclasses

@@ -24,12 +24,12 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
         merged.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
-    found = [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-    return [sorted(items) for items in found]
+    assigned = [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+    return [sorted(items) for items in assigned]
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
     """Partition rows by token count; return row indices. Blocks of ``together`` adjacent rows (a pair) stay in one part."""
     blocks = range(0, len(lengths), together)
-    found = shares([sum(lengths[start : start + together]) for start in blocks], parts)
-    return [[blocks[block] + row for block in share for row in range(together)] for share in found]
+    assigned = shares([sum(lengths[start : start + together]) for start in blocks], parts)
+    return [[blocks[block] + row for block in share for row in range(together)] for share in assigned]

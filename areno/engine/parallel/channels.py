@@ -91,7 +91,7 @@ class Channel:
         return None
 
 
-class Group(Channel):
+class RankGroup(Channel):
     """A group of several ranks; objects are sent from ``device``: the CPU for gloo, the rank's GPU for NCCL."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -195,7 +195,7 @@ class Group(Channel):
         return cloudpickle.loads(text.cpu().numpy().tobytes())
 
 
-class SharedGroup(Group):
+class SharedGroup(RankGroup):
     """A group whose ranks share memory where the system allows it."""
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
@@ -285,8 +285,8 @@ def meet(
     size: int,
     device: torch.device,
     patience: timedelta = PATIENCE,
-    kind: type[Group] = Group,
-) -> Group:
+    kind: type[RankGroup] = RankGroup,
+) -> RankGroup:
     """Join a new process group; return when all members have joined.
 
     Args:

@@ -160,15 +160,15 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     """Return the modules to shard as units: instances of the named classes, else the decoder layers."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
-    found = [child for child in module.modules() if type(child).__name__ in names and child is not module]
-    if missing := sorted(set(names) - {type(child).__name__ for child in found}):
+    blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]
+    if missing := sorted(set(names) - {type(child).__name__ for child in blocks}):
         known = sorted(
             {type(child).__name__ for child in module.modules() if next(child.parameters(), None) is not None}
         )
         raise UsageError(
             f"fsdp.wrap_policy: {type(module).__name__} has no module of class {', '.join(missing)}; it has {', '.join(known)}"
         )
-    return found[::-1]  # inner modules first
+    return blocks[::-1]  # inner modules first
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:

@@ -17,7 +17,7 @@ import torch
 from areno.engine.parallel.channels import Channel
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.sampler import Draw
-from areno.engine.rollout.sequence import Group, LoopCommands, Sequence
+from areno.engine.rollout.sequence import LoopCommands, SampleGroup, Sequence
 from areno.errors import EngineError
 from areno.types import Request
 
@@ -34,7 +34,7 @@ class _Message:
     arrived: list[tuple[int, Request]] = field(default_factory=list)
     cancel_all: bool = False
     cancelled: list[int] = field(default_factory=list)
-    said: int = 0  # sum of all tokens sampled so far
+    sampled: int = 0  # sum of all tokens sampled so far
     pause: bool = False  # all ranks pause before this turn until their weights have changed
     last: bool = False  # the loop ends
 
@@ -42,10 +42,10 @@ class _Message:
 class _Counting(RolloutLoop):
     """A loop that sums the tokens it samples."""
 
-    said = 0
+    sampled = 0
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
-        self.said += sum(draw.tokens.tolist())
+        self.sampled += sum(draw.tokens.tolist())
         super()._take(sequences, draw)
 
 
@@ -54,12 +54,12 @@ class LeadingLoop(_Counting):
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
-        self._requests: dict[Group, Request] = {}
-        self._numbers: dict[Group, int] = {}
+        self._requests: dict[SampleGroup, Request] = {}
+        self._numbers: dict[SampleGroup, int] = {}
         self._count = 0
         super().__init__(*args, **options)
 
-    def _group(self, request: Request) -> Group:
+    def _group(self, request: Request) -> SampleGroup:
         group = super()._group(request)
         self._requests[group] = dataclasses.replace(request, listener=None)
         return group
@@ -72,7 +72,9 @@ class LeadingLoop(_Counting):
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
             cancelled = [self._numbers[group] for group in commands.cancelled]
-            self._turns.broadcast_object(_Message(arrived, commands.cancel_all, cancelled, self.said, commands.pause))
+            self._turns.broadcast_object(
+                _Message(arrived, commands.cancel_all, cancelled, self.sampled, commands.pause)
+            )
         super()._apply(commands)
 
     @contextmanager
@@ -92,7 +94,7 @@ class LeadingLoop(_Counting):
     def close(self) -> None:
         """Stop the followers too."""
         super().close()
-        self._turns.broadcast_object(_Message(said=self.said, last=True))
+        self._turns.broadcast_object(_Message(sampled=self.sampled, last=True))
 
 
 class FollowingLoop(_Counting):
@@ -100,7 +102,7 @@ class FollowingLoop(_Counting):
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
-        self._followed: dict[int, Group] = {}
+        self._followed: dict[int, SampleGroup] = {}
         super().__init__(*args, **options)
         self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
         self._thread.start()
@@ -114,7 +116,7 @@ class FollowingLoop(_Counting):
         message: _Message = self._turns.broadcast_object(None)
         if message.last:
             return False
-        if message.said != self.said:
+        if message.sampled != self.sampled:
             raise EngineError(
                 "the ranks of a replica have sampled different tokens; this is a defect, please report it"
             )

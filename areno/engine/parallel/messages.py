@@ -38,7 +38,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResult:
     """The return value of a call, or the exception it raised and its traceback."""
 
     number: int

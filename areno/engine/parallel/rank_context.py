@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.engine.parallel.channels import PATIENCE, Channel, Group, SharedGroup, meet
+from areno.engine.parallel.channels import PATIENCE, Channel, RankGroup, SharedGroup, meet
 from areno.engine.parallel.layout import Layout, Place
 from areno.engine.parallel.rendezvous import Rendezvous
 
-Links = dict[tuple[bool, int], Group]
+Links = dict[tuple[bool, int], RankGroup]
 """Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
 
 Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that none blocks another, in
@@ -107,9 +107,11 @@ class RankContext:
 def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> RankContext:
     """Create this rank's communication groups; return when all ranks have joined."""
     place = layout.place(rank)
-    across = SharedGroup if device.type == "cpu" else Group
+    across = SharedGroup if device.type == "cpu" else RankGroup
 
-    def group(name: str, own: int, size: int, device: torch.device = device, kind: type[Group] = Group) -> Channel:
+    def group(
+        name: str, own: int, size: int, device: torch.device = device, kind: type[RankGroup] = RankGroup
+    ) -> Channel:
         if size == 1:
             return Channel()
         return meet(where, name, own, size, device, kind=kind)
@@ -154,7 +156,7 @@ def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: tor
     return links
 
 
-def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:
+def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> RankGroup:
     store = where.store(name, rank, size, PATIENCE)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -166,4 +168,4 @@ def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, devi
         device_id=device if device.type == "cuda" else None,
     )
     joined: Any = dist.group.WORLD
-    return Group(joined._get_backend(device), device)
+    return RankGroup(joined._get_backend(device), device)

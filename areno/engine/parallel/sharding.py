@@ -18,7 +18,7 @@ from areno.config.machine import HEADS, heads_problem, shards_tensor_parallel
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
-from areno.engine.parallel.channels import Group
+from areno.engine.parallel.channels import RankGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.parts import local, unsharded
 from areno.engine.parallel.rank_context import RankContext
@@ -82,7 +82,7 @@ def vocabulary_share(module: Any) -> VocabularyShare | None:
     if head is None or isinstance(head, Absent) or style_of(module, name) != "colwise":
         return None
     weight: DTensor = head.weight
-    channel = Group(weight.device_mesh.get_group(), weight.device)
+    channel = RankGroup(weight.device_mesh.get_group(), weight.device)
     longest = -(-len(weight) // channel.size)
     return VocabularyShare(channel.rank * longest, len(weight.to_local()), longest, len(weight), channel)
 

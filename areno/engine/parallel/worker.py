@@ -21,7 +21,7 @@ import psutil
 
 import areno  # noqa: F401  (before torch: areno sets how long idle threads spin)
 from areno.engine.heartbeat import HEARTBEAT
-from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+from areno.engine.parallel.messages import Beat, Call, CallResult, Event, LogLine, Start, dumps, loads
 from areno.frames import Frames
 from areno.launch.links import Connection, dial
 
@@ -72,16 +72,16 @@ class _Worker:
     def _answer(self, call: Call, work: Any) -> None:
         HEARTBEAT.tick()
         try:
-            answer = Answer(call.number, work())
+            answer = CallResult(call.number, work())
         except BaseException as error:
-            answer = Answer(call.number, error=error, trace=traceback.format_exc())
+            answer = CallResult(call.number, error=error, trace=traceback.format_exc())
         HEARTBEAT.tick()
         try:
             self._send(answer)
         except (TypeError, AttributeError, ValueError) as error:  # the result cannot be pickled
             content = answer.error or answer.value
             plain = RuntimeError(f"{type(content).__name__}: {content} ({error})")
-            self._send(Answer(call.number, error=plain, trace=answer.trace or traceback.format_exc()))
+            self._send(CallResult(call.number, error=plain, trace=answer.trace or traceback.format_exc()))
 
     def _read(self) -> None:
         while True:

@@ -21,7 +21,7 @@ from typing import Any
 
 from areno.cores import openmp_threads, usable_cores
 from areno.engine import inference
-from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+from areno.engine.parallel.messages import Beat, Call, CallResult, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
 from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
@@ -264,8 +264,8 @@ class WorkerGroup:
             self._ended(rank)
             return False
         except Exception as error:
-            said = "sent what is no message" if isinstance(error, FrameError) else "sent a message that cannot be used"
-            self._fail(EngineError(f"{self._named(rank)} {said}: {type(error).__name__}: {error}"))
+            problem = "sent data that is not a message" if isinstance(error, FrameError) else "sent an invalid message"
+            self._fail(EngineError(f"{self._named(rank)} {problem}: {type(error).__name__}: {error}"))
             return False
         return True
 
@@ -274,7 +274,7 @@ class WorkerGroup:
             rank.doing = message.doing
             if message.progress != rank.progress:
                 rank.progress, rank.moved = message.progress, rank.heard
-        elif isinstance(message, Answer):
+        elif isinstance(message, CallResult):
             with self._lock:
                 _, future = rank.waiting.pop(message.number, ("", None))
                 if future is None and self._failure is None:

@@ -20,7 +20,7 @@ from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes, Sizes
 from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
@@ -226,7 +226,7 @@ class _Planner:
             )
         return [max(same, key=lambda phase: phase.total) for same in zip(*phases, strict=True)]
 
-    def _update(self, role: str, shape: ShapeOf, optimizer: OptimizerConfig, recompute: bool) -> UpdateBytes:
+    def _update(self, role: str, shape: ShapeOf, optimizer: OptimizerOptions, recompute: bool) -> UpdateBytes:
         lengths, microbatches = self.sizes.microbatch(self.longest, role)
         return shape.update(
             lengths,

@@ -24,7 +24,7 @@ from areno.engine.plan.layouts import (
     seconds,
     sent_bytes,
 )
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 
 _GIB = 2**30
@@ -128,7 +128,7 @@ def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
         raise UsageError(f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; omit --try")
     if not gpus and options.dtype != "float32":
         raise UsageError(f"--try on a CPU with --dtype {options.dtype}: use --dtype float32")
-    adam = OptimizerConfig(
+    adam = OptimizerOptions(
         lr=1e-5,
         sgd=options.optimizer == "sgd",
         **{kind: options.optimizer == kind for kind in ("adam_8bit", "adam_bf16")},

@@ -13,7 +13,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan import trial
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.loss_fns import sft_loss_fn
 from areno.types import TrainSequence
 
@@ -29,7 +29,7 @@ class LayoutTrial:
     microbatches: int  # per step, over all replicas
     device: torch.device
     dtype: torch.dtype
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=1e-5))
     steps: int = 2  # measured, after a warm-up step
     longest: int = _LONGEST
     meter: Callable[[], int] = lambda: 0

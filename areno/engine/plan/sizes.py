@@ -15,7 +15,7 @@ from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import most_tokens
 from areno.loss_fns.pack import declares_reduction, reads_entropy
@@ -33,7 +33,7 @@ class HeldRole:
     path: str
     kind: ModelKind
     option: str
-    optimizer: OptimizerConfig | None = None
+    optimizer: OptimizerOptions | None = None
     only_scores: bool = False  # loaded only while it scores, before the first step
 
 
@@ -122,7 +122,7 @@ class RunSizes(Sizes):
                 device=device,
                 dtype=torch.bfloat16 if half else torch.float32,
                 trains="reward" if self.spec.trains == "reward" else "policy",
-                optimizer=OptimizerConfig(adam_8bit=run.adam_8bit, offload=run.offload_optimizer and on_gpu),
+                optimizer=OptimizerOptions(adam_8bit=run.adam_8bit, offload=run.offload_optimizer and on_gpu),
                 adapter=_adapter(run),
                 attn_backend=run.attn_backend,
                 activation_checkpointing=run.recomputes,

@@ -30,11 +30,11 @@ from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
-from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.engine.rollout.sampler import SamplingTable
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
-from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.recompute import recompute_layers
 from areno.engine.train.sharded import ZeroAdamW
@@ -168,7 +168,7 @@ class ShapeOf:
         self,
         lengths: Sequence[int],
         scored: Sequence[int],
-        config: OptimizerConfig,
+        config: OptimizerOptions,
         *,
         several: bool,
         checkpointing: bool,
@@ -234,7 +234,7 @@ class ShapeOf:
             common=sum(p.numel() * p.element_size() for _, p in parameters) if common else 0,
         )
 
-    def _optimizer(self, config: OptimizerConfig) -> Optimizer:
+    def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """The optimizer of a run, with stub peers and without offloading."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
@@ -298,7 +298,7 @@ class ShapeOf:
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
-            plan = PrefillPlan(cache, [Span([0], prompt)])
+            plan = PrefillPlan(cache, [PrefillSpan([0], prompt)])
             self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
             return _per_token(cache)
 
@@ -308,7 +308,7 @@ class ShapeOf:
         before = live.peak
         live.restart()
         slots = [list(range(i, min(i + n_samples, held))) for i in range(held - rows, held, n_samples)]
-        plan = PrefillPlan(cache, [Span(own, prompt) for own in slots])
+        plan = PrefillPlan(cache, [PrefillSpan(own, prompt) for own in slots])
         tokens = torch.zeros(plan.tokens, dtype=torch.long)
         hidden = self.model.body(tokens, plan.position_ids, plan)
         plan.finish()

@@ -179,7 +179,7 @@ class SlotCache(KVCache):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PrefillSpan:
     """Part of a context to prefill: ``length`` tokens after ``offset`` cached ones, for all slots that share it."""
 
     slots: Seq[int]
@@ -195,7 +195,7 @@ class PrefillPlan(PackedPlan):
         spans: the spans in packed order.
     """
 
-    def __init__(self, cache: SlotCache, spans: Seq[Span]) -> None:
+    def __init__(self, cache: SlotCache, spans: Seq[PrefillSpan]) -> None:
         super().__init__([span.length for span in spans], cache.device)
         self.cache, self.spans = cache, spans
         self._continued = any(span.offset for span in spans)

@@ -27,14 +27,14 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.routing import Routers
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, RowParameters, sampling_table
-from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, LoopCommands, Prefill, Sequence, StepOutcome, grammar_errors
+from areno.engine.rollout.sequence import DecodeOutcome, LoopCommands, Prefill, SampleGroup, Sequence, grammar_errors
 from areno.engine.rollout.speculation import VerifyPlan, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
@@ -95,13 +95,13 @@ class RolloutLoop:
         self.speculate = speculate
         self._threads = self.decode.threads
         self._wake = threading.Condition()
-        self._incoming: list[Group] = []
-        self._open: dict[Future[RolloutResult], Group] = {}  # all unanswered requests
+        self._incoming: list[SampleGroup] = []
+        self._open: dict[Future[RolloutResult], SampleGroup] = {}  # all unanswered requests
         self._pause = Pause(self._wake)
         self._closing = False
         self._failure: BaseException | None = None
         self._busy = self._cancel = False
-        self._cancelled: list[Group] = []
+        self._cancelled: list[SampleGroup] = []
         self._thread: threading.Thread | None = None
         release_workers()  # started by loading the model
 
@@ -235,9 +235,9 @@ class RolloutLoop:
             self._thread.start()
             atexit.register(_close_at_exit, weakref.ref(self))
 
-    def _group(self, request: Request) -> Group:
+    def _group(self, request: Request) -> SampleGroup:
         closing = None if self.records is None else lambda sequence: take_routing(self.cache, sequence)
-        return Group.of(request, self.eos_ids, self._make_stop_text, closing)
+        return SampleGroup.of(request, self.eos_ids, self._make_stop_text, closing)
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
@@ -370,11 +370,11 @@ class RolloutLoop:
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
         """Prefill contexts beyond their ``cached`` tokens, up to ``stop``; returns the last hidden states [contexts, C]."""
         tokens: list[int] = []
-        spans: list[Span] = []
+        spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):
             piece = members[0].context[start:stop]
             tokens += piece
-            spans.append(Span([s.slot for s in members], len(piece), start))
+            spans.append(PrefillSpan([s.slot for s in members], len(piece), start))
         plan = self.prefill_plan(self.cache, spans)
         self._threads.apply(len(tokens))
         hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
@@ -426,7 +426,7 @@ class RolloutLoop:
         accepted = plan.accepted(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
         self.counters.agreed_total += sum(map(len, accepted)) - len(running)
-        outcome = StepOutcome()
+        outcome = DecodeOutcome()
         for rows in zip_longest(*accepted):
             continuing = [row for row in rows if row is not None and outcome.continues(plan.members[row])]
             if continuing:
@@ -438,10 +438,10 @@ class RolloutLoop:
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         """Append each sequence's token, and remove finished sequences."""
-        self._give(sequences, draw, outcome := StepOutcome())
+        self._give(sequences, draw, outcome := DecodeOutcome())
         self._settle(outcome)
 
-    def _give(self, sequences: list[Sequence], draw: Draw, outcome: StepOutcome) -> None:
+    def _give(self, sequences: list[Sequence], draw: Draw, outcome: DecodeOutcome) -> None:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
@@ -454,7 +454,7 @@ class RolloutLoop:
         self.counters.generated_total += len(tokens)
         outcome.failed.update(grammar_errors(sequences))
 
-    def _settle(self, outcome: StepOutcome) -> None:
+    def _settle(self, outcome: DecodeOutcome) -> None:
         self._leave(outcome.done)
         for group, error in outcome.failed.items():  # other requests continue
             if self._open.pop(group.future, None) is not None:

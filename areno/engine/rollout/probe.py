@@ -7,7 +7,7 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
-from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.errors import UnsupportedModelError
 
@@ -33,7 +33,7 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     cache = SlotCache(model.device)
     cache.reserve(1, COLUMN_STEP)
     for offset, stop in ((0, 4), (4, 7)):  # in two chunks, like a long prompt
-        prefill = PrefillPlan(cache, [Span([0], stop - offset, offset)])
+        prefill = PrefillPlan(cache, [PrefillSpan([0], stop - offset, offset)])
         hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
         prefill.finish()
     decoded = [model.logits(hidden[-1:])]

@@ -19,7 +19,7 @@ Listener = Callable[[int, GeneratedToken], None]
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SampleGroup:
     """The samples of one request, which share a prompt, its prefill and a future."""
 
     prompt: list[int]
@@ -38,7 +38,7 @@ class Group:
         eos_ids: frozenset[int],
         make_stop_text: Callable[[list[str], bool], StopChecker],
         closing: Callable[[Sequence], None] | None = None,
-    ) -> Group:
+    ) -> SampleGroup:
         """Create the samples of a request; ``make_stop_text(stop, skip_special_tokens)`` creates a stop-string checker."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -65,7 +65,7 @@ class Prefill:
 class Sequence:
     """One sample: its output so far, and its cache slot (-1: none)."""
 
-    group: Group
+    group: SampleGroup
     seed: int
     index: int = 0
     stop_text: StopChecker | None = None
@@ -147,9 +147,9 @@ class Sequence:
 class LoopCommands:
     """Commands for the loop since its last turn; ``pause``: pause before the next turn until the weights have changed."""
 
-    arrived: list[Group]
+    arrived: list[SampleGroup]
     cancel_all: bool = False
-    cancelled: list[Group] = field(default_factory=list)
+    cancelled: list[SampleGroup] = field(default_factory=list)
     pause: bool = False
 
     def __bool__(self) -> bool:
@@ -157,11 +157,11 @@ class LoopCommands:
 
 
 @dataclass(slots=True)
-class StepOutcome:
+class DecodeOutcome:
     """Outcome of a step: finished samples, and failed requests with their errors."""
 
     done: list[Sequence] = field(default_factory=list)
-    failed: dict[Group, EngineError] = field(default_factory=dict)
+    failed: dict[SampleGroup, EngineError] = field(default_factory=dict)
     finite: bool = True  # whether all logits were
 
     def continues(self, sequence: Sequence) -> bool:
@@ -169,7 +169,7 @@ class StepOutcome:
         return sequence.finish is None and sequence.group not in self.failed
 
 
-def grammar_errors(sequences: list[Sequence]) -> dict[Group, EngineError]:
+def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, EngineError]:
     """Requests whose grammar has raised, with the error."""
     causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}

@@ -39,12 +39,12 @@ def dynamic_values(signed: bool) -> Tensor:
 
     Seven decades share the codes: each one downward has half as many values as the one above it, evenly spaced.
     """
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for decade in range(_DECADES):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
         values = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)).tolist()
-        found += values + ([-value for value in values] if signed else [])
-    return torch.tensor(sorted(found), dtype=torch.float64).float()
+        levels += values + ([-value for value in values] if signed else [])
+    return torch.tensor(sorted(levels), dtype=torch.float64).float()
 
 
 @functools.cache
@@ -90,12 +90,12 @@ class Quantised:
 
     def numbers(self, count: int) -> Tensor:
         """The first ``count`` numbers, fp32 [count]."""
-        found, size = torch.empty(count, device=self.codes.device), _chunk(self.codes.device)
+        decoded, size = torch.empty(count, device=self.codes.device), _chunk(self.codes.device)
         for begin in range(0, count, size):
-            part = found[begin : begin + size]
+            part = decoded[begin : begin + size]
             blocks = -(-len(part) // BLOCK)
             part.copy_(self.read(begin // BLOCK, begin // BLOCK + blocks).view(-1)[: len(part)])
-        return found
+        return decoded
 
     def read(self, first: int, last: int) -> Tensor:
         """Numbers of the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
@@ -225,11 +225,11 @@ def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[s
     """The state of a tensor with these moments, as :func:`moments_in` gives them; of ``mean``'s shape if in fp32."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
-    found: dict[str, Any] = {"step": step}
+    state: dict[str, Any] = {"step": step}
     for name, numbers, signed in (("mean", mean, True), ("root", second, False)):
         moment = Quantised.of(numbers.reshape(-1), signed)
-        found[f"{name}_codes"], found[f"{name}_scales"] = moment.codes, moment.scales
-    return found
+        state[f"{name}_codes"], state[f"{name}_scales"] = moment.codes, moment.scales
+    return state
 
 
 def working_bytes(device: torch.device) -> int:

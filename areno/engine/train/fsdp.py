@@ -20,7 +20,7 @@ from areno.engine.train.optimizer import (
     MOMENTS,
     GradientStats,
     Optimizer,
-    OptimizerConfig,
+    OptimizerOptions,
     make_adam,
     master_key,
     moment_key,
@@ -35,7 +35,7 @@ class FullyShardedAdamW(Optimizer):
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        config: OptimizerConfig,
+        config: OptimizerOptions,
         peers: RankContext,
         dtype: torch.dtype,
         partial: Collection[str] = (),

@@ -28,7 +28,7 @@ from areno.errors import UsageError
 
 
 @dataclass(slots=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerOptions:
     """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
 
     ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has none: it follows the gradient. ``offload`` keeps
@@ -69,7 +69,7 @@ class OptimizerConfig:
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerConfig:
+    def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
         """Make a configuration from a dictionary; UsageError names ``owner`` and the known keys if one is unknown."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
@@ -107,7 +107,7 @@ class GradientStats:
 
 
 def make_adam(
-    tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerConfig
+    tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerOptions
 ) -> torch.optim.Optimizer:
     """Create the update rule over fp32 tensors, or groups of them: weights, masters, or flat shards of them."""
     if config.sgd:
@@ -141,7 +141,7 @@ class Optimizer(ABC):
     _adam: torch.optim.Optimizer
     is_part = False  # other ranks have the other parameters
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerOptions) -> None:
         self.config = config
         self.steps = 0
         self._schedule = config.schedule()
@@ -258,7 +258,7 @@ class Optimizer(ABC):
 class MasterAdamW(Optimizer):
     """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters."""
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerOptions) -> None:
         super().__init__(config)
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
@@ -368,7 +368,7 @@ def master_key(name: str) -> str:
 
 
 def saved_moments(
-    saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerConfig
+    saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
 ) -> dict[str, Any]:
     """Load the optimizer state of a parameter's part with this index."""
     count = saved.head["counts"][name]

@@ -47,11 +47,11 @@ class Part:
     def predicted(self, model: PackedModel, kind: ModelKind, hidden: Tensor, entropy: bool, bounds: bool) -> Tensor:
         """What the loss is given, from hidden states [T, C]; see :func:`predict`."""
         plan = self.plan if isinstance(self.plan, ContextPlan) else None
-        found = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
+        outputs = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
         if plan is not None:
-            found = {name: plan.sum(value) for name, value in found.items()}
-        predicted = found.pop("")
-        cast(dict[str, Tensor], self.batch.data).update(found)
+            outputs = {name: plan.sum(value) for name, value in outputs.items()}
+        predicted = outputs.pop("")
+        cast(dict[str, Tensor], self.batch.data).update(outputs)
         return predicted
 
 
@@ -92,16 +92,16 @@ def _outputs(
         return {"": batch.on_action_axis(model.values(rows))}
     assert isinstance(model, CausalLM)
     logprobs, spread, extremes = model.logprobs_and_entropy(rows, batch.targets, batch.temperatures, entropy, bounds)
-    found = {"": batch.on_action_axis(logprobs)}
+    outputs = {"": batch.on_action_axis(logprobs)}
     if entropy:
-        found["packed_entropy"] = batch.on_action_axis(spread)
+        outputs["packed_entropy"] = batch.on_action_axis(spread)
     if bounds:
         least, greatest = extremes.unbind(-1)
-        found |= {
+        outputs |= {
             "packed_min_logits": batch.on_action_axis(least),
             "packed_max_logits": batch.on_action_axis(greatest),
         }
-    return found
+    return outputs
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:

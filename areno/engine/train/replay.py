@@ -60,7 +60,7 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
 
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
     """Records of packed positions from those of tokens."""
-    found = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
+    replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
     known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first is written last
-    found[places[known]] = records[known]
-    return found
+    replayed[places[known]] = records[known]
+    return replayed

@@ -29,7 +29,7 @@ from areno.engine.train.optimizer import (
     MOMENTS,
     GradientStats,
     Optimizer,
-    OptimizerConfig,
+    OptimizerOptions,
     low_moments,
     make_adam,
     master_key,
@@ -74,7 +74,7 @@ class ZeroAdamW(Optimizer):
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        config: OptimizerConfig,
+        config: OptimizerOptions,
         peers: RankContext,
         partial: set[str] | frozenset[str] = frozenset(),
         tied: Collection[str] = (),

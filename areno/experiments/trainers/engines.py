@@ -28,7 +28,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.microbatch import MicroBatching
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.schedule import LrSchedule
 from areno.errors import UsageError
 from areno.experiments.cluster import cluster_machine
@@ -143,10 +143,10 @@ def _deterministic(section: TrainEngineConfig) -> bool:
     return backend in ("archon", "megatron") and getattr(section, backend).use_deterministic_algorithms
 
 
-def optimizer_of(section: TrainEngineConfig) -> OptimizerConfig:
+def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
     """The optimizer of a section; its learning rate is set for each update, see :func:`schedule_of`."""
     if section.optimizer is None:
-        return OptimizerConfig()
+        return OptimizerOptions()
     config = _optimizer_config(section.optimizer)
     config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
     config.offload |= section.offload or section.fsdp.per_layer_optim_step
@@ -159,8 +159,8 @@ def optimizer_of(section: TrainEngineConfig) -> OptimizerConfig:
     return config
 
 
-def _optimizer_config(section: OptimizerSection) -> OptimizerConfig:
-    return OptimizerConfig(
+def _optimizer_config(section: OptimizerSection) -> OptimizerOptions:
+    return OptimizerOptions(
         lr=section.lr,
         betas=(section.beta1, section.beta2),
         eps=section.eps,

@@ -74,19 +74,19 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     # Search for text after the last call from the end, because arguments may contain the same words.
     stop = len(turn.text)
     for piece in reversed(pieces[calls[-1] + 1 :]):
-        found = -1 if isinstance(piece, ToolCallDelta) else turn.text.rfind(piece.text, 0, stop)
-        stop = found if found >= 0 else stop
+        start = -1 if isinstance(piece, ToolCallDelta) else turn.text.rfind(piece.text, 0, stop)
+        stop = start if start >= 0 else stop
     cursor, pending = 0, False
     for place, piece in enumerate(pieces[: calls[-1]]):
         if isinstance(piece, ToolCallDelta):
             pending = True
             continue
-        found = turn.text.find(piece.text, cursor, stop)
-        if found < 0:
+        start = turn.text.find(piece.text, cursor, stop)
+        if start < 0:
             continue
         if pending:
-            spans.append((cursor, found))
-        cursor, pending = found + len(piece.text), False
+            spans.append((cursor, start))
+        cursor, pending = start + len(piece.text), False
         if isinstance(piece, ReasoningDelta) and turn.closer and not isinstance(pieces[place + 1], ReasoningDelta):
             closed = turn.text.find(turn.closer, cursor, stop)
             cursor = closed + len(turn.closer) if closed >= 0 else cursor
@@ -135,9 +135,9 @@ def _content_spans(text: str, messages: Sequence[dict[str, Any]]) -> list[tuple[
         content = text_of(message.get("content")).strip()
         # Some templates write tool results as quoted JSON.
         for shown in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
-            found = text.find(shown, cursor) if shown else -1
-            if found >= 0:
-                spans.append((found, found + len(shown), _RENAMED.get(message["role"], message["role"])))
-                cursor = found + len(shown)
+            start = text.find(shown, cursor) if shown else -1
+            if start >= 0:
+                spans.append((start, start + len(shown), _RENAMED.get(message["role"], message["role"])))
+                cursor = start + len(shown)
                 break
     return spans

@@ -24,7 +24,7 @@ from areno.engine.engine import Engine
 from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
-from areno.engine.parallel.channels import Group, meet
+from areno.engine.parallel.channels import RankGroup, meet
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.parallel.segment import attach
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Timeout of the members of a collective waiting for each other.
 PATIENCE_S = 120.0
-_channels: dict[str, Group] = {}
+_channels: dict[str, RankGroup] = {}
 # On rank 0 of a trainer: the newest weights by version, if ``Update.kept`` is set.
 _kept: dict[int, Tensor] = {}
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.parallel import channels
-from areno.engine.parallel.channels import Group, SharedGroup, meet
+from areno.engine.parallel.channels import RankGroup, SharedGroup, meet
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.rendezvous import FolderRendezvous
-from areno.engine.train.optimizer import GradientStats, OptimizerConfig
+from areno.engine.train.optimizer import GradientStats, OptimizerOptions
 from areno.engine.train.sharded import ZeroAdamW
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ class Member:
         self.folder, self.rank = folder, rank
         self.sums = None
 
-    def join(self, name: str, size: int, kind: type[Group] = SharedGroup) -> None:
+    def join(self, name: str, size: int, kind: type[RankGroup] = SharedGroup) -> None:
         self.group = meet(FolderRendezvous(self.folder), name, self.rank, size, CPU, kind=kind)
 
     def add_up(self, count: int, rounds: list[list[Tensor]]) -> list[Tensor]:
@@ -133,7 +133,7 @@ class Member:
         channels.ANONYMOUS = False
 
     def learn(
-        self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerConfig
+        self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerOptions
     ) -> tuple[dict[str, Tensor], list[GradientStats], bool]:
         """Train weights with gradients [step][pass] by name, each rank taking the passes of its number."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}

@@ -27,7 +27,7 @@ from areno.engine.parallel.layout import Layout  # noqa: E402
 from areno.engine.parallel.rank_context import RankContext  # noqa: E402
 from areno.engine.parallel.workers import WorkerGroup  # noqa: E402
 from areno.engine.role import load_role  # noqa: E402
-from areno.engine.train.optimizer import OptimizerConfig  # noqa: E402
+from areno.engine.train.optimizer import OptimizerOptions  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from areno.loss_fns import sft_loss_fn, value_loss_fn  # noqa: E402
 from areno.types import ModelRole  # noqa: E402
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory):
 
 def engine(path, layout=None, **lora):
     adapter = AdapterOptions.of({"rank": 4, **lora}, "lora")
-    config = EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=4096, decode="eager", adapter=adapter)
+    config = EngineConfig(optimizer=OptimizerOptions(**SETTINGS), kv_cache_tokens=4096, decode="eager", adapter=adapter)
     return Engine(str(path), config) if layout is None else EngineGroup(str(path), config, layout)
 
 
@@ -196,7 +196,7 @@ def made(family, folder, **config):
 
 def learned(peers, path, **lora):
     """The adapter after three steps of several microbatches, as whole tensors, and the log-probs that it gives."""
-    adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerConfig(**SETTINGS)
+    adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerOptions(**SETTINGS)
     role = load_role("actor", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), settings, True, adapter)
     for step in range(3):
         role.training.run(rows(7, seed=step), sft_loss_fn, 2)

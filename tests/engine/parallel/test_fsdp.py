@@ -22,7 +22,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.role import load_role
 from areno.engine.train.microbatch import MicroBatching
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
 from areno.types import ModelRole, Request, SamplingParams
@@ -45,12 +45,12 @@ def checkpoint(tmp_path_factory):
 
 
 def alone(path, **more):
-    return Engine(str(path), EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=256, **more))
+    return Engine(str(path), EngineConfig(optimizer=OptimizerOptions(**SETTINGS), kv_cache_tokens=256, **more))
 
 
 @pytest.fixture(scope="module")
 def group(checkpoint):
-    config = EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=256)
+    config = EngineConfig(optimizer=OptimizerOptions(**SETTINGS), kv_cache_tokens=256)
     made = EngineGroup(str(checkpoint), config, FSDP, stall_s=60)  # ranks that wait for each other fail soon
     yield made
     made.close()
@@ -221,7 +221,7 @@ def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
 
 @pytest.mark.long
 def test_bf16_weights_have_fp32_masters_that_small_steps_move(checkpoint, tmp_path):
-    settings = OptimizerConfig(lr=1e-5, eps=1e-6)
+    settings = OptimizerOptions(lr=1e-5, eps=1e-6)
     found = {}
     for name, layout in (("one", None), ("two", FSDP)):
         config = EngineConfig(optimizer=settings, kv_cache_tokens=256, dtype=torch.bfloat16)
@@ -264,8 +264,8 @@ def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
         ):
             Layout.of(ranks, ranks, None, fsdp=True)
     for option, layout, optimizer, adapter in (
-        ("--load-in-4bit", FSDP, OptimizerConfig(), AdapterOptions(rank=4, load_in_4bit=True)),
-        ("--lora-rank and --tp-size", Layout(2, 2, fsdp=True), OptimizerConfig(), AdapterOptions(rank=4)),
+        ("--load-in-4bit", FSDP, OptimizerOptions(), AdapterOptions(rank=4, load_in_4bit=True)),
+        ("--lora-rank and --tp-size", Layout(2, 2, fsdp=True), OptimizerOptions(), AdapterOptions(rank=4)),
     ):
         options = LoadOptions(dtype=torch.float32, peers=RankContext(layout))
         with pytest.raises(UsageError, match=f"--fsdp with {option}: .* are not sharded"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areno.engine.parallel.layout import Layout
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 from tests.engine.parallel.trainee import Learned, Lesson, Trainees
 from tests.support.tiny import save_tiny_checkpoint
@@ -225,7 +225,7 @@ def test_sharded_states_may_wait_in_host_memory(trainees, checkpoints):
 
 @pytest.mark.parametrize("layout", [SHARDED["d2"], STAGES["p2"], Layout(2)], ids=["sharded", "stages", "whole"])
 def test_plain_gradient_descent_is_that_of_one_process(layout, trainees, checkpoints):
-    lesson = Lesson(checkpoints(Case("llama", layout)), settings=OptimizerConfig(lr=0.1, sgd=True))
+    lesson = Lesson(checkpoints(Case("llama", layout)), settings=OptimizerOptions(lr=0.1, sgd=True))
     assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
 
 

@@ -15,7 +15,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import ModelRole, Request, SamplingParams
@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory):
 
 
 def engine(path, layout=None, **more):
-    config = EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=4096, decode="eager", **more)
+    config = EngineConfig(optimizer=OptimizerOptions(**SETTINGS), kv_cache_tokens=4096, decode="eager", **more)
     return Engine(str(path), config) if layout is None else EngineGroup(str(path), config, layout)
 
 
@@ -241,7 +241,7 @@ LOW_CHAIN = [(Layout(2, 1), 2), (None, 1), (Layout(1, 2), 1), (Layout(2, fsdp=Tr
 @pytest.mark.parametrize("moments", ["adam_8bit", "adam_bf16"])
 def test_low_moments_move_between_layouts_with_the_run(moments, checkpoint, tmp_path):
     """Two updates on replicas, one in one process, one on each of two layouts, against five in one process."""
-    settings = OptimizerConfig(**SETTINGS, **{moments: True})
+    settings = OptimizerOptions(**SETTINGS, **{moments: True})
     config = EngineConfig(optimizer=settings, kv_cache_tokens=4096, decode="eager")
     source = checkpoint
     for index, (layout, steps) in enumerate(LOW_CHAIN):

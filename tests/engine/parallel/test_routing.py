@@ -10,7 +10,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.loss_fns import sft_loss_fn
 from areno.types import Request, SamplingParams
 from tests.engine.parallel.test_layouts import assert_weights
@@ -46,7 +46,7 @@ def course(engine, folder):
 
 def config():
     # Without trees: which rows share tokens, and how often a choice counts, would depend on the ranks.
-    options = {"optimizer": OptimizerConfig(lr=1e-3, eps=1e-6), "kv_cache_tokens": 1024, "tree_training": False}
+    options = {"optimizer": OptimizerOptions(lr=1e-3, eps=1e-6), "kv_cache_tokens": 1024, "tree_training": False}
     return EngineConfig(return_routed_experts=True, activation_checkpointing=True, **options)
 
 

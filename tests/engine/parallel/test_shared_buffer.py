@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from areno.engine.parallel.channels import Group, SharedGroup
+from areno.engine.parallel.channels import RankGroup, SharedGroup
 from areno.engine.parallel.segment import ANONYMOUS
 from areno.engine.parallel.workers import WorkerGroup
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.errors import EngineError
 from tests.engine.parallel.objects import members
 from tests.support.cli import start_text
 from tests.support.processes import alive
 
 needs_anonymous_memory = pytest.mark.skipif(not ANONYMOUS, reason="anonymous shared memory needs Linux")
-KINDS = [SharedGroup, Group]
+KINDS = [SharedGroup, RankGroup]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_weights_in_common_and_sent_ones(dtype, four):
 
 # Uneven shapes, none of which divides by the ranks or by what the buffers are aligned to; one parameter is empty.
 SHAPES = {"embedding": (41, 7), "norm": (7,), "empty": (0, 7), "projection": (5, 7), "scale": (), "head": (3, 111)}
-CONFIG = OptimizerConfig(lr=1e-2, eps=1e-6)
+CONFIG = OptimizerOptions(lr=1e-2, eps=1e-6)
 
 
 def lessons(seed: int) -> list[list[dict[str, torch.Tensor]]]:

@@ -15,13 +15,13 @@ import torch
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rank_context import RankContext
 from areno.engine.train.adam_8bit import BLOCK, Quantised, state_bytes
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.sharded import ZeroAdamW
 from areno.engine.train.state_files import SavedState
 from tests.engine.parallel.shares import SHAPES, SPREAD, start, weights_and_gradients
 from tests.support.optimizer_states import contents, saved
 
-CONFIG = OptimizerConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-6)
+CONFIG = OptimizerOptions(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-6)
 LOW = dataclasses.replace(CONFIG, adam_8bit=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from areno.config.hooks import import_user_file
 from areno.engine.parallel import workers
-from areno.engine.parallel.messages import Answer
+from areno.engine.parallel.messages import CallResult
 from areno.engine.parallel.workers import WorkerGroup
 from areno.errors import EngineError
 from tests.engine.parallel import broken, objects
@@ -108,8 +108,8 @@ def test_a_closed_group_says_so_instead_of_waiting(group):
 @pytest.mark.parametrize(
     ("method", "text", "reason"),
     [
-        ("garble", b"garbage", "sent what is no message"),
-        ("send_text", cloudpickle.dumps(Answer(99)), "an answer to call 99, which it was not asked"),
+        ("garble", b"garbage", "sent data that is not a message"),
+        ("send_text", cloudpickle.dumps(CallResult(99)), "an answer to call 99, which it was not asked"),
     ],
     ids=["garbage", "forged"],
 )

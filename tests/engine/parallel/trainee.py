@@ -19,7 +19,7 @@ from areno.engine.parallel.rank_context import RankContext, connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.role import Role, load_role
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.sharded import ZeroAdamW
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import TrainSequence
@@ -28,7 +28,7 @@ from tests.engine.test_equivalences import rows
 CPU = torch.device("cpu")
 STEPS = 5
 # A small epsilon would turn gradients that are only rounding into steps as long as the rate.
-OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, grad_clip_norm=0.5, weight_decay=0.01)
+OPTIMIZER = OptimizerOptions(lr=1e-3, eps=1e-3, grad_clip_norm=0.5, weight_decay=0.01)
 LOSSES = {
     "sft": ("policy", sft_loss_fn),
     "grpo": ("policy", partial(grpo_loss_fn, kl_coef=0.1)),
@@ -47,7 +47,7 @@ class Lesson:
     tree: bool = False
     lora: bool | tuple[str, ...] = False  # which layers have an adapter, if not all
     dtype: torch.dtype = torch.float32
-    settings: OptimizerConfig = field(default_factory=lambda: OPTIMIZER, hash=False)
+    settings: OptimizerOptions = field(default_factory=lambda: OPTIMIZER, hash=False)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,20 @@ import pytest
 
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
-from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.optimizer import OptimizerOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from tests.support.tiny import save_tiny_checkpoint
 
 
 def config(**more) -> EngineConfig:
     return EngineConfig(
-        **{"optimizer": OptimizerConfig(lr=1e-2), "kv_cache_tokens": 8192, "decode": "eager", "max_running": 16, **more}
+        **{
+            "optimizer": OptimizerOptions(lr=1e-2),
+            "kv_cache_tokens": 8192,
+            "decode": "eager",
+            "max_running": 16,
+            **more,
+        }
     )
 
 

@@ -25,7 +25,7 @@ _TOLERANCE = 3e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class AttentionBackend:
     """A decode attention implementation."""
 
     name: str  # for logs and benchmarks
@@ -57,12 +57,12 @@ def triton_attention(
     return decode_attention(layer, q, keys, values, table, (positions + 1).int(), columns=columns)
 
 
-GATHER = Backend("gather", gather_attention, fixed_shape=False)
-_TRITON = Backend("triton", triton_attention, fixed_shape=True)
+GATHER = AttentionBackend("gather", gather_attention, fixed_shape=False)
+_TRITON = AttentionBackend("triton", triton_attention, fixed_shape=True)
 
 
 @functools.cache
-def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Backend:
+def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> AttentionBackend:
     """The Triton kernel if it works on the device, else the gather backend, with one warning."""
     if device.type != "cuda":
         return GATHER
@@ -74,7 +74,7 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Ba
     return GATHER
 
 
-def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
+def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
     """Test a backend on a small case; None if it works, else the problem."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5

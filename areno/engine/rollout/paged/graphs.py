@@ -18,7 +18,7 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.traced import plain_draw
 from areno.engine.rollout.counter_rng import as_int64, random_bits
 from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP
-from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend
+from areno.engine.rollout.paged.backends import GATHER, AttentionBackend, best_backend
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import CaptureError, GraphSet, why_not_captured
 from areno.engine.rollout.paged.plans import PagedDecodePlan, open_cells
@@ -192,7 +192,7 @@ class DeviceDecode:
         self._epoch = self.cache.epoch  # a capture may have allocated a layer's pool
         return True
 
-    def _backend(self) -> Backend:
+    def _backend(self) -> AttentionBackend:
         if self.model.config._attn_implementation == IMPLEMENTATIONS["native"]:
             return GATHER
         return best_backend(self.model.device, self.model.dtype, self.cache.page_size)

@@ -16,7 +16,7 @@ from areno.engine.rollout.paged.pipeline import DecodePipeline, Landed
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
-from areno.engine.rollout.sequence import Group, Sequence
+from areno.engine.rollout.sequence import SampleGroup, Sequence
 
 
 class PagedRolloutLoop(RolloutLoop):
@@ -127,7 +127,7 @@ class PagedRolloutLoop(RolloutLoop):
             self._take(list(sequences), Draw(torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64), None))
 
 
-def _is_plain(group: Group) -> bool:
+def _is_plain(group: SampleGroup) -> bool:
     """Whether a request is sampled by temperature alone."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)

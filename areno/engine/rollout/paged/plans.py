@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from areno.engine.model.attention import LayerAttention
 from areno.engine.model.recurrent import SCRATCH, Forward
 from areno.engine.model.varlen import find_kernel
-from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, Span
+from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, PrefillSpan
 from areno.engine.rollout.paged.backends import paged_attention
 from areno.engine.rollout.paged.cache import PagedCache
 
@@ -22,7 +22,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     cache: PagedCache  # type: ignore[assignment]
 
-    def __init__(self, cache: PagedCache, spans: Seq[Span]) -> None:
+    def __init__(self, cache: PagedCache, spans: Seq[PrefillSpan]) -> None:
         super().__init__(cache, spans)  # type: ignore[arg-type]
 
     def _place(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from areno.engine.model.attention import LayerAttention
 from areno.engine.rollout.paged import backends
-from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend, gather_attention, why_not
+from areno.engine.rollout.paged.backends import GATHER, AttentionBackend, best_backend, gather_attention, why_not
 
 CPU = torch.device("cpu")
 
@@ -45,15 +45,17 @@ def test_gathered_pages_give_exact_attention(window, extra):
 
 def test_a_right_candidate_passes_and_a_wrong_one_is_named():
     assert why_not(GATHER, CPU, torch.float32, 16) is None
-    wrong = Backend("wrong", lambda *arguments: 1.2 * gather_attention(*arguments), fixed_shape=True)
+    wrong = AttentionBackend("wrong", lambda *arguments: 1.2 * gather_attention(*arguments), fixed_shape=True)
     assert "differs by" in str(why_not(wrong, CPU, torch.float32, 16))
-    late = Backend("late", lambda la, q, k, v, t, p, c: gather_attention(la, q, k, v, t, p - 1, c), fixed_shape=True)
+    late = AttentionBackend(
+        "late", lambda la, q, k, v, t, p, c: gather_attention(la, q, k, v, t, p - 1, c), fixed_shape=True
+    )
     assert "differs by" in str(why_not(late, CPU, torch.float32, 16))
 
     def raises(*arguments):
         raise RuntimeError("page size 16 must be a multiple of 256")
 
-    assert why_not(Backend("none", raises, True), CPU, torch.float32, 16) == (
+    assert why_not(AttentionBackend("none", raises, True), CPU, torch.float32, 16) == (
         "RuntimeError: page size 16 must be a multiple of 256"
     )
 

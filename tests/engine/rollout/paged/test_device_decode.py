@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
-from areno.engine.rollout.kv_cache import Span
+from areno.engine.rollout.kv_cache import PrefillSpan
 from areno.engine.rollout.paged import plans
-from areno.engine.rollout.paged.backends import Backend, gather_attention
+from areno.engine.rollout.paged.backends import AttentionBackend, gather_attention
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import why_not_captured
 from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepRow, bucket_sizes
@@ -32,13 +32,13 @@ def device_of(model, rows=4, most=16, captures=False, monkeypatch=None):
     """With ``captures``, graphs are those of a stand-in for CUDA."""
     cache = PagedCache(100)
     cache.reserve(most, 64)
-    plan = PagedPrefillPlan(cache, [Span([row], PROMPT) for row in range(rows)])
+    plan = PagedPrefillPlan(cache, [PrefillSpan([row], PROMPT) for row in range(rows)])
     model.body(torch.arange(rows * PROMPT) % 90, plan.position_ids, plan)
     device = DeviceDecode(model, cache, most)
     if captures:
         device._captures = True
         device.cuda = FakeCuda(monkeypatch)
-        monkeypatch.setattr(device, "_backend", lambda: Backend("test", gather_attention, fixed_shape=True))
+        monkeypatch.setattr(device, "_backend", lambda: AttentionBackend("test", gather_attention, fixed_shape=True))
     return device
 
 

@@ -13,7 +13,7 @@ from areno.engine.inference import DecodeProgress
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged import backends
-from areno.engine.rollout.paged.backends import Backend
+from areno.engine.rollout.paged.backends import AttentionBackend
 from areno.engine.rollout.paged.graphs import DeviceDecode
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.types import Request, SamplingParams
@@ -102,7 +102,7 @@ def test_every_page_is_free_when_everybody_has_left(open_loop):
 def open_captured(open_loop, monkeypatch):
     """A loop whose steps are captured and replayed by a stand-in for CUDA graphs."""
     monkeypatch.setattr(
-        DeviceDecode, "_backend", lambda device: Backend("test", backends.gather_attention, fixed_shape=True)
+        DeviceDecode, "_backend", lambda device: AttentionBackend("test", backends.gather_attention, fixed_shape=True)
     )
 
     def make(model, **options):

@@ -12,7 +12,7 @@ from areno.engine.rollout.paged.pages import SPARE_PAGE, PageAllocator, pages_fo
 from areno.engine.rollout.paged.plans import open_cells
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, Sequence
+from areno.engine.rollout.sequence import SampleGroup, Sequence
 from areno.errors import EngineError
 from areno.types import SamplingParams
 
@@ -61,7 +61,7 @@ class Simulation:
     def submit(self) -> None:
         prompt = [self.random.randrange(6)] * self.random.randint(1, self.budget // 2)
         new = self.random.randint(1, min(150, self.budget - len(prompt)))
-        group = Group(prompt, SamplingParams(max_new_tokens=new), frozenset(), Future())
+        group = SampleGroup(prompt, SamplingParams(max_new_tokens=new), frozenset(), Future())
         self.scheduler.waiting.extend(Sequence(group, 0) for _ in range(self.random.randint(1, 6)))
 
     def prefill(self, members: list[Sequence], start: int, stop: int) -> None:

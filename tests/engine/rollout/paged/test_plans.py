@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
-from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.paged.backends import gathered
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
@@ -29,9 +29,9 @@ def run(model, cache, paged):
         plan.finish()
 
     first, second, third = PROMPTS
-    prefill([Span([0, 1], 24), Span([2], 13)], first + second)
-    prefill([Span([3, 4, 5], 2)], third[:2])
-    prefill([Span([3, 4, 5], 1, 2)], third[2:])
+    prefill([PrefillSpan([0, 1], 24), PrefillSpan([2], 13)], first + second)
+    prefill([PrefillSpan([3, 4, 5], 2)], third[:2])
+    prefill([PrefillSpan([3, 4, 5], 1, 2)], third[2:])
     lengths = [24, 24, 13, 3, 3, 3]
     for step in range(12):
         positions = [length + step for length in lengths]
@@ -57,7 +57,7 @@ def test_a_row_of_padding_changes_nobody(monkeypatch):
     with torch.inference_mode():
         cache = PagedCache(64)
         cache.reserve(8, 64)
-        plan = PagedPrefillPlan(cache, [Span([slot], 5) for slot in range(8)])
+        plan = PagedPrefillPlan(cache, [PrefillSpan([slot], 5) for slot in range(8)])
         model.body(torch.arange(40), plan.position_ids, plan)
         before = [gathered(cache.pool(0)[0], cache.table[row : row + 1], 5).clone() for row in range(8)]
         plan = PagedDecodePlan.of(cache, [5, 5, 5], 16)
@@ -69,13 +69,13 @@ def test_a_row_of_padding_changes_nobody(monkeypatch):
 def test_a_prompt_in_pieces_goes_on_in_its_own_pages_and_an_old_row_begins_anew():
     cache = PagedCache(64)
     cache.reserve(8, 64)
-    PagedPrefillPlan(cache, [Span([0, 1, 2], 20)]).finish()
+    PagedPrefillPlan(cache, [PrefillSpan([0, 1, 2], 20)]).finish()
     first = cache.pages_of(0)
     assert cache.pages_of(1) == cache.pages_of(2) == first
-    PagedPrefillPlan(cache, [Span([0, 1, 2], 20, 20)]).finish()
+    PagedPrefillPlan(cache, [PrefillSpan([0, 1, 2], 20, 20)]).finish()
     assert cache.pages_of(0)[:2] == first, "the partly filled page was copied although the others wait for it"
     assert cache.pages_of(1) == cache.pages_of(2) == cache.pages_of(0)
     assert cache.allocator.used == 3
-    PagedPrefillPlan(cache, [Span([1], 5)])
+    PagedPrefillPlan(cache, [PrefillSpan([1], 5)])
     assert len(cache.pages_of(1)) == 1
     assert cache.pages_of(1) != first[:1]

@@ -17,7 +17,7 @@ from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import first_rows, load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
-from areno.api.trainers.base import DataTrainer, optimizer_settings, spec_of
+from areno.api.trainers.base import DatasetTrainer, optimizer_settings, spec_of
 from areno.api.trainers.rollout import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
@@ -183,14 +183,14 @@ def run_evaluation(
             loop.cleanup()
 
 
-def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DataTrainer:
+def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DatasetTrainer:
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
-    make: Callable[..., DataTrainer] = spec.resolve_trainer_cls()
+    make: Callable[..., DatasetTrainer] = spec.resolve_trainer_cls()
     return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
-def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, start: float) -> int:
+def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> int:
     with loop.stop.signals():
         try:
             state = loop.fit()
@@ -220,7 +220,7 @@ def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
     return records[-1] if records else {}
 
 
-def _evaluations(options: TrainOptions, loop: DataTrainer) -> dict[str, Any]:
+def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
     """Return the last and the best evaluation for the summary, and log the best; {} without evaluations."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
