@@ -124,7 +124,7 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 
 `actor.backend` and `rollout.backend` say which engine runs a role, on how many devices, and how they are divided:
 `fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` on two that are two tensor-parallel devices each, and `areno:d2`
-generates on two. areno's own engine serves both: whole weights on each data-parallel rank, and the optimizer shared out
+generates on two. areno's own engine serves both: whole weights on each data-parallel rank, and the optimizer sharded
 among them. On a CPU a device is a process. `ref` and `critic` live on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
