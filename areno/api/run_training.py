@@ -33,6 +33,7 @@ from areno.observability.logs import setup_logging
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import is_run
 from areno.storage.run_lock import run_lock
+from areno.storage.run_status import recorded_status
 from areno.training.checkpoints import Checkpoints
 from areno.training.objectives.base import Needs, row_problem
 from areno.training.stopping import StopRequested
@@ -65,28 +66,45 @@ def run_training(
     """
     run_dir = RunDirectory(options.run_path).create()
     with _locked(options), setup_logging(run_dir, level=console_level):
-        start = time.perf_counter()
-        logger.info(" ".join(f"{name}={value}" for name, value in runtime_of(options, visible_gpus()).items()))
-        dataset = load_training_dataset(str(options.dataset_path), loader_fn)
-        held_out = load_held_out(options, loader_fn)
-        _check_rows(options, dataset, held_out)
-        if not options.tune_params:  # tuning may choose another batch size
-            check_length(options, len(dataset))
-        checkpoint = _checkpoint(options)
-        trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
         try:
-            trainer.init()
-            if options.tune_params:
-                options = _tuned(options, trainer, len(dataset))
-                check_length(options, len(dataset))
-            torch.manual_seed(options.seed)  # for dropout
-            loop = _loop(options, trainer, dataset, reward_fn)
-            loop.eval_rows, loop.resumed_from = held_out, checkpoint
-            if progress is not None:
-                loop.report.display = progress
-            return _fit(options, loop, run_dir, start)
-        finally:
-            trainer.close()
+            with recorded_status(run_dir):
+                _train(options, run_dir, reward_fn, loader_fn, progress)
+        except StopRequested as stop:
+            logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
+            return 128 + stop.signum
+        return 0
+
+
+def _train(
+    options: TrainOptions,
+    run_dir: RunDirectory,
+    reward_fn: Callable[..., Any] | None,
+    loader_fn: Callable[..., Any] | None,
+    progress: ProgressDisplay | None,
+) -> None:
+    """Train in a locked run directory; see :func:`run_training`. Raises StopRequested if a signal stopped the run."""
+    start = time.perf_counter()
+    logger.info(" ".join(f"{name}={value}" for name, value in runtime_of(options, visible_gpus()).items()))
+    dataset = load_training_dataset(str(options.dataset_path), loader_fn)
+    held_out = load_held_out(options, loader_fn)
+    _check_rows(options, dataset, held_out)
+    if not options.tune_params:  # tuning may choose another batch size
+        check_length(options, len(dataset))
+    checkpoint = _checkpoint(options)
+    trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
+    try:
+        trainer.init()
+        if options.tune_params:
+            options = _tuned(options, trainer, len(dataset))
+            check_length(options, len(dataset))
+        torch.manual_seed(options.seed)  # for dropout
+        loop = _loop(options, trainer, dataset, reward_fn)
+        loop.eval_rows, loop.resumed_from = held_out, checkpoint
+        if progress is not None:
+            loop.report.display = progress
+        _fit(options, loop, run_dir, start)
+    finally:
+        trainer.close()
 
 
 @contextmanager
@@ -190,13 +208,9 @@ def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any)
     return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
-def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> int:
+def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
     with loop.stop.signals():
-        try:
-            state = loop.fit()
-        except StopRequested as stop:
-            logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
-            return 128 + stop.signum
+        state = loop.fit()
     latest = loop.checkpointing.folder.latest()
     run_dir.write_summary(
         {
@@ -211,7 +225,6 @@ def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, sta
         }
     )
     logger.info("run finished: steps=%d checkpoint=%s metrics=%s", state.step, latest, run_dir.metrics_path)
-    return 0
 
 
 def _last_step(run_dir: RunDirectory) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from areno.observability.logs import LoggingSetup, setup_logging
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import EXPERIMENT
 from areno.storage.run_lock import run_lock
+from areno.storage.run_status import recorded_status
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     if LoggingSetup.active is not None:
         yield run_dir
         return
-    with _locked(config), setup_logging(run_dir):
+    with _locked(config), setup_logging(run_dir), recorded_status(run_dir):
         _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
         yield run_dir
 

@@ -18,6 +18,8 @@ from areno.types import RewardRecord, TrainSequence, parts_of
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
+EVAL_PROMPTS = 8
+"""Prompts of an evaluation whose first answers are recorded, so that they can be compared over the run."""
 MAX_TOKENS = 8192
 """Maximum tokens per step whose details are recorded."""
 
@@ -91,8 +93,19 @@ def row_records(
     step: int, prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, texts: Texts
 ) -> list[dict[str, Any]]:
     """:func:`sample_records` for training rows, one sample each; ``prompts`` are the prompt indices of the groups."""
+    advantages = []
+    for row in rows:
+        masked = list(itertools.compress(row.advantages, row.trainable()))
+        advantages.append(sum(masked) / len(masked) if masked else 0.0)
+    records = reward_records(prompts, rows, tokenizer)
+    trajectories = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
+    return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=trajectories)
+
+
+def reward_records(prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any) -> list[RewardRecord]:
+    """Describe training rows as samples; ``prompts`` are the prompt indices of the groups."""
     counts: Counter[int] = Counter()
-    records, advantages = [], []
+    records = []
     for row in rows:
         begin = row.prompt_mask.index(False) if False in row.prompt_mask else len(row.tokens)
         trained = row.trainable()[begin:]
@@ -109,10 +122,7 @@ def row_records(
                 metadata=metadata,
             )
         )
-        masked = [a for a, counted in zip(row.advantages[begin:], trained, strict=False) if counted]
-        advantages.append(sum(masked) / len(masked) if masked else 0.0)
-    trajectories = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
-    return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=trajectories)
+    return records
 
 
 def row_segments(
@@ -147,6 +157,33 @@ def row_segments(
         segments[-1]["logprobs"].append(round(logprob, 6))
         segments[-1]["advantages"].append(round(advantage, 6))
     return segments
+
+
+class EvalSamples:
+    """Collects the first answers to the first prompts of an evaluation, for ``RunDirectory.append_eval_samples``."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, dict[str, Any]] = {}
+
+    def add(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
+        """Add a batch of scored answers; ``metadata`` of the records has prompt, sample and finish reason."""
+        for record, reward in zip(records, rewards, strict=True):
+            index = int(record.metadata.get("prompt_index", 0))
+            if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):
+                continue
+            self._samples[index] = {
+                "prompt_index": index,
+                "reward": reward,
+                **({"reward_parts": dict(parts)} if reward is not None and (parts := parts_of(reward)) else {}),
+                "finish_reason": record.metadata.get("finish_reason"),
+                "response_len": len(record.tokens),
+                "prompt": _bounded(record.prompt),
+                "completion": _bounded(record.completion),
+            }
+
+    def records(self, step: int) -> list[dict[str, Any]]:
+        """The records of an evaluation after ``step`` completed steps."""
+        return [{"step": step, **sample} for sample in self._samples.values()]
 
 
 def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> None:

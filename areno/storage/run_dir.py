@@ -1,6 +1,7 @@
 """Writes and reads the files of a run directory.
 
-    config.yaml  events/  metrics.jsonl  samples.jsonl  checkpoints/  log.txt  summary.json
+    config.yaml  environment.json  status.json  metrics.jsonl  samples.jsonl  samples.index  eval_samples.jsonl
+    warnings.jsonl  log.txt  events/  checkpoints/  summary.json  report.html
 
 Each line of the ``.jsonl`` files is valid JSON (NaN and infinity become strings) and reaches the operating system before the
 call returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a resumed run
@@ -20,6 +21,7 @@ from typing import Any
 
 from areno.errors import ArenoError, UsageError
 from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
+from areno.storage.sample_index import append_entries, keep_entries
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -33,6 +35,11 @@ class RunDirectory:
         self.events_path = self.path / "events"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
+        self.eval_samples_path = self.path / "eval_samples.jsonl"
+        self.warnings_path = self.path / "warnings.jsonl"
+        self.environment_path = self.path / "environment.json"
+        self.status_path = self.path / "status.json"
+        self.report_path = self.path / "report.html"
         self.checkpoints_path = self.path / "checkpoints"
         self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
@@ -61,15 +68,47 @@ class RunDirectory:
         rows = list(records)
         if any("step" not in row for row in rows):
             raise ValueError("every sample record needs a `step`; use areno.observability.samples.sample_records")
-        _append(self.samples_path, rows)
+        lines = [_line(row) for row in rows]
+        with _writing(self.samples_path):
+            append_entries(self.samples_path, rows, lines, _append_lines(self.samples_path, lines))
+
+    def append_eval_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append a line per record to ``eval_samples.jsonl``; ArenoError on failure."""
+        _append(self.eval_samples_path, records)
+
+    def append_warning(self, step: int, text: str) -> None:
+        """Append ``{"step", "time", "text"}`` to ``warnings.jsonl``; ArenoError on failure."""
+        _append(self.warnings_path, [{"step": step, "time": time.time(), "text": text}])
+
+    def write_environment(self, values: Mapping[str, Any]) -> None:
+        """Atomically replace ``environment.json``; ArenoError on failure."""
+        self._write_json(self.environment_path, values)
+
+    def write_status(self, values: Mapping[str, Any]) -> None:
+        """Atomically replace ``status.json``; ArenoError on failure."""
+        self._write_json(self.status_path, values)
+
+    def write_report(self, html: str) -> None:
+        """Atomically replace ``report.html``; ArenoError on failure."""
+        _replace(self.report_path, [html.encode(errors="replace")])
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Atomically replace ``summary.json`` by ``values``; ArenoError on failure."""
-        _replace(self.summary_path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
+        self._write_json(self.summary_path, values)
+
+    @staticmethod
+    def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+        _replace(path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure."""
-        return sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path))
+        """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
+
+        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped.
+        """
+        dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
+        with _writing(self.samples_path):
+            keep_entries(self.samples_path, step)
+        return dropped + _keep_until(self.eval_samples_path, step + 1)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Records of ``metrics.jsonl`` in order, without incomplete lines, NaN and infinities converted back to floats."""
@@ -77,6 +116,22 @@ class RunDirectory:
             {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in _read(self.metrics_path)
         ]
+
+    def read_eval_samples(self) -> list[dict[str, Any]]:
+        """Records of ``eval_samples.jsonl`` in order."""
+        return list(_read(self.eval_samples_path))
+
+    def read_warnings(self) -> list[dict[str, Any]]:
+        """Records of ``warnings.jsonl`` in order."""
+        return list(_read(self.warnings_path))
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """Content of ``summary.json``, ``status.json`` or ``environment.json``; {} if it is missing or unreadable."""
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def read_samples(self) -> list[dict[str, Any]]:
         """Records of ``samples.jsonl`` in order; see ``read_metrics``."""
@@ -114,9 +169,16 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    lines = b"".join(map(_line, records))
-    with _writing(path), open(path, "ab") as file:
-        file.write(lines)
+    with _writing(path):
+        _append_lines(path, [_line(record) for record in records])
+
+
+def _append_lines(path: Path, lines: Iterable[bytes]) -> int:
+    """Append lines; return the byte position of the first."""
+    with open(path, "ab") as file:
+        start = file.tell()
+        file.write(b"".join(lines))
+    return start
 
 
 def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> None:

@@ -56,6 +56,21 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder; also True where the file system does not support locks."""
+    try:
+        descriptor = os.open(folder / _NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
     """Acquire the lock and record its holder; False if the file system does not support locks."""
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areno.observability.display import ProgressDisplay, create_progress
+from areno.observability.environment import environment
 from areno.observability.health import HealthMonitor, unusable
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
@@ -59,6 +60,7 @@ class Reporter(ABC):
 
     def begin(self, total_steps: int, done_steps: int) -> None:
         """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
+        self.run_dir.write_environment(environment())
         self.display.start(total_steps, done_steps)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
@@ -77,6 +79,7 @@ class Reporter(ABC):
             truncated=[row.truncated for row in outcome.rows] if has_rewards else [],
         ):
             self.display.warn(warning)
+            self.run_dir.append_warning(step, warning)
         if note := self.health.explain(step, known, outcome.rewards or []):
             self.logger.info(note)
         return not unusable(known)

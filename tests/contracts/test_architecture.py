@@ -29,6 +29,7 @@ ROOMS = [
     "engine",
     "launch",
     "name_resolve",
+    "reports",  # reads what runs wrote
     "observability",
     "algorithms",  # one file each, found by name
     "loss_fns",

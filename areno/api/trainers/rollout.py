@@ -38,6 +38,7 @@ from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import log_lines
 from areno.observability.samples import (
+    EvalSamples,
     completions_to_log,
     log_completions,
     log_trajectory,
@@ -63,6 +64,7 @@ class RolloutTrainer(DatasetTrainer):
     best_metric = "rewards_mean"
     best_is_higher = True
     _unused_samples: Any = None
+    _on_scored: OnScored | None = None
 
     def roles(self) -> list[ModelRole]:
         """Return the models that the algorithm needs besides the policy and a reward model."""
@@ -347,9 +349,20 @@ class RolloutTrainer(DatasetTrainer):
             seed=config.seed,
             disable_thinking=config.disable_thinking,
             source=str(config.eval_dataset_path),
-            on_scored=on_scored,
+            on_scored=on_scored or self._on_scored,
             answers=self._answers(),
         )
+
+    def measure(self) -> dict[str, float]:
+        """Also record the answers to the first held-out prompts."""
+        samples = EvalSamples()
+        self._on_scored = samples.add
+        try:
+            metrics = super().measure()
+        finally:
+            self._on_scored = None
+        self.run_dir.append_eval_samples(samples.records(self.state.step))
+        return metrics
 
     def _answers(self) -> AnswerSource | None:
         """Return the source of answers to held-out prompts; None for the policy's completions."""

@@ -38,7 +38,7 @@ def config_text(config: BaseExperimentConfig) -> str:
 
 def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
     """Return :func:`conf_as_dict` without secrets."""
-    return dict(_public(conf_as_dict(config)))
+    return dict(without_secrets(conf_as_dict(config)))
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
@@ -53,14 +53,15 @@ def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
     return path
 
 
-def _public(value: Any, name: str = "") -> Any:
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return plain data without secrets, which become ``${oc.env:NAME}``; ``name`` is the name of the value's setting."""
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}
     if isinstance(value, dict):
-        return {key: _public(item, str(key)) for key, item in value.items() if key not in SECRETS}
+        return {key: without_secrets(item, str(key)) for key, item in value.items() if key not in SECRETS}
     if isinstance(value, str) and value and (_is_secret(name) or _URL_WITH_PASSWORD.search(value)):
         return f"${{oc.env:{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}}}"
-    return [_public(item) for item in value] if isinstance(value, list) else value
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_secret(name: str) -> bool:

@@ -33,7 +33,7 @@ from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
-from areno.observability.samples import row_records
+from areno.observability.samples import EVAL_PROMPTS, EvalSamples, reward_records, row_records
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
@@ -385,12 +385,20 @@ class PPOTrainer(ExperimentTrainer):
         self._score_rewards(trajectories)
         samples = [row for t in trajectories for row in samples_of(t)]
         rewards = [reward_of(row) for row in samples]
+        self._record_answers(trajectories)
         columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(trajectories)}
         columns["seq_len"] = [float(len(row["input_ids"])) for row in samples]
         populations = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
         counts = {"n_prompts": float(len(trajectories)), "accepted": float(len(trajectories))}
         counts["rejected"] = float(len(rows) - len(trajectories))
         return in_scope("eval-rollout", {**summaries(populations), **counts})
+
+    def _record_answers(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record the first answer to each of the first held-out prompts."""
+        rows = train_sequences(trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
+        samples = EvalSamples()
+        samples.add(reward_records(range(len(trajectories)), rows, self.engine.tokenizer), [row.reward for row in rows])
+        self.run_dir.append_eval_samples(samples.records(self.state.step))
 
     def rollout_state(self) -> Any:
         """Waiting and running rows, unused trajectories, and counters."""

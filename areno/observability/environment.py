@@ -1,0 +1,75 @@
+"""What a run ran on: versions, processor, memory and devices, for ``environment.json``.
+
+Reads only what is cheap: package metadata, ``/proc``, and PyTorch if it is already imported.
+"""
+
+import importlib.metadata
+import platform
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areno import __version__
+from areno.cores import usable_cores
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "peft",
+    "bitsandbytes",
+    "torchao",
+    "vllm",
+    "ray",
+    "numpy",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Describe the machine and the software of this process as JSON types; bytes for sizes."""
+    return {
+        "areno": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": processor(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "recorded": time.time(),
+    }
+
+
+def processor() -> str:
+    """Name of the processor with its vector instructions, such as ``AMD EPYC (AVX2, AVX-512)``."""
+    fields: dict[str, str] = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    flags = fields.get("flags", "").split()
+    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX"}
+    labels = [label for flag, label in known.items() if flag in flags]
+    return f"{name} ({', '.join(labels)})" if labels else name
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,160 @@
+"""The files of a run as data, for the report, the viewer and the commands that compare runs.
+
+Both kinds of run directory are read alike: ``KEYS`` maps what every run has (reward, loss, ...) to the metric names of
+``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areno.config.experiment.saving import without_secrets
+from areno.errors import UsageError
+from areno.storage.metric_columns import MetricColumns, Series
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import CONFIG, EXPERIMENT, OPTIONS, is_run
+from areno.storage.run_status import read_status
+from areno.storage.sample_index import Entries, read_entries, read_sample
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "reward": ("rollout/rewards_mean", "rollout/reward/avg"),
+    "reward_min": ("rollout/rewards_min", "rollout/reward/min"),
+    "reward_max": ("rollout/rewards_max", "rollout/reward/max"),
+    "reward_std": ("rollout/rewards_std",),
+    "eval_reward": ("eval/rewards_mean", "eval-rollout/reward/avg"),
+    "eval_loss": ("eval/loss", "sft/eval/loss/avg"),
+    "loss": ("train/loss", "ppo_actor/update/actor_loss/avg", "sft/loss", "dpo/loss", "rw/loss"),
+    "grad_norm": ("train/grad_norm", "ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"),
+    "entropy": ("train/entropy", "ppo_actor/update/entropy/avg"),
+    "clip_fraction": ("train/clip_fraction", "ppo_actor/update/clip_ratio/avg"),
+    "logprob_gap": ("train/logp_abs_diff_mean", "ppo_actor/update/logp_abs_diff_mean"),
+    "staleness": ("train/staleness_mean", "rollout/staleness/avg"),
+    "response_length": ("rollout/response_len_mean", "ppo_actor/update/response_len"),
+    "truncated": ("train/truncated_ratio", "ppo_actor/no_eos_ratios/avg"),
+    "zero_std_groups": ("train/zero_std_groups",),
+    "learning_rate": ("train/lr", "ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"),
+    "tokens_per_second": ("train/tokens_per_second",),
+    "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
+}
+"""What every run has, and its metric names; the first that was recorded counts."""
+REWARD_PARTS = ("rollout/reward_parts/", "rollout/reward_part/")
+"""Prefixes of the means of reward parts."""
+PHASES = ("time/", "timeperf/")
+"""Prefixes of the seconds of a step's phases."""
+
+
+class RunData:
+    """A run directory; its metrics are read at once, everything else on first use. UsageError: not a run directory."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.files = RunDirectory(path)
+        self.path = self.files.path
+        if not (is_run(self.path) or self.files.metrics_path.exists() or self.files.status_path.exists()):
+            raise UsageError(f"{path} is not a run directory; pass the folder that contains {CONFIG} (runs/<name>)")
+        self.metrics = MetricColumns(self.files.metrics_path)
+
+    @property
+    def name(self) -> str:
+        """Name of the run: that of its directory."""
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration, without secrets."""
+        try:
+            loaded = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return {}
+        return dict(without_secrets(loaded)) if isinstance(loaded, dict) else {}
+
+    @property
+    def is_experiment(self) -> bool:
+        """Whether ``areno run`` wrote the run."""
+        return "experiment_name" in self.config
+
+    @property
+    def log_path(self) -> Path:
+        """The log file."""
+        return self.path / (EXPERIMENT if self.is_experiment else OPTIONS).log
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The present status; see :func:`areno.storage.run_status.read_status`."""
+        return read_status(self.files)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the run ran on; {} if unknown."""
+        return self.files.read_json(self.files.environment_path)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The summary of a finished run; {} before its end."""
+        return self.files.read_json(self.files.summary_path)
+
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """Health warnings: ``step, time, text``."""
+        return self.files.read_warnings()
+
+    @property
+    def eval_samples(self) -> list[dict[str, Any]]:
+        """Answers to the first held-out prompts in each evaluation."""
+        return self.files.read_eval_samples()
+
+    @property
+    def entries(self) -> Entries:
+        """Index entries of all recorded samples."""
+        return read_entries(self.files.samples_path)
+
+    def sample(self, entry: Any) -> dict[str, Any]:
+        """The record of an index entry."""
+        return read_sample(self.files.samples_path, entry)
+
+    def series(self, key: str) -> Series:
+        """The series of one of ``KEYS``; empty if it was not recorded."""
+        name = self.metric_of(key)
+        return Series() if name is None else self.metrics[name]
+
+    def metric_of(self, key: str) -> str | None:
+        """The metric name of one of ``KEYS`` in this run; None if it was not recorded."""
+        return next((name for name in KEYS[key] if name in self.metrics), None)
+
+    def reward_parts(self) -> dict[str, Series]:
+        """Means of the reward's parts by name."""
+        return self._with_prefix(REWARD_PARTS)
+
+    def phases(self) -> dict[str, Series]:
+        """Seconds of each phase of a step by name."""
+        return self._with_prefix(PHASES)
+
+    def log_tail(self, size: int = 65536) -> list[str]:
+        """The last complete lines of the log, within ``size`` bytes."""
+        try:
+            with open(self.log_path, "rb") as file:
+                start = max(file.seek(0, 2) - size, 0)
+                file.seek(start)
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        return lines[1:] if start else lines
+
+    def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
+        matches = ((name, prefix) for name in self.metrics.names for prefix in prefixes if name.startswith(prefix))
+        return {re.sub("/avg$", "", name.removeprefix(prefix)): self.metrics[name] for name, prefix in matches}
+
+
+def find_runs(folder: Path, limit: int = 1000) -> Iterator[Path]:
+    """Yield the run directories at or below ``folder``, up to four folders down."""
+    pending = [(folder, 0)]
+    while pending and limit:
+        path, depth = pending.pop()
+        if is_run(path):
+            limit -= 1
+            yield path
+        elif depth < 4 and path.is_dir():
+            pending += [(child, depth + 1) for child in sorted(path.iterdir(), reverse=True) if child.is_dir()]

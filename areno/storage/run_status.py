@@ -1,0 +1,66 @@
+"""The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with its error.
+
+A process that is killed cannot write its end: its status stays ``running``, and its lock is free.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from areno.errors import ArenoError
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_lock import is_locked
+
+RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
+
+
+@contextmanager
+def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
+    """Record the start and the end of a process that writes to a run directory."""
+    status: dict[str, Any] = {
+        "state": RUNNING,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.time(),
+    }
+    run_dir.write_status(status)
+    try:
+        yield
+    except BaseException as error:
+        _end(run_dir, status, _outcome(error))
+        raise
+    _end(run_dir, status, {"state": FINISHED})
+
+
+def read_status(run_dir: RunDirectory) -> dict[str, Any]:
+    """Return the status of a run: ``state``, ``started``, ``ended``, and ``signal`` or ``error``; {} if none was recorded.
+
+    The state is ``killed`` if the process is gone without having recorded its end.
+    """
+    status = run_dir.read_json(run_dir.status_path)
+    if status.get("state") == RUNNING and not is_locked(run_dir.path):
+        status["state"] = KILLED
+    return status
+
+
+def _outcome(error: BaseException) -> dict[str, Any]:
+    signum = getattr(error, "signum", None)
+    if isinstance(error, KeyboardInterrupt):
+        signum = signal.SIGINT
+    if signum is not None:
+        return {"state": STOPPED, "signal": signal.Signals(signum).name}
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0
+        return {"state": STOPPED, "signal": signal.Signals(code - 128).name} if code > 128 else {"state": FINISHED}
+    return {"state": FAILED, "error": f"{type(error).__name__}: {error}"}
+
+
+def _end(run_dir: RunDirectory, status: dict[str, Any], outcome: dict[str, Any]) -> None:
+    try:
+        run_dir.write_status({**status, **outcome, "ended": time.time()})
+    except ArenoError:  # a full disk must not replace the error that ended the run
+        return
