@@ -292,10 +292,10 @@ DEFECTS = (
     ),
     Defect(
         "fastest rank told",
-        "areno/observability/tracker.py",
+        "areno/observability/stats_collector.py",
         "return max(one, other, key=lambda part: part[1])",
         "return min(one, other, key=lambda part: part[1])",
-        ("tests/observability/test_tracker.py",),
+        ("tests/observability/test_stats_collector.py",),
     ),
     Defect(
         "axis of a service goes back",
