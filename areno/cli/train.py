@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _dry_run(options: TrainOptions) -> int:
-    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.memory_plan import make_plan
     from areno.engine.plan.table import plan_text
 
     print("\nResolved configuration\n----------------------")

@@ -17,7 +17,7 @@ from areno.config.train_options import TrainOptions
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.plan import trial
-from areno.engine.plan.account import MemoryPlan, Phase, make_plan
+from areno.engine.plan.memory_plan import MemoryPlan, Phase, make_plan
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.errors import EngineError, UsageError

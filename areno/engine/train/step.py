@@ -22,7 +22,7 @@ from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.parallel.rank_context import RankContext
-from areno.engine.plan.memory import avoid_shortage, usable_bytes
+from areno.engine.plan.memory_probe import avoid_shortage, usable_bytes
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
