@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areno.config.experiment import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areno.config.experiment.legacy import LEGACY_KEYS
-from areno.config.experiment.settings import Setting, paths_of, settings_of
+from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
 
 PAGE = Path(__file__).with_name("configuration.md")
 
