@@ -24,8 +24,8 @@ from areno.engine.plan.table import plan_numbers, plan_table, verdict
 from areno.experiments.checks import BUILT_IN_WORKFLOWS
 from areno.experiments.trainers import engines
 from areno.experiments.trainers.update import REF, roles_of
-from areno.loss_fns.family import policy_loss_fn
-from areno.loss_fns.pack import reads_entropy
+from areno.loss_fns.loss_interface import reads_entropy
+from areno.loss_fns.policy_loss import policy_loss_fn
 from areno.types import tightest
 
 _SINGLE_TURN = BUILT_IN_WORKFLOWS[0]

@@ -2,13 +2,13 @@
 
 from areno.loss_fns.advantages import compute_group_advantages
 from areno.loss_fns.dpo import dpo_loss_fn
-from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.gae import compute_gae, whiten
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.kl import kl_penalty
+from areno.loss_fns.loss_interface import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
 from areno.loss_fns.norm import Norm
-from areno.loss_fns.pack import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
+from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.ppo import ppo_loss_fn
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.reward_model import reward_model_loss_fn

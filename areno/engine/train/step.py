@@ -29,7 +29,14 @@ from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
+from areno.loss_fns.loss_interface import (
+    LossFn,
+    Reduction,
+    declares_reduction,
+    reads_bounds,
+    reads_entropy,
+    reduction_of,
+)
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
