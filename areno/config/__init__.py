@@ -16,8 +16,8 @@ For all of them:
 
 - ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
 - ``hooks``: users' functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
-- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services.
-- ``reward_weights``: weights of the parts of a reward.
+- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks them.
+- ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm

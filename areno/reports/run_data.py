@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from areno.config.experiment.saving import without_secrets
+from areno.config.secrets import without_secrets
 from areno.errors import UsageError
 from areno.storage.metric_columns import MetricColumns, Series
 from areno.storage.run_dir import RunDirectory
