@@ -3,11 +3,13 @@
 import re
 import sys
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_MEMORY_HINT = (
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+"""How libraries report a failed allocation."""
+MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
     "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
 )
+"""What to do then."""
 
 
 class ArenoError(Exception):
@@ -56,14 +58,14 @@ def exit_code(error: BaseException) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     sys.stderr.write("interrupted\n" if interrupted else f"error: {str(error) or type(error).__name__}\n")
     if ran_out_of_memory(error):
-        sys.stderr.write(f"{_MEMORY_HINT}\n")
+        sys.stderr.write(f"{MEMORY_HINT}\n")
     return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or one of its causes is a failed allocation on a CPU or a GPU."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))):
             return True
         error = error.__cause__
     return False

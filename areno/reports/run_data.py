@@ -25,8 +25,18 @@ KEYS: dict[str, tuple[str, ...]] = {
     "reward_min": ("rollout/rewards_min", "rollout/reward/min"),
     "reward_max": ("rollout/rewards_max", "rollout/reward/max"),
     "reward_std": ("rollout/rewards_std",),
+    "accuracy": (
+        *("train/dpo_accuracy", "train/rm_accuracy", "train/pair_accuracy"),
+        *("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"),
+    ),
+    "chosen_reward": ("train/dpo_chosen_reward", "dpo/chosen_reward/avg"),
     "eval_reward": ("eval/rewards_mean", "eval-rollout/reward/avg"),
-    "eval_loss": ("eval/loss", "sft/eval/loss/avg"),
+    "eval_reward_std": ("eval/rewards_std",),
+    "eval_reward_min": ("eval-rollout/reward/min",),
+    "eval_reward_max": ("eval-rollout/reward/max",),
+    "eval_samples": ("eval/num_samples", "eval-rollout/n_prompts", "eval/num_sequences"),
+    "eval_accuracy": ("dpo/eval/reward_accuracy/avg", "rw/eval/correct_ratio/avg", "eval/accuracy"),
+    "eval_loss": ("eval/loss", "sft/eval/loss/avg", "dpo/eval/loss/avg", "rw/eval/loss/avg"),
     "loss": ("train/loss", "ppo_actor/update/actor_loss/avg", "sft/loss", "dpo/loss", "rw/loss"),
     "grad_norm": ("train/grad_norm", "ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"),
     "entropy": ("train/entropy", "ppo_actor/update/entropy/avg"),
@@ -37,6 +47,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "truncated": ("train/truncated_ratio", "ppo_actor/no_eos_ratios/avg"),
     "zero_std_groups": ("train/zero_std_groups",),
     "learning_rate": ("train/lr", "ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"),
+    "update_skipped": tuple(f"{scope}/update_skipped" for scope in ("train", "ppo_actor/update", "sft", "dpo", "rw")),
+    "reward_errors": ("train/reward_errors",),
+    "samples": ("rollout/num_sequences", "ppo_actor/n_seqs"),
     "tokens_per_second": ("train/tokens_per_second",),
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
@@ -111,9 +124,9 @@ class RunData:
         """Index entries of all recorded samples."""
         return read_entries(self.files.samples_path)
 
-    def sample(self, entry: Any) -> dict[str, Any]:
-        """The record of an index entry."""
-        return read_sample(self.files.samples_path, entry)
+    def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
+        """The record of an index entry, on request without its ``rows``."""
+        return read_sample(self.files.samples_path, entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
         """The series of one of ``KEYS``; empty if it was not recorded."""

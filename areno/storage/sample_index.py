@@ -77,11 +77,18 @@ def keep_entries(samples: Path, step: int) -> None:
     _write(path, kept if _end(kept) == size else _scan(samples, 0, size))
 
 
-def read_sample(samples: Path, entry: Any) -> dict[str, Any]:
-    """Read the record of an entry."""
+def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
+    """Read the record of an entry; without ``tokens``, only what precedes its ``rows``, which are most of the bytes."""
+    length = int(entry["length"])
     with open(samples, "rb") as file:
         file.seek(int(entry["offset"]))
-        record: dict[str, Any] = json.loads(file.read(int(entry["length"])))
+        line = file.read(length if tokens else min(length, _TEXT_BYTES))
+        head, marker, _ = line.partition(_ROWS)
+        try:
+            record: dict[str, Any] = json.loads(head + b"}" if marker and not tokens else line)
+        except ValueError:  # longer texts, or a message with a key of that name
+            file.seek(int(entry["offset"]))
+            record = json.loads(file.read(length))
         return record
 
 
@@ -98,6 +105,8 @@ def _entries(records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offse
     return entries
 
 
+_TEXT_BYTES = 65536
+_ROWS = b', "rows": [['  # quotes within a text are escaped
 _COUNTS = ("prompt_index", "sample_index", "response_len")
 
 
