@@ -30,6 +30,7 @@ from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import ProgressDisplay
 from areno.observability.logs import setup_logging
+from areno.reports.report import report_at_end
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import is_run
 from areno.storage.run_lock import run_lock
@@ -67,7 +68,7 @@ def run_training(
     run_dir = RunDirectory(options.run_path).create()
     with _locked(options), setup_logging(run_dir, level=console_level):
         try:
-            with recorded_status(run_dir):
+            with report_at_end(run_dir), recorded_status(run_dir):
                 _train(options, run_dir, reward_fn, loader_fn, progress)
         except StopRequested as stop:
             logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)

@@ -23,6 +23,7 @@ COMMANDS = {
     "launch": "Show what an experiment would start on a cluster.",
     "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
+    "report": "Write the report of a run as one page: did it learn, why did it end, what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a running experiment.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",

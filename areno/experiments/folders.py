@@ -20,6 +20,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
+from areno.reports.report import report_at_end
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import EXPERIMENT
 from areno.storage.run_lock import run_lock
@@ -46,7 +47,7 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     if LoggingSetup.active is not None:
         yield run_dir
         return
-    with _locked(config), setup_logging(run_dir), recorded_status(run_dir):
+    with _locked(config), setup_logging(run_dir), report_at_end(run_dir), recorded_status(run_dir):
         _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
         yield run_dir
 

@@ -44,12 +44,12 @@ def ending_of(run: RunData, advice: Advice) -> Ending:
     """Why a run ended, or that it has not."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
-    at = f"after {_steps(done)}{_of_planned(run)}"
+    at = f"after {_steps(done)}{_of_planned(run)}" if done else "before the end of its first step"
     if state == FINISHED:
         return Ending(state, f"It finished: {_reached(run, advice, done)}.")
     if state == RUNNING:
         return Ending(state, f"It has not ended: it is running, {at}{_since_last_step(run)}.")
-    again = _resume(run)
+    again = _again(run, done)
     if state == STOPPED:
         signal = str(status.get("signal"))
         return Ending(state, f"It was stopped {_SIGNALS.get(signal, f'by {signal}')} {at}.", again)
@@ -90,9 +90,14 @@ def _since_last_step(run: RunData) -> str:
     )
 
 
-def _resume(run: RunData) -> str:
-    command = "run" if run.is_experiment else "train"
-    return f"Continue it from its last checkpoint: areno {command} --resume {run.path}"
+def _again(run: RunData, done: int) -> str:
+    """How to continue."""
+    recover = run.config.get("recover")
+    if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
+        return "Start it again, with recover.mode=auto to make it resumable."
+    if not done:
+        return "Then start it again."
+    return f"Continue it from its last checkpoint: areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
 
 
 def _reached(run: RunData, advice: Advice, done: int) -> str:

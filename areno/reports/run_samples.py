@@ -102,6 +102,14 @@ class RunSamples:
         """Ids of samples."""
         return tuple(sample_id(self.entries[index]) for index in indices)
 
+    def position(self, name: str) -> int | None:
+        """The sample with an id; None if there is none."""
+        step, prompt, sample = map(int, name.split("/"))
+        first, end = np.searchsorted(self.steps, [step, step + 1])
+        entries = self.entries[first:end]
+        matches = np.flatnonzero((entries["prompt"] == prompt) & (entries["sample"] == sample))
+        return int(first + matches[0]) if len(matches) else None
+
     def tied(self, among: Indices) -> tuple[float, Indices]:
         """Fraction of groups whose answers all have the same reward, and the first sample of each of them.
 

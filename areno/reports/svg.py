@@ -206,8 +206,8 @@ def _range(values: Floats, margin: float = 0.06) -> tuple[float, float]:
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        spread = abs(low) * 0.1 or 0.5
-        return low - spread, high + spread
+        spread = abs(low) * 0.1
+        return (low - spread, high + spread) if spread else (0.0, 1.0)
     spread = (high - low) * margin
     return low - spread, high + spread
 

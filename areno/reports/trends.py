@@ -81,9 +81,7 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
     if not width:
         return None
     means = np.convolve(values, np.ones(width) / width, "valid")
-    if noise is None:  # successive differences, because a trend does not count as noise
-        deviation = float(np.std(np.diff(values))) / math.sqrt(2) if len(values) > 3 else math.inf
-        noise = deviation * math.sqrt(2 / width)
+    noise = _noise(values, width) if noise is None else noise
     peak, low = int(means.argmax()), int(means.argmin())
     return Trend(
         first=float(means[0]),
@@ -96,6 +94,20 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
         low=float(means[low]),
         low_step=int(steps[low + width - 1]),
     )
+
+
+def _noise(values: NDArray[np.float64], width: int) -> float:
+    """Standard error of the difference of the means of two windows; infinite with fewer than four values.
+
+    The standard deviation of a value is that of successive differences, in which a trend does not count, or that within the
+    two windows if it is larger: an estimate from few values may be too small, for which the last factor allows as well.
+    """
+    if len(values) < 4:
+        return math.inf
+    ends = np.stack([values[:width], values[-width:]])
+    within = math.sqrt(float(ends.var(1).sum()) / 2 * width / max(width - 1, 1))
+    deviation = max(float(np.std(np.diff(values))) / math.sqrt(2), within)
+    return deviation * math.sqrt(2 / width) * (1 + 3 / len(values))
 
 
 def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

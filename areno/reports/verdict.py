@@ -41,7 +41,12 @@ class Verdict:
         for problem in self.problems:
             shown = f" See samples {', '.join(problem.samples)}." if problem.samples else ""
             lines += [f"What is wrong? {problem.text}{shown}", f"What to change? {problem.remedy}"]
-        return lines if self.problems else [*lines, "What is wrong? Nothing that the metrics or samples show."]
+        return lines if self.problems else [*lines, f"What is wrong? {self.nothing_wrong}"]
+
+    @property
+    def nothing_wrong(self) -> str:
+        """What to answer without a problem."""
+        return f"Nothing {'else ' if self.ending.remedy else ''}that the metrics or the samples show."
 
 
 def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:

@@ -294,6 +294,7 @@ class TrainingLoop(ABC):
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
+            self.report.html_report.refresh()
 
     def _note_parts(self) -> None:
         frequencies = {"evaluation": self.evaluation, "checkpoints": self.checkpointing.frequency}

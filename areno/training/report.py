@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from areno.observability.display import ProgressDisplay, create_progress
 from areno.observability.environment import environment
 from areno.observability.health import HealthMonitor, unusable
+from areno.reports.report import ReportRefresher
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.state import RunState
@@ -37,7 +38,10 @@ class StepOutcome:
 
 
 class Reporter(ABC):
-    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training."""
+    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training.
+
+    ``html_report`` rewrites the report of the run directory.
+    """
 
     joins_evaluation: ClassVar[bool]
     """Whether evaluation metrics are merged into the record of the preceding step, or are a separate record."""
@@ -45,6 +49,7 @@ class Reporter(ABC):
     def __init__(self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor) -> None:
         self.run_dir, self.logger, self.health = run_dir, logger, health
         self.display: ProgressDisplay = create_progress()
+        self.html_report = ReportRefresher(run_dir)
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
