@@ -14,6 +14,8 @@ from areno.reports.trends import Trend, trend_of
 
 REPETITIVE = 0.3
 """Distinct sequences of four characters, as a fraction, below which a text repeats itself; prose has about 0.8."""
+AT_COST = 0.2
+"""Fraction of a part of the reward that must be lost before its fall counts as a cost."""
 MOST = 0.5
 """Fraction of the best answers that must be repetitive, or identical, before it counts."""
 MORE = 0.3
@@ -41,7 +43,7 @@ def _opposed_parts(evidence: Evidence) -> Problem | None:
         _PartTrend(name, trend) for name, series in evidence.run.reward_parts().items() if (trend := trend_of(series))
     ]
     rising = [part for part in parts if part.trend.rises]
-    falling = [part for part in parts if part.trend.falls]
+    falling = [part for part in parts if part.trend.falls and -part.trend.change > AT_COST * abs(part.trend.first)]
     if not rising or not falling or not evidence.progress.up(evidence.progress.train):
         return None
     up = max(rising, key=lambda part: part.trend.change)

@@ -21,9 +21,10 @@ FOLLOWS = 0.5
 LOSS_NOISE = 0.002
 """Relative noise of a held-out loss, which is measured on the same rows each time."""
 
-State = Literal["yes", "partly", "no", "worse", "lost", "unknown"]
+State = Literal["yes", "exploited", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
     "yes": "Yes.",
+    "exploited": "Its reward rose, but it seems to exploit the reward.",
     "partly": "Only partly.",
     "no": "No.",
     "worse": "No, it got worse.",
@@ -88,6 +89,16 @@ class Progress:
         gain, loss = sign * (best - trend.first), sign * (best - trend.last)
         return trend.clear(gain) and trend.clear(loss) and loss > LOST * gain
 
+    @cached_property
+    def fell_at_start(self) -> bool:
+        """Whether the reward of the first step was lost within the steps whose mean is compared, before a trend shows it."""
+        train, values = self.train, finite(self.run.series("reward"))[1]
+        deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
+        if train is None or not deviation or not samples or len(values) < MIN_STEPS:
+            return False
+        error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # twice, because the answers to one prompt are alike
+        return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
+
     def _evaluation_noise(self, series: Series) -> float:
         """Standard error of the difference of two evaluations, at most: the prompts are the same."""
         values = finite(series)[1]
@@ -114,7 +125,7 @@ def learned(progress: Progress) -> Learned:
         return Learned("yes", text)
     if progress.up(train):
         return Learned("partly", f"{text} What it learned does not show on held-out data.")
-    if progress.down(train):
+    if progress.down(train) or progress.fell_at_start:
         return Learned("worse", text)
     if train is None or train.count < MIN_STEPS:
         return Learned("unknown", f"{text} There are too few steps to tell.")
@@ -133,6 +144,8 @@ def _sentences(progress: Progress) -> list[str]:
         if progress.lost(train):
             value, step = progress.best(train)
             sentences.append(f"It was best with {short(value)} around step {step}.")
+        elif progress.fell_at_start:
+            sentences.append(f"In the first step it was {short(progress.run.series('reward').values[0])}.")
     if held_out := progress.held_out:
         subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)

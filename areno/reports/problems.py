@@ -24,8 +24,8 @@ from areno.storage.metric_columns import Series
 
 TIED = 0.8
 """Fraction of prompts (or steps) with equal rewards above which little is left to learn from."""
-TRUNCATED = 0.5
-"""Fraction of truncated answers above which most rewards are those of unfinished answers."""
+TRUNCATED = 0.3
+"""Fraction of truncated answers above which the rewards of unfinished answers decide what is learned."""
 GROWTH = 10.0
 """Lasting growth of the gradient norm that no change of the batch explains."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
@@ -185,6 +185,18 @@ def _equal_rewards(evidence: Evidence) -> Problem | None:
             "solved",
             f"All late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
             "Stop here, or take harder problems.",
+            samples,
+        )
+    if (
+        evidence.progress.down(evidence.progress.held_out)
+        or evidence.progress.fell_at_start
+        or evidence.progress.down(evidence.progress.train)
+    ):
+        return Problem(
+            "collapsed",
+            f"All late rewards are {value}, though the run began with better ones: it lost what the model could do.",
+            f"Start again from the initial model or an early checkpoint with a lower learning rate, "
+            f"{evidence.advice.scaled('--lr', 0.1)}.",
             samples,
         )
     tests = "Call the reward function (--reward-fn-path) on a correct answer: it should be higher than on a wrong one."

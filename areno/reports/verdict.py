@@ -12,15 +12,21 @@ from areno.reports.run_data import RunData
 from areno.reports.svg import short
 
 _CAUSES = (
-    "non_finite",
-    "exploding",
-    "reward_errors",
-    "episodes_failed",
-    "equal_rewards",
-    "truncated",
-    "length_collapse",
+    *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "equal_rewards"),
+    *("zero_gradient", "length_collapse"),
 )
-"""Problems that explain others, which are listed after them: signs of exploitation come next."""
+"""Problems that are listed first; then come signs of exploitation, which may be why answers get longer or all alike."""
+_EXPLAINED = {
+    "equal_rewards": ("zero_gradient", "tied_groups"),
+    "collapsed": ("zero_gradient", "tied_groups", "truncated"),
+    "solved": ("tied_groups",),
+    "length_collapse": ("solved", "tied_groups"),
+    "opposed_parts": ("solved", "tied_groups"),
+    "repetitive": ("solved", "tied_groups", "truncated"),
+    "identical": ("solved", "tied_groups"),
+}
+"""Problems that follow from another one, and so are not listed beside it."""
+_EXPLOITED = ("opposed_parts", "repetitive", "identical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,11 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
         replace(problem, text=text(problem.text), remedy=text(problem.remedy)) for problem in hacking_problems(evidence)
     ]
     problems += [problem for problem in by_metrics if problem.key not in _CAUSES]
-    if problems and problems[0].key == "equal_rewards":  # which is why the gradient is zero, and every group is tied
-        problems = [problem for problem in problems if problem.key not in ("zero_gradient", "tied_groups")]
+    keys = {problem.key for problem in problems}
+    explained = {name for key in keys for name in _EXPLAINED.get(key, ())}
+    problems = [problem for problem in problems if problem.key not in explained]
+    if result.state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
+        result = replace(result, state="exploited")
     if extra := _unexplained(evidence, result, problems):
         problems.append(replace(extra, remedy=text(extra.remedy)))
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
@@ -99,6 +108,6 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[Problem]) -
         f"Average over more answers, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
         "better answers get higher rewards."
         if moved
-        else f"Raise the learning rate, {advice.scaled('--lr', 3)}; if it stays flat, train for more steps."
+        else f"Raise the learning rate, {advice.scaled('--lr', 10)}, until entropy or reward move, or train for more steps."
     )
     return Problem("no_progress", f"{what}: the {progress.name} stayed within its noise.", remedy)

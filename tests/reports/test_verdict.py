@@ -110,7 +110,7 @@ def one_part_at_the_cost_of_another():
         return {"reward_parts": {"length": 1.0 if hacked else 0.3, "answer": 0.0 if hacked else 0.6}}
 
     run = Prepared(metrics, samples=prompt_samples(rng, STEPS, parts))
-    return run, Expected("yes", "opposed_parts", "--reward-weights length=")
+    return run, Expected("exploited", "opposed_parts", "--reward-weights length=")
 
 
 def better_in_training_only():
@@ -131,7 +131,7 @@ def repetition():
         return {"completion": "therefore yes, " * 40} if step > 40 else {}
 
     run = Prepared(policy_metrics(rng, STEPS), samples=prompt_samples(rng, STEPS, answers))
-    return run, Expected("yes", "repetitive", "repetition")
+    return run, Expected("exploited", "repetitive", "repetition")
 
 
 def one_answer_to_everything():
@@ -142,7 +142,7 @@ def one_answer_to_everything():
         return {"completion": answer} if step > 40 else {}
 
     run = Prepared(policy_metrics(rng, STEPS), samples=prompt_samples(rng, STEPS, answers))
-    return run, Expected("yes", "identical", "depend on the prompt")
+    return run, Expected("exploited", "identical", "depend on the prompt")
 
 
 def memorized():
@@ -176,7 +176,7 @@ def learning_rate_too_low():
     rng = rng_of()
     metrics = policy_metrics(rng, STEPS, reward=flat(rng), **{"train/entropy": curve(rng, STEPS, 1.2, 1.2, 0.02)})
     run = Prepared(metrics, {**OPTIONS, "lr": 1e-8}, samples=prompt_samples(rng, STEPS))
-    return run, Expected("no", "no_progress", "--lr 3e-08 (now 1e-08)", samples=False)
+    return run, Expected("no", "no_progress", "--lr 1e-07 (now 1e-08)", samples=False)
 
 
 def mismatched_logprobs():
@@ -215,10 +215,28 @@ def too_hard_in_an_experiment():
     return Prepared(metrics, SETTINGS, samples=samples), Expected("no", "tied_groups", "gconfig.n_samples=8 (now 4)")
 
 
+def destroyed_at_once():
+    """What a learning rate of 0.02 did to a real run."""
+    rng = rng_of()
+    reward, most = np.zeros(STEPS), np.zeros(STEPS)
+    reward[0], most[0] = 0.305, 1.0
+    metrics = policy_metrics(rng, STEPS, reward=reward, **{"rollout/rewards_max": most, "train/grad_norm": reward})
+    metrics["rollout/num_sequences"] = np.full(STEPS, 128.0)
+    metrics["train/zero_std_groups"], metrics["train/truncated_ratio"] = most * 0 + 1, np.full(STEPS, 0.7)
+    return Prepared(metrics, samples=prompt_samples(rng, STEPS)), Expected("worse", "collapsed", "--lr 0.0001")
+
+
 RUNS = [
     *(no_reward, all_truncated, not_a_number, exploding_gradients, entropy_collapse, one_part_at_the_cost_of_another),
     *(better_in_training_only, repetition, one_answer_to_everything, memorized, killed, broken_reward_function),
-    *(learning_rate_too_low, mismatched_logprobs, ever_shorter, stale_samples, too_hard_in_an_experiment),
+    *(
+        learning_rate_too_low,
+        mismatched_logprobs,
+        ever_shorter,
+        stale_samples,
+        too_hard_in_an_experiment,
+        destroyed_at_once,
+    ),
 ]
 
 
