@@ -12,6 +12,7 @@ from areno.reports.run_data import RunData
 from areno.storage.run_status import FAILED, FINISHED, KILLED, RUNNING, STOPPED
 
 _PLANNED = re.compile(r"step \d+/(\d+) ")
+_ERROR_CHARS = 4000
 _SIGNALS = {
     "SIGINT": "by Ctrl-C (SIGINT)",
     "SIGTERM": "by SIGTERM, which a scheduler, a container or `kill` sends",
@@ -54,7 +55,7 @@ def ending_of(run: RunData, advice: Advice) -> Ending:
         signal = str(status.get("signal"))
         return Ending(state, f"It was stopped {_SIGNALS.get(signal, f'by {signal}')} {at}.", again)
     if state == FAILED:
-        error = str(status.get("error"))
+        error = str(status.get("error"))[:_ERROR_CHARS]
         hint = (
             MEMORY_HINT + ". " if OUT_OF_MEMORY.search(error) else "Fix what the error names; the log has the details. "
         )

@@ -33,6 +33,14 @@ from areno.storage.run_dir import RunDirectory
 
 _log = logging.getLogger(__name__)
 
+MAX_BYTES = 3_000_000
+"""Bytes of a report."""
+_LARGEST = {
+    "groups": "samples",
+    "comparisons": "answers before and after",
+    "config": "configuration",
+    "warnings": "warnings",
+}
 REFRESH_S = 60.0
 """Seconds between two reports of a run in progress, ..."""
 REFRESH_SHARE = 0.01
@@ -42,43 +50,54 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def report_html(run: RunData) -> str:
-    """The report of a run as a page."""
+    """The report of a run as a page of less than ``MAX_BYTES`` bytes."""
+    template, content = _environment().get_template("report.html.jinja"), _content(run)
+    html = template.render(content)
+    for name, title in _LARGEST.items():  # texts are bounded, but a run of nothing but characters to escape exceeds it
+        if len(html.encode(errors="replace")) < MAX_BYTES:
+            break
+        content[name] = []
+        content["left_out"].append(title)
+        html = template.render(content)
+    return html
+
+
+def _content(run: RunData) -> dict[str, Any]:
+    """What the template shows."""
     evidence = Evidence(run)
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
     status, config = run.status, list(sections.settings(run.config))
     environment = _environment()
     style = Markup(environment.loader.get_source(environment, "report.css")[0])  # type: ignore[union-attr]
-    return environment.get_template("report.html.jinja").render(
-        name=run.name,
-        version=__version__,
-        written=sections.date(time.time()),
-        style=style,
-        style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
-        algorithm=run.config.get("algo") or run.config.get("experiment_name") or "run",
-        state=status.get("state") or "unknown",
-        started=sections.date(status["started"]) if "started" in status else "",
-        took=sections.duration(status["ended"] - status["started"]) if "ended" in status else "",
-        steps=steps_done(run),
-        verdict=verdict,
-        headline=HEADLINES[verdict.learned.state],
-        anchors={
-            sample: f"sample-{sample.replace('/', '-')}" for problem in verdict.problems for sample in problem.samples
-        },
-        curves=list(sections.curves(run)),
-        comparison_note=note,
-        comparisons=pairs,
-        evaluation_option=evidence.advice.text("--eval-dataset-path"),
-        times=sections.times(run),
-        groups=sections.sample_groups(evidence.samples, verdict.problems),
-        sample_count=len(evidence.samples),
-        warnings=run.warnings[-sections.MAX_LINES :],
-        warning_count=len(run.warnings),
-        config=config[: sections.MAX_LINES],
-        setting_count=len(config),
-        facts=list(sections.facts(run.environment)),
-        files=list(sections.files(run)),
-    )
+    return {
+        "name": run.name,
+        "version": __version__,
+        "written": sections.date(time.time()),
+        "style": style,
+        "style_hash": base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        "algorithm": run.config.get("algo") or run.config.get("experiment_name") or "run",
+        "state": status.get("state") or "unknown",
+        "started": sections.date(status["started"]) if "started" in status else "",
+        "took": sections.duration(status["ended"] - status["started"]) if "ended" in status else "",
+        "steps": steps_done(run),
+        "verdict": verdict,
+        "headline": HEADLINES[verdict.learned.state],
+        "left_out": [],
+        "curves": list(sections.curves(run)),
+        "comparison_note": note,
+        "comparisons": pairs,
+        "evaluation_option": evidence.advice.text("--eval-dataset-path"),
+        "times": sections.times(run),
+        "groups": sections.sample_groups(evidence.samples, verdict.problems),
+        "sample_count": len(evidence.samples),
+        "warnings": sections.warnings(run),
+        "warning_count": len(run.warnings),
+        "config": config[: sections.MAX_LINES],
+        "setting_count": len(config),
+        "facts": list(sections.facts(run.environment)),
+        "files": list(sections.files(run)),
+    }
 
 
 def write_report(run: RunData, out: str | Path | None = None) -> Path:

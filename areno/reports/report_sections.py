@@ -33,6 +33,10 @@ MAX_LINES = 500
 """Warnings, and settings of the configuration, that are listed."""
 VALUE_CHARS = 300
 """Characters of a setting's value."""
+WARNING_CHARS = 1000
+"""Characters of a warning."""
+MAX_FILES = 200
+"""Files that are listed."""
 _CHART = {"width": 460, "height": 240}
 _TYPICAL = 1000  # steps at the end, of which a typical one is the median
 _BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are no part of a step
@@ -131,8 +135,8 @@ def _lines(series: Mapping[str, Series]) -> list[Line]:
     return [_line(name, values) for name, values in list(series.items())[:MAX_PARTS]]
 
 
-def _chart(title: str, names: str, lines: Sequence[Line], y_label: str = "") -> Chart:
-    return Chart(title, names, Markup(line_chart(lines, title=title, y_label=y_label, **_CHART)))
+def _chart(title: str, names: str, lines: Sequence[Line]) -> Chart:
+    return Chart(title, names, Markup(line_chart(lines, title=title, **_CHART)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ def times(run: RunData) -> Times:
         table.append((name, "" if name in _BESIDE_STEPS else short(typical.get(name, 0.0)), short(spent), share))
     if total > (steps := float(whole.sum())):
         table.append(("outside of steps", "", short(total - steps), f"{1 - steps / total:.0%}"))
-    charts = [_chart("Seconds per phase", "", _lines(phases), "s")] if phases else []
+    charts = [_chart("Seconds per phase", "", _lines(phases))] if phases else []
     memory = {name: run.metrics[name] for name in run.metrics.names if "memory" in name}
     charts += [_chart("Memory", "", _lines(memory))] if memory else []
     if name := run.metric_of("tokens_per_second"):
@@ -252,7 +256,14 @@ def settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, dict):
             yield from settings(value, f"{prefix}{name}.")
         elif value not in (None, "", [], {}):
-            yield f"{prefix}{name}", bounded(value, VALUE_CHARS)
+            yield bounded(f"{prefix}{name}", VALUE_CHARS), bounded(value, VALUE_CHARS)
+
+
+def warnings(run: RunData) -> list[tuple[str, str]]:
+    """The last health warnings: step and text."""
+    return [
+        (str(warning["step"]), bounded(warning.get("text"), WARNING_CHARS)) for warning in run.warnings[-MAX_LINES:]
+    ]
 
 
 def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -265,12 +276,13 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif name == "recorded":
             yield "recorded", date(as_float(value))
         else:
-            yield str(name), ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+            text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
+            yield bounded(name, VALUE_CHARS), bounded(text, VALUE_CHARS)
 
 
 def files(run: RunData) -> Iterator[tuple[str, str, str]]:
     """The files of a run directory: name, size, content."""
-    for path in sorted(run.path.iterdir()):
+    for path in sorted(run.path.iterdir())[:MAX_FILES]:
         if not path.name.startswith(".") and not path.name.endswith(".tmp"):
             yield path.name, _size(path), _FILES.get(path.name, "")
 

@@ -54,6 +54,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
 """What every run has, and its metric names; the first that was recorded counts."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times as fast
 REWARD_PARTS = ("rollout/reward_parts/", "rollout/reward_part/")
 """Prefixes of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
@@ -79,7 +80,7 @@ class RunData:
     def config(self) -> dict[str, Any]:
         """The configuration, without secrets."""
         try:
-            loaded = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
+            loaded = yaml.load((self.path / CONFIG).read_text(encoding="utf-8"), Loader=_LOADER)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
         return dict(without_secrets(loaded)) if isinstance(loaded, dict) else {}

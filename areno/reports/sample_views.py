@@ -16,8 +16,12 @@ SAMPLE_TOKENS = 400
 """Tokens of a sample that are; of a longer one the first and the last half of them."""
 CONTEXT_CHARS = 600
 """Characters of context, such as a prompt, that are shown."""
+MAX_SEGMENTS = 60
+"""Segments of a row that are shown."""
 TEXT_CHARS = 2000
 """Characters of an answer whose tokens are not shown."""
+NAME_CHARS = 200
+"""Characters of a name, such as that of a role or of a part of the reward."""
 GAP = 0.1
 """Difference of the log-probs in sampling and training, in nats, from which a token is marked."""
 
@@ -68,11 +72,12 @@ class SampleViews:
     def view(self, record: Mapping[str, Any]) -> SampleView:
         """The view of a record of ``samples.jsonl``."""
         rows = [self._row(row) for row in record.get("rows", ()) if self._left > 0]
-        tokens = [token for row in record.get("rows", ()) for segment in row for token in _tokens(segment)]
         return SampleView(
             id=sample_id(record),
-            numbers=list(_numbers(record, tokens)),
-            parts=[(str(name), number(value)) for name, value in record.get("reward_parts", {}).items()],
+            numbers=list(_numbers(record)),
+            parts=[
+                (bounded(name, NAME_CHARS), number(value)) for name, value in record.get("reward_parts", {}).items()
+            ],
             prompt=bounded(record.get("prompt"), CONTEXT_CHARS),
             answer=bounded(record.get("completion"), TEXT_CHARS),
             rows=rows,
@@ -81,29 +86,23 @@ class SampleViews:
 
     def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
         """A training row: sampled and trained tokens one by one, other segments as text."""
+        left_out, row = len(row) - MAX_SEGMENTS, row[:MAX_SEGMENTS]
         shown = sum(len(segment["tokens"]) for segment in row if _is_detailed(segment))
         most = min(SAMPLE_TOKENS, self._left)
         self._left -= min(shown, most)
+        omitted = range(most // 2, shown - most // 2) if shown > most else range(0)
         views, position = [], 0
         for segment in row:
             view = SegmentView(_label(segment))
             if _is_detailed(segment):
-                places = range(position, position + len(segment["tokens"]))
-                position += len(segment["tokens"])
-                kept = [shown <= most or place < most // 2 or place >= shown - most // 2 for place in places]
-                view.tokens = [token.view for token, keep in zip(_tokens(segment), kept, strict=True) if keep]
-                view.omitted = len(kept) - sum(kept)
+                end = position + len(segment["tokens"])
+                kept = [place - position for place in range(position, end) if place not in omitted]
+                view.tokens = [_token(segment, place) for place in kept]
+                view.omitted, position = end - position - len(kept), end
             else:
                 view.text = bounded("".join(segment["texts"]), CONTEXT_CHARS)
             views.append(view)
-        return views
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    view: TokenView
-    gap: float
-    clipped: bool
+        return views if left_out <= 0 else [*views, SegmentView(f"and {left_out} more segments")]
 
 
 def _is_detailed(segment: Mapping[str, Any]) -> bool:
@@ -112,45 +111,42 @@ def _is_detailed(segment: Mapping[str, Any]) -> bool:
 
 def _label(segment: Mapping[str, Any]) -> str:
     """The shared attributes of a segment in words."""
-    parts = [str(segment["role"])]
+    parts = [bounded(segment["role"], NAME_CHARS)]
     parts += [f"turn {segment['turn']}"] if segment["turn"] >= 0 else []
     parts.append("trained" if segment["trained"] else "not trained")
     parts += [f"weights of version {segment['version']}"] if segment["version"] >= 0 else []
     count = len(segment["tokens"])
     parts.append(f"{count} token" + ("" if count == 1 else "s"))
     if segment["trained"] and count:
-        low, high = min(segment["advantages"]), max(segment["advantages"])
+        advantages = [*map(as_float, segment["advantages"])]
+        low, high = min(advantages), max(advantages)
         parts.append(f"advantage {_signed(low)}" + (f" to {_signed(high)}" if high != low else ""))
     return ", ".join(parts)
 
 
-def _tokens(segment: Mapping[str, Any]) -> Iterator[_Token]:
-    """The tokens of a segment; ``train_logprobs`` and ``clipped`` exist if the run recorded them."""
-    unknown = [None] * len(segment["tokens"])
-    columns = (
-        *(segment[name] for name in ("tokens", "texts", "logprobs", "advantages")),
-        *(segment.get(name) or unknown for name in ("train_logprobs", "clipped")),
+def _token(segment: Mapping[str, Any], place: int) -> TokenView:
+    """A token of a segment; ``train_logprobs`` and ``clipped`` exist if the run recorded them."""
+    sampled, trained = (
+        as_float((segment.get(name) or {place: None})[place]) for name in ("logprobs", "train_logprobs")
     )
-    for token, text, logprob, advantage, in_training, clipped in zip(*columns, strict=True):
-        numbers, marks, gap = [f"token {token}"], "m", math.nan
-        numbers.append(f"log-prob {as_float(logprob):.4f}")
-        if segment["trained"]:
-            marks = "p" if as_float(advantage) > 0 else "n" if as_float(advantage) < 0 else "z"
-            numbers.append(f"advantage {_signed(as_float(advantage))}")
-        else:
-            numbers.append("not trained")
-        numbers += [f"version {segment['version']}"] if segment["version"] >= 0 else []
-        if in_training is not None:
-            gap = as_float(in_training) - as_float(logprob)
-            numbers.append(f"in training {as_float(in_training):.4f} (gap {_signed(gap)})")
-            marks += " g" if abs(gap) > GAP else ""
-        if clipped:
-            numbers.append("clipped")
-            marks += " c"
-        yield _Token(TokenView(str(text).replace("\n", "↵\n"), ", ".join(numbers), marks), gap, bool(clipped))
+    numbers, marks = [f"token {segment['tokens'][place]}", f"log-prob {sampled:.4f}"], "m"
+    if segment["trained"]:
+        advantage = as_float(segment["advantages"][place])
+        marks = "p" if advantage > 0 else "n" if advantage < 0 else "z"
+        numbers.append(f"advantage {_signed(advantage)}")
+    else:
+        numbers.append("not trained")
+    numbers += [f"version {segment['version']}"] if segment["version"] >= 0 else []
+    if not math.isnan(gap := trained - sampled):
+        numbers.append(f"in training {trained:.4f} (gap {_signed(gap)})")
+        marks += " g" if abs(gap) > GAP else ""
+    if segment.get("clipped") and segment["clipped"][place]:
+        numbers.append("clipped")
+        marks += " c"
+    return TokenView(bounded(segment["texts"][place], NAME_CHARS).replace("\n", "↵\n"), ", ".join(numbers), marks)
 
 
-def _numbers(record: Mapping[str, Any], tokens: Sequence[_Token]) -> Iterator[tuple[str, str]]:
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Reward", number(record.get("reward"))
     if record.get("advantage") is not None:
         yield "Advantage", _signed(as_float(record["advantage"]))
@@ -161,11 +157,17 @@ def _numbers(record: Mapping[str, Any], tokens: Sequence[_Token]) -> Iterator[tu
     )
     if record.get("logprob_mean") is not None:
         yield "Mean log-prob", number(record["logprob_mean"])
-    gaps = [abs(token.gap) for token in tokens if not math.isnan(token.gap)]
+    segments = [segment for row in record.get("rows", ()) for segment in row]
+    gaps = [
+        abs(gap)
+        for segment in segments
+        for sampled, trained in zip(segment["logprobs"], segment.get("train_logprobs") or (), strict=False)
+        if not math.isnan(gap := as_float(trained) - as_float(sampled))
+    ]
     if gaps:
         yield "Log-prob gap", f"{short(sum(gaps) / len(gaps))} on average, at most {short(max(gaps))}"
-    if clipped := sum(token.clipped for token in tokens):
-        yield "Clipped", f"{clipped} of {len(tokens)} tokens"
+    if clipped := sum(bool(flag) for segment in segments for flag in segment.get("clipped") or ()):
+        yield "Clipped", f"{clipped} of {sum(len(segment['tokens']) for segment in segments)} tokens"
 
 
 def number(value: Any) -> str:

@@ -41,12 +41,12 @@ def prose(rng: np.random.Generator, length: int = 30) -> str:
     return " ".join(f"{WORDS[number % len(WORDS)]}{number}" for number in rng.integers(10_000, size=length))
 
 
-def sample(step: int, prompt: int, number: int, reward: float, **fields: Any) -> dict[str, Any]:
+def sample(step: int, index: int, number: int, reward: float, **fields: Any) -> dict[str, Any]:
     """A record of ``samples.jsonl``."""
     return {
-        **{"step": step, "prompt_index": prompt, "sample_index": number, "picked": fields.pop("picked", ["first"])},
+        **{"step": step, "prompt_index": index, "sample_index": number, "picked": fields.pop("picked", ["first"])},
         **{"reward": reward, "advantage": 0.0, "finish_reason": "stop", "response_len": 30, "logprob_mean": -1.0},
-        **{"prompt": f"What is {step} plus {prompt}?", "completion": f"It is {step + prompt}."},
+        **{"prompt": f"What is {step} plus {index}?", "completion": f"It is {step + index}."},
         **fields,
     }
 
