@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areno.reports.problems import SHOWN, Evidence, Problem
+from areno.reports.problems import SHOWN, Evidence, RunProblem
 from areno.reports.run_samples import completions, distinct_share
 from areno.reports.svg import short
 from areno.reports.trends import Trend, trend_of
@@ -25,7 +25,7 @@ SHORT_ANSWER = 20
 NEARLY_ALL = 0.9
 
 
-def hacking_problems(evidence: Evidence) -> list[Problem]:
+def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """Signs of an exploited reward, the most specific first."""
     problems = [check(evidence) for check in (_opposed_parts, _against_evaluation, _repetitive, _identical)]
     return [problem for problem in problems if problem is not None]
@@ -37,7 +37,7 @@ class _PartTrend:
     trend: Trend
 
 
-def _opposed_parts(evidence: Evidence) -> Problem | None:
+def _opposed_parts(evidence: Evidence) -> RunProblem | None:
     """A part of the reward rises while another falls, and the reward as a whole rises."""
     parts = [
         _PartTrend(name, trend) for name, series in evidence.run.reward_parts().items() if (trend := trend_of(series))
@@ -48,7 +48,7 @@ def _opposed_parts(evidence: Evidence) -> Problem | None:
         return None
     up = max(rising, key=lambda part: part.trend.change)
     down = min(falling, key=lambda part: part.trend.change)
-    return Problem(
+    return RunProblem(
         "opposed_parts",
         f"The reward rises by its part `{up.name}` ({up.trend}) at the cost of `{down.name}` ({down.trend}): the policy may "
         f"exploit `{up.name}`.",
@@ -73,7 +73,7 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _against_evaluation(evidence: Evidence) -> Problem | None:
+def _against_evaluation(evidence: Evidence) -> RunProblem | None:
     """The training reward rises while the evaluation falls, from its start or from its best value."""
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
@@ -81,7 +81,7 @@ def _against_evaluation(evidence: Evidence) -> Problem | None:
     if not held_out.clear(held_out.peak - held_out.last):
         return None
     late = evidence.samples.late
-    return Problem(
+    return RunProblem(
         "against_evaluation",
         f"The training reward rose ({train}), but the evaluation fell from {short(held_out.peak)} at step "
         f"{held_out.peak_step} to {short(held_out.last)}: what is rewarded in training is not what is evaluated, or the "
@@ -102,7 +102,7 @@ def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]
     return indices, completions(samples, indices)
 
 
-def _repetitive(evidence: Evidence) -> Problem | None:
+def _repetitive(evidence: Evidence) -> RunProblem | None:
     indices, late = _best_answers(evidence, late=True)
     repeated = [distinct_share(text) < REPETITIVE for text in late]
     share = sum(repeated) / len(late) if late else 0.0
@@ -112,7 +112,7 @@ def _repetitive(evidence: Evidence) -> Problem | None:
     before = sum(distinct_share(text) < REPETITIVE for text in early) / max(len(early), 1)
     if share - before < MORE:
         return None
-    return Problem(
+    return RunProblem(
         "repetitive",
         f"{share:.0%} of the best-rewarded late answers repeat themselves (at the start {before:.0%}): the reward counts "
         "something that repetition produces.",
@@ -122,7 +122,7 @@ def _repetitive(evidence: Evidence) -> Problem | None:
     )
 
 
-def _identical(evidence: Evidence) -> Problem | None:
+def _identical(evidence: Evidence) -> RunProblem | None:
     """Different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
@@ -135,7 +135,7 @@ def _identical(evidence: Evidence) -> Problem | None:
     if share < (MOST if len(answer) > SHORT_ANSWER else NEARLY_ALL) or share - before < MORE:
         return None
     shown = answer if len(answer) <= 60 else answer[:59] + "…"
-    return Problem(
+    return RunProblem(
         "identical",
         f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start the "
         f"most frequent one had {before:.0%}).",

@@ -43,7 +43,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RunProblem:
     """Something that is wrong.
 
     Attributes:
@@ -101,14 +101,14 @@ def late_mean(series: Series) -> float:
     return float(values[-max(window(len(values)), 1) :].mean()) if len(values) else math.nan
 
 
-def metric_problems(evidence: Evidence) -> list[Problem]:
+def metric_problems(evidence: Evidence) -> list[RunProblem]:
     """The problems that the metrics of a run show, causes first."""
     problems = [problem for check in CHECKS if (problem := check(evidence)) is not None]
     text = evidence.advice.text
     return [replace(problem, text=text(problem.text), remedy=text(problem.remedy)) for problem in problems]
 
 
-def _non_finite(evidence: Evidence) -> Problem | None:
+def _non_finite(evidence: Evidence) -> RunProblem | None:
     bad: set[int] = set()
     for key in ("loss", "grad_norm"):
         steps, values = evidence.run.series(key).arrays()
@@ -118,7 +118,7 @@ def _non_finite(evidence: Evidence) -> Problem | None:
     if not bad:
         return None
     count = f"{len(bad)} steps, first in step {min(bad)}" if len(bad) > 1 else f"step {min(bad)}"
-    return Problem(
+    return RunProblem(
         "non_finite",
         f"The loss or the gradient was not finite (NaN or infinite) in {count}.",
         f"Start again from the last checkpoint before step {min(bad)} with a lower learning rate, "
@@ -126,7 +126,7 @@ def _non_finite(evidence: Evidence) -> Problem | None:
     )
 
 
-def _exploding(evidence: Evidence) -> Problem | None:
+def _exploding(evidence: Evidence) -> RunProblem | None:
     trend, limit = evidence.trend("grad_norm"), evidence.advice.number("--grad-clip-norm") or 1.0
     if (
         trend is None
@@ -135,7 +135,7 @@ def _exploding(evidence: Evidence) -> Problem | None:
         or not trend.clear(trend.peak - trend.first)
     ):
         return None
-    return Problem(
+    return RunProblem(
         "exploding",
         f"The gradient norm grew from {short(trend.first)} to {short(trend.peak)} around step {trend.peak_step}, and the "
         f"{evidence.progress.name} did not improve: updates of this size destroy what the model knows.",
@@ -143,12 +143,12 @@ def _exploding(evidence: Evidence) -> Problem | None:
     )
 
 
-def _failed_rewards(evidence: Evidence) -> Problem | None:
+def _failed_rewards(evidence: Evidence) -> RunProblem | None:
     errors, samples = evidence.late("reward_errors"), evidence.late("samples")
     share = errors / (errors + samples) if errors + samples > 0 else math.nan
     if not share > FAILED:
         return None
-    return Problem(
+    return RunProblem(
         "reward_errors",
         f"The reward function failed on {share:.0%} of the late samples, which were dropped.",
         "Fix the reward function (--reward-fn-path) for the records that the log names; with "
@@ -156,7 +156,7 @@ def _failed_rewards(evidence: Evidence) -> Problem | None:
     )
 
 
-def _failed_episodes(evidence: Evidence) -> Problem | None:
+def _failed_episodes(evidence: Evidence) -> RunProblem | None:
     failed, samples = late_mean(evidence.run.metrics["train/agent_failed"]), evidence.late("samples")
     accepted, rejected = (evidence.run.metrics[f"rollout/{name}"].values for name in ("accepted", "rejected"))
     share = failed / (failed + samples)
@@ -164,14 +164,14 @@ def _failed_episodes(evidence: Evidence) -> Problem | None:
         share = rejected[-1] / (accepted[-1] + rejected[-1])
     if not share > 0.2:
         return None
-    return Problem(
+    return RunProblem(
         "episodes_failed",
         f"{share:.0%} of the episodes failed or were rejected, so the run trains on a selection of its prompts.",
         "Read in the log why they failed, and fix the agent or the workflow.",
     )
 
 
-def _equal_rewards(evidence: Evidence) -> Problem | None:
+def _equal_rewards(evidence: Evidence) -> RunProblem | None:
     low, high = (evidence.run.series(f"reward_{end}").arrays()[1] for end in ("min", "max"))
     if not len(low) or len(low) != len(high) or len(low) < 3:
         return None
@@ -181,7 +181,7 @@ def _equal_rewards(evidence: Evidence) -> Problem | None:
     value, always = short(float(high[-1])), float(np.mean(low == high)) >= TIED
     samples = evidence.ids(evidence.samples.spread(evidence.samples.late, SHOWN))
     if evidence.solved and not always:
-        return Problem(
+        return RunProblem(
             "solved",
             f"All late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
             "Stop here, or take harder problems.",
@@ -192,7 +192,7 @@ def _equal_rewards(evidence: Evidence) -> Problem | None:
         or evidence.progress.fell_at_start
         or evidence.progress.down(evidence.progress.train)
     ):
-        return Problem(
+        return RunProblem(
             "collapsed",
             f"All late rewards are {value}, though the run began with better ones: it lost what the model could do.",
             f"Start again from the initial model or an early checkpoint with a lower learning rate, "
@@ -200,7 +200,7 @@ def _equal_rewards(evidence: Evidence) -> Problem | None:
             samples,
         )
     tests = "Call the reward function (--reward-fn-path) on a correct answer: it should be higher than on a wrong one."
-    return Problem(
+    return RunProblem(
         "equal_rewards",
         f"{'All' if always else 'All late'} rewards are {value}, so all advantages are zero and nothing can be learned.",
         f"{tests} If it is, take easier problems, a better initial model (SFT first) or a larger --n-samples.",
@@ -208,11 +208,11 @@ def _equal_rewards(evidence: Evidence) -> Problem | None:
     )
 
 
-def _zero_gradient(evidence: Evidence) -> Problem | None:
+def _zero_gradient(evidence: Evidence) -> RunProblem | None:
     norms = finite(evidence.run.series("grad_norm"))[1]
     if len(norms) < 3 or float(np.mean(norms[-max(window(len(norms)), 3) :] == 0)) < TIED:
         return None
-    return Problem(
+    return RunProblem(
         "zero_gradient",
         "The gradient is exactly zero in the late steps, so the weights do not change.",
         "Check that the loss mask selects response tokens, that not all advantages are zero, and that the loss is not clipped "
@@ -220,7 +220,7 @@ def _zero_gradient(evidence: Evidence) -> Problem | None:
     )
 
 
-def _tied_groups(evidence: Evidence) -> Problem | None:
+def _tied_groups(evidence: Evidence) -> RunProblem | None:
     if not (evidence.advice.number("--n-samples") or 1) > 1 or not len(evidence.samples):
         return None
     share, indices = evidence.samples.tied(evidence.samples.late)
@@ -233,7 +233,7 @@ def _tied_groups(evidence: Evidence) -> Problem | None:
         "Take easier problems or a finer reward (partial credit), or sample more answers per prompt, "
         f"{evidence.advice.scaled('--n-samples', 2)}."
     )
-    return Problem(
+    return RunProblem(
         "tied_groups",
         f"For {share:.0%} of the late prompts all answers got the same reward, which gives no signal: {cause}.",
         "Take harder problems." if evidence.solved else easier,
@@ -241,7 +241,7 @@ def _tied_groups(evidence: Evidence) -> Problem | None:
     )
 
 
-def _truncated(evidence: Evidence) -> Problem | None:
+def _truncated(evidence: Evidence) -> RunProblem | None:
     share, length = evidence.late("truncated"), evidence.trend("response_length")
     if not share > TRUNCATED:
         return None
@@ -250,7 +250,7 @@ def _truncated(evidence: Evidence) -> Problem | None:
     if length is not None and length.rises and length.last > 1.5 * length.first:
         grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
     latest = evidence.samples.flagged("truncated", evidence.samples.late)[::-1]
-    return Problem(
+    return RunProblem(
         "truncated",
         f"{share:.0%} of the late answers were cut at the limit of {short(limit or math.nan)} tokens, so their rewards are "
         f"those of unfinished answers.{grew}",
@@ -260,13 +260,13 @@ def _truncated(evidence: Evidence) -> Problem | None:
     )
 
 
-def _length_collapse(evidence: Evidence) -> Problem | None:
+def _length_collapse(evidence: Evidence) -> RunProblem | None:
     trend = evidence.trend("response_length")
     if trend is None or not (trend.last <= 1.5 or (trend.falls and trend.last < LENGTH_COLLAPSE * trend.first)):
         return None
     late = evidence.samples.late
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
-    return Problem(
+    return RunProblem(
         "length_collapse",
         f"The answers shrank from {short(trend.first)} to {short(trend.last)} tokens: the model stops almost at once.",
         "Make sure that the reward does not favour short or empty answers, and lower the learning rate, "
@@ -275,7 +275,7 @@ def _length_collapse(evidence: Evidence) -> Problem | None:
     )
 
 
-def _length_explosion(evidence: Evidence) -> Problem | None:
+def _length_explosion(evidence: Evidence) -> RunProblem | None:
     trend, held_out = evidence.trend("response_length"), evidence.progress.held_out
     if (
         trend is None
@@ -286,7 +286,7 @@ def _length_explosion(evidence: Evidence) -> Problem | None:
         return None
     late = evidence.samples.late
     longest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")][::-1]
-    return Problem(
+    return RunProblem(
         "length_explosion",
         f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that this helps.",
         "Read the longest answers. If they are padded, subtract a penalty for length in the reward, and add "
@@ -295,13 +295,13 @@ def _length_explosion(evidence: Evidence) -> Problem | None:
     )
 
 
-def _entropy(evidence: Evidence) -> Problem | None:
+def _entropy(evidence: Evidence) -> RunProblem | None:
     trend = evidence.trend("entropy")
     if trend is None or not evidence.progress.by_reward or evidence.solved:
         return None
     values = f"from {short(trend.first)} to {short(trend.last)} nats"
     if trend.falls and trend.last < ENTROPY_COLLAPSE * trend.first:
-        return Problem(
+        return RunProblem(
             "entropy_collapse",
             f"The entropy fell {values} before the task was solved: the model always gives the same answer and explores "
             "no others.",
@@ -310,7 +310,7 @@ def _entropy(evidence: Evidence) -> Problem | None:
             evidence.ids(evidence.samples.spread(evidence.samples.late, SHOWN)),
         )
     if trend.rises and trend.last > ENTROPY_EXPLOSION * trend.first and not evidence.reward_rises:
-        return Problem(
+        return RunProblem(
             "entropy_explosion",
             f"The entropy rose {values} while the reward did not: the answers are becoming random.",
             f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and add {evidence.advice.kl}.",
@@ -319,13 +319,13 @@ def _entropy(evidence: Evidence) -> Problem | None:
     return None
 
 
-def _logprob_gap(evidence: Evidence) -> Problem | None:
+def _logprob_gap(evidence: Evidence) -> RunProblem | None:
     gap = evidence.late("logprob_gap")
     warned = any("train log-prob" in str(warning.get("text")) for warning in evidence.run.warnings)
     stale = evidence.late("staleness") > 0  # those samples legitimately differ from the trained policy
     if stale or not (gap > LOGPROB_GAP_LIMIT or warned):
         return None
-    return Problem(
+    return RunProblem(
         "logprob_gap",
         f"Log-probs when sampling and when training differ by {short(gap)} on average, more than rounding explains: the "
         "policy that is trained is not the one that sampled.",
@@ -334,11 +334,11 @@ def _logprob_gap(evidence: Evidence) -> Problem | None:
     )
 
 
-def _staleness(evidence: Evidence) -> Problem | None:
+def _staleness(evidence: Evidence) -> RunProblem | None:
     lag = evidence.late("staleness")
     if not lag > STALE or evidence.reward_rises:
         return None
-    return Problem(
+    return RunProblem(
         "stale",
         f"The late samples are {short(lag)} updates old on average, so they are those of a clearly different policy.",
         f"Lower --max-staleness to 1 (now {short(evidence.advice.number('--max-staleness') or math.nan)}), or add rollout "
@@ -346,11 +346,11 @@ def _staleness(evidence: Evidence) -> Problem | None:
     )
 
 
-def _clipped(evidence: Evidence) -> Problem | None:
+def _clipped(evidence: Evidence) -> RunProblem | None:
     share = evidence.late("clip_fraction")
     if not share > CLIPPED or evidence.reward_rises:
         return None
-    return Problem(
+    return RunProblem(
         "clipped",
         f"{share:.0%} of the late tokens or answers are outside the clip range and get no gradient: each update moves the "
         "policy too far.",
@@ -359,14 +359,14 @@ def _clipped(evidence: Evidence) -> Problem | None:
     )
 
 
-def _overfitted(evidence: Evidence) -> Problem | None:
+def _overfitted(evidence: Evidence) -> RunProblem | None:
     train, held_out = evidence.trend("loss"), trend_of(evidence.run.series("eval_loss"), noise=0.0, width=1)
     if evidence.progress.by_reward or train is None or held_out is None or train.change >= 0:
         return None
     rise = held_out.last / held_out.low - 1 if held_out.low > 0 else 0.0
     if rise < 0.02:  # ten times the noise of such a loss
         return None
-    return Problem(
+    return RunProblem(
         "overfitted",
         f"The held-out loss was lowest with {short(held_out.low)} at step {held_out.low_step} and rose to "
         f"{short(held_out.last)} while the training loss fell to {short(train.last)}: the model memorizes its data.",
@@ -375,22 +375,22 @@ def _overfitted(evidence: Evidence) -> Problem | None:
     )
 
 
-def _diverged(evidence: Evidence) -> Problem | None:
+def _diverged(evidence: Evidence) -> RunProblem | None:
     train = evidence.trend("loss")
     if evidence.progress.by_reward or train is None or not train.rises:
         return None
-    return Problem(
+    return RunProblem(
         "diverged",
         f"The training loss rose: {train}.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.1)}.",
     )
 
 
-def _displaced(evidence: Evidence) -> Problem | None:
+def _displaced(evidence: Evidence) -> RunProblem | None:
     chosen = evidence.trend("chosen_reward")
     if chosen is None or not chosen.falls or chosen.last > -1.0:  # beta times nats below the reference
         return None
-    return Problem(
+    return RunProblem(
         "displaced",
         f"The chosen answers became less likely too: their reward fell to {short(chosen.last)}. Only the margin to the "
         "rejected ones improves, so the model may answer with neither.",
@@ -398,7 +398,7 @@ def _displaced(evidence: Evidence) -> Problem | None:
     )
 
 
-CHECKS: tuple[Callable[[Evidence], Problem | None], ...] = (
+CHECKS: tuple[Callable[[Evidence], RunProblem | None], ...] = (
     *(_non_finite, _exploding, _failed_rewards, _failed_episodes, _equal_rewards, _truncated, _length_collapse),
     *(
         _length_explosion,

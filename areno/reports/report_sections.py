@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from areno.reports.problems import Problem
+from areno.reports.problems import RunProblem
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import RunSamples
 from areno.reports.sample_views import SampleView, SampleViews, as_float, bounded, number
@@ -37,7 +37,7 @@ WARNING_CHARS = 1000
 """Characters of a warning."""
 MAX_FILES = 200
 """Files that are listed."""
-_CHART = {"width": 460, "height": 240}
+_WIDTH, _HEIGHT = 460, 240  # of a chart: its labels can be read at 360 px too
 _TYPICAL = 1000  # steps at the end, of which a typical one is the median
 _BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are no part of a step
 _OVERLAPPING = ("step", "rollout_pause")  # the whole step, and what happens during another phase
@@ -81,7 +81,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleGroup:
+class ShownSamples:
     """Samples shown under one heading; those shown before are only linked."""
 
     title: str
@@ -136,7 +136,7 @@ def _lines(series: Mapping[str, Series]) -> list[Line]:
 
 
 def _chart(title: str, names: str, lines: Sequence[Line]) -> Chart:
-    return Chart(title, names, Markup(line_chart(lines, title=title, **_CHART)))
+    return Chart(title, names, Markup(line_chart(lines, title=title, width=_WIDTH, height=_HEIGHT)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,9 @@ def times(run: RunData) -> Times:
     charts = [_chart("Seconds per phase", "", _lines(phases))] if phases else []
     memory = {name: run.metrics[name] for name in run.metrics.names if "memory" in name}
     charts += [_chart("Memory", "", _lines(memory))] if memory else []
-    if name := run.metric_of("tokens_per_second"):
-        charts.append(_chart("Tokens per second", name, [_line(name, run.series("tokens_per_second"))]))
-    bar = Markup(stacked_bar(in_step, title="Phases of a typical step", width=_CHART["width"])) if in_step else None
+    if rate := run.metric_of("tokens_per_second"):
+        charts.append(_chart("Tokens per second", rate, [_line(rate, run.series("tokens_per_second"))]))
+    bar = Markup(stacked_bar(in_step, title="Phases of a typical step", width=_WIDTH)) if in_step else None
     return Times(bar, table, charts)
 
 
@@ -220,7 +220,7 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
     )
 
 
-def sample_groups(samples: RunSamples, problems: Sequence[Problem]) -> list[SampleGroup]:
+def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
     """The samples of a report: those that problems name, the best, the worst, and those that changed most."""
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
@@ -246,7 +246,7 @@ def sample_groups(samples: RunSamples, problems: Sequence[Problem]) -> list[Samp
         new = {index: views.view(samples.record(index)) for index in indices if index not in shown}
         shown |= new
         if indices:
-            groups.append(SampleGroup(title, note, list(new.values()), links))
+            groups.append(ShownSamples(title, note, list(new.values()), links))
     return groups
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from areno.reports.ending import Ending, ending_of
 from areno.reports.hacking import hacking_problems
 from areno.reports.learning import HEADLINES, Learned, learned
-from areno.reports.problems import Evidence, Problem, metric_problems
+from areno.reports.problems import Evidence, RunProblem, metric_problems
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
 
@@ -35,7 +35,7 @@ class Verdict:
 
     learned: Learned
     ending: Ending
-    problems: tuple[Problem, ...]
+    problems: tuple[RunProblem, ...]
 
     def lines(self) -> list[str]:
         """The answers as text."""
@@ -78,7 +78,7 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))
 
 
-def _unexplained(evidence: Evidence, result: Learned, problems: list[Problem]) -> Problem | None:
+def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
     """A result that no other problem explains."""
     advice, progress = evidence.advice, evidence.progress
     late = evidence.samples.late
@@ -91,7 +91,7 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[Problem]) -
         if trend is None:
             return None
         value, step = progress.best(trend)
-        return Problem(
+        return RunProblem(
             "collapse",
             f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; nothing "
             "else that is recorded explains it.",
@@ -110,4 +110,4 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[Problem]) -
         if moved
         else f"Raise the learning rate, {advice.scaled('--lr', 10)}, until entropy or reward move, or train for more steps."
     )
-    return Problem("no_progress", f"{what}: the {progress.name} stayed within its noise.", remedy)
+    return RunProblem("no_progress", f"{what}: the {progress.name} stayed within its noise.", remedy)

@@ -35,6 +35,7 @@ OTHER_FLAGS = {
     "--all": "areno inspect",
     "--sample": "areno inspect",
     "--step": "areno inspect",
+    "--out": "areno report",
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
