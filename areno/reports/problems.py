@@ -37,7 +37,9 @@ CLIPPED = 0.3
 STALE = 4.0
 """Mean staleness in updates from which the samples are those of a clearly different policy."""
 FAILED = 0.05
-"""Fraction of failed samples that distorts which answers are learned from."""
+"""Fraction of failed rewards that distorts which answers are learned from."""
+EPISODES_FAILED = 0.2
+"""Fraction of failed episodes that does; some prompts defeat an agent."""
 SHOWN = 3
 """Samples named for a problem."""
 
@@ -158,15 +160,15 @@ def _failed_rewards(evidence: Evidence) -> RunProblem | None:
 
 def _failed_episodes(evidence: Evidence) -> RunProblem | None:
     failed, samples = late_mean(evidence.run.metrics["train/agent_failed"]), evidence.late("samples")
-    accepted, rejected = (evidence.run.metrics[f"rollout/{name}"].values for name in ("accepted", "rejected"))
+    accepted, lost = (evidence.run.metrics[f"rollout/{name}"].values for name in ("accepted", "failed"))
     share = failed / (failed + samples)
-    if accepted and rejected and accepted[-1] + rejected[-1]:
-        share = rejected[-1] / (accepted[-1] + rejected[-1])
-    if not share > 0.2:
+    if accepted and lost and accepted[-1] + lost[-1]:
+        share = lost[-1] / (accepted[-1] + lost[-1])
+    if not share > EPISODES_FAILED:
         return None
     return RunProblem(
         "episodes_failed",
-        f"{share:.0%} of the episodes failed or were rejected, so the run trains on a selection of its prompts.",
+        f"{share:.0%} of the episodes failed, so the run trains on a selection of its prompts.",
         "Read in the log why they failed, and fix the agent or the workflow.",
     )
 
@@ -399,17 +401,8 @@ def _displaced(evidence: Evidence) -> RunProblem | None:
 
 
 CHECKS: tuple[Callable[[Evidence], RunProblem | None], ...] = (
-    *(_non_finite, _exploding, _failed_rewards, _failed_episodes, _equal_rewards, _truncated, _length_collapse),
-    *(
-        _length_explosion,
-        _entropy,
-        _logprob_gap,
-        _staleness,
-        _clipped,
-        _diverged,
-        _overfitted,
-        _displaced,
-        _tied_groups,
-    ),
+    *(_non_finite, _exploding, _failed_rewards, _failed_episodes, _equal_rewards, _zero_gradient, _truncated),
+    *(_length_collapse, _length_explosion, _entropy, _logprob_gap, _staleness, _clipped),
+    *(_diverged, _overfitted, _displaced, _tied_groups),
 )
 """The checks, in the order in which their problems are listed."""

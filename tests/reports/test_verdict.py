@@ -260,6 +260,36 @@ def test_a_run_that_failed_is_understood(prepare, tmp_path):
     assert {tuple(map(int, name.split("/"))) for name in named} <= recorded
 
 
+@pytest.mark.parametrize(
+    ("changes", "key", "remedy"),
+    [
+        ({"train/reward_errors": np.full(STEPS, 8.0)}, "reward_errors", "--on-reward-error stop"),
+        ({"train/grad_norm": np.zeros(STEPS)}, "zero_gradient", "loss mask"),
+        ({"train/clip_fraction": np.full(STEPS, 0.6)}, "clipped", "--update-epochs 1"),
+        ({"rollout/response_len_mean": np.linspace(50, 250, STEPS)}, "length_explosion", "penalty for length"),
+        ({"train/entropy": np.linspace(0.5, 3.0, STEPS)}, "entropy_explosion", "--kl-coef 0.01"),
+    ],
+)
+def test_one_bad_metric_is_enough(changes, key, remedy, tmp_path):
+    rng = rng_of()
+    metrics = policy_metrics(rng, STEPS, reward=flat(rng), **changes)
+    problems = verdict_of(RunData(Prepared(metrics).write(tmp_path / "run").path)).problems
+    assert [problem.key for problem in problems] == [key]
+    assert remedy in problems[0].remedy
+
+
+def test_failed_episodes_and_a_diverging_loss_are_named(tmp_path):
+    rng = rng_of()
+    counts = {"rollout/accepted": np.arange(STEPS) * 8.0 + 8, "rollout/failed": np.arange(STEPS) * 8.0}
+    run = Prepared({"rollout/reward/avg": flat(rng), **counts}, SETTINGS).write(tmp_path / "episodes")
+    assert [problem.key for problem in verdict_of(RunData(run.path)).problems] == ["episodes_failed"]
+    run = Prepared({"train/loss": curve(rng, STEPS, 1.0, 9.0)}, {**OPTIONS, "algo": "sft"}).write(tmp_path / "loss")
+    verdict = verdict_of(RunData(run.path))
+    assert verdict.learned.state == "worse"
+    assert [problem.key for problem in verdict.problems] == ["diverged"]
+    assert "--lr 0.0001" in verdict.problems[0].remedy
+
+
 def samples_of(run):
     return run.files.samples_path.read_text().splitlines()
 
