@@ -17,7 +17,7 @@ from areno.observability.health import LOGPROB_GAP_LIMIT
 from areno.reports.advice import Advice
 from areno.reports.learning import Progress
 from areno.reports.run_data import RunData
-from areno.reports.run_samples import RunSamples
+from areno.reports.run_samples import Indices, RunSamples
 from areno.reports.svg import short
 from areno.reports.trends import Trend, finite, trend_of, window
 from areno.storage.metric_columns import Series
@@ -91,6 +91,15 @@ class Evidence:
             return False
         high, low = float(highs.max()), float(lows.min())
         return high > low and self.late("reward") >= high - 0.1 * (high - low)
+
+    @cached_property
+    def tied(self) -> tuple[float, Indices]:
+        """Fraction of late prompts whose answers all have the same reward, and samples of such prompts."""
+        if not (self.advice.number("--n-samples") or 1) > 1:
+            return 0.0, np.zeros(0, np.int64)
+        share, indices = self.samples.tied(self.samples.late)
+        recorded = self.late("zero_std_groups")
+        return share if math.isnan(recorded) else recorded, indices
 
     def ids(self, indices: Sequence[int]) -> tuple[str, ...]:
         """Ids of the first of some samples."""
@@ -212,7 +221,7 @@ def _equal_rewards(evidence: Evidence) -> RunProblem | None:
 
 def _zero_gradient(evidence: Evidence) -> RunProblem | None:
     norms = finite(evidence.run.series("grad_norm"))[1]
-    if len(norms) < 3 or float(np.mean(norms[-max(window(len(norms)), 3) :] == 0)) < TIED:
+    if len(norms) < 3 or float(np.mean(norms[-max(window(len(norms)), 3) :] == 0)) < TIED or evidence.tied[0] >= TIED:
         return None
     return RunProblem(
         "zero_gradient",
@@ -223,11 +232,7 @@ def _zero_gradient(evidence: Evidence) -> RunProblem | None:
 
 
 def _tied_groups(evidence: Evidence) -> RunProblem | None:
-    if not (evidence.advice.number("--n-samples") or 1) > 1 or not len(evidence.samples):
-        return None
-    share, indices = evidence.samples.tied(evidence.samples.late)
-    recorded = evidence.late("zero_std_groups")
-    share = share if math.isnan(recorded) else recorded
+    share, indices = evidence.tied
     if share < TIED:
         return None
     cause = "most prompts are solved" if evidence.solved else "most prompts are too hard, or their rewards too coarse"

@@ -17,7 +17,7 @@ _CAUSES = (
 )
 """Problems that are listed first; then come signs of exploitation, which may be why answers get longer or all alike."""
 _EXPLAINED = {
-    "equal_rewards": ("zero_gradient", "tied_groups"),
+    "equal_rewards": ("zero_gradient", "tied_groups"),  # without the metric of ties and without samples, both may hold
     "collapsed": ("zero_gradient", "tied_groups", "truncated"),
     "solved": ("tied_groups",),
     "length_collapse": ("solved", "tied_groups"),

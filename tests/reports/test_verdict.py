@@ -306,6 +306,24 @@ def test_the_samples_named_are_those_with_the_fault(tmp_path):
     assert all(int(name.split("/")[0]) >= 90 for name in problem.samples)
 
 
+def test_what_follows_from_an_exploited_reward_is_not_listed_beside_it(tmp_path):
+    """As in a real run: the exploit reaches the highest reward, so that all rewards are equal and the gradient is zero."""
+    rng = rng_of()
+    late = np.arange(STEPS) > 40
+    columns = {
+        "rollout/rewards_min": late * 1.0,
+        "train/zero_std_groups": np.where(late, 1.0, 0.2),
+        "train/truncated_ratio": np.where(late, 1.0, 0.05),
+        "train/grad_norm": np.where(late, 0.0, 0.5),
+    }
+    metrics = policy_metrics(rng, STEPS, reward=np.where(late, 1.0, 0.3), **columns)
+    prepared, _ = repetition()
+    prepared.metrics = metrics
+    verdict = verdict_of(RunData(prepared.write(tmp_path / "run").path))
+    assert verdict.learned.state == "exploited"
+    assert [problem.key for problem in verdict.problems] == ["repetitive", "identical"]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_healthy_run_has_learned_and_nothing_is_wrong(seed, tmp_path):
     rng = rng_of(seed)
