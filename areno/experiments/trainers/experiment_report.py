@@ -7,26 +7,13 @@ from typing import Any, ClassVar
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.observability.display import LiveProgress
 from areno.observability.health import HealthMonitor
+from areno.observability.metric_advice import EXPERIMENT_SETTINGS
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
 from areno.training.state import RunState
-
-_SETTINGS = {
-    "--gradient-accumulation-steps": "actor.ppo_n_minibatches",
-    "--max-context-len": "gconfig.max_tokens",
-    "--max-prompt-tokens": "train_dataset.max_length",
-    "--max-new-tokens": "gconfig.max_new_tokens",
-    "--grad-clip-norm": "actor.optimizer.gradient_clipping",
-    "--dtype float32": "actor.dtype=float32",
-    "--temperature": "gconfig.temperature",
-    "--n-samples": "gconfig.n_samples",
-    "--reward-weights": "reward.weights",
-    "--lr": "actor.optimizer.lr",
-}
-"""Experiment settings that correspond to options of ``areno train``."""
 
 
 class ExperimentReporter(Reporter):
@@ -47,7 +34,7 @@ class ExperimentReporter(Reporter):
         health = HealthMonitor(
             grouped=gconfig is not None and gconfig.n_samples > 1,
             max_new_tokens=None if gconfig is None else gconfig.max_new_tokens,
-            settings=_SETTINGS,
+            settings=EXPERIMENT_SETTINGS,
         )
         super().__init__(run_dir, logger, health)
         self._stats_logger, self._tracker, self._known_names = stats_logger, tracker, known_names
