@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from areno.observability import statistics, train_metrics
+from areno.observability import experiment_metrics, train_metrics
 from areno.observability.metric_advice import Advice, advice_for
 from areno.reports.run_data import KEYS
 
@@ -54,7 +54,7 @@ def explain(query: str) -> list[Explanation]:
         return [exact]
     name = _without_number(query)
     full_names = [*KEYS.get(name, ()), *(one.name for one in explanations() if one.name.endswith(f"/{name}"))]
-    full_names += [full for alias, full in statistics.SHORT_NAMES.items() if alias.endswith(f"/{name}")]
+    full_names += [full for alias, full in experiment_metrics.SHORT_NAMES.items() if alias.endswith(f"/{name}")]
     explained = (_by_full_name(full) for full in full_names)
     return list(dict.fromkeys(one for one in explained if one is not None))
 
@@ -62,14 +62,14 @@ def explain(query: str) -> list[Explanation]:
 def known_names() -> list[str]:
     """Everything that :func:`explain` accepts, short names first."""
     names = [one.name for one in explanations()]
-    return list(dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *statistics.SHORT_NAMES]))
+    return list(dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES]))
 
 
 def _documented() -> Iterator[Explanation]:
     for section, metric in train_metrics.documented():
         advice = advice_for(metric.name)
         yield Explanation(metric.name, metric.unit, _plain(metric.meaning), section, False, advice)
-    for section, statistic in statistics.documented():
+    for section, statistic in experiment_metrics.documented():
         name = statistic.name
         advice = advice_for(name, experiment=True)
         if advice is None and name.startswith(_SCOPES):
@@ -80,7 +80,7 @@ def _documented() -> Iterator[Explanation]:
 def _by_full_name(query: str) -> Explanation | None:
     """The metric with this name, or with the same name in another update."""
     plain = _without_number(query)
-    for name in (query, plain, statistics.SHORT_NAMES.get(plain)):
+    for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
         for one in explanations() if name else ():
             if name is not None and train_metrics.matches(one.name, name):
                 return replace(one, name=name)
