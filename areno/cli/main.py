@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print an AReno environment/support report.",
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
+    "explain": "Say what a metric is, what is normal, and what to do if it is not.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
     "plan": "Estimate the memory of a training run, and whether it fits.",

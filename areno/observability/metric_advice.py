@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32
 from areno.observability.train_metrics import matches
 
+ABOVE_ZERO = 5e-324
+"""Lower bound of a range that excludes 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -24,6 +27,8 @@ class Advice:
     @property
     def range(self) -> str:
         """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if it has none."""
+        if self.low == ABOVE_ZERO:
+            return "above 0"
         if self.low is None or self.high is None:
             bounds = ((self.low, "at least"), (self.high, "at most"))
             return "".join(f"{words} {bound:g}" for bound, words in bounds if bound is not None)
@@ -52,7 +57,7 @@ _DROPPED = "The log names each dropped sample and its reason"
 _RISING_PAIRS = "If it stays where it began, raise --lr. If it reaches 1 early, use fewer --epochs or more pairs"
 _SLOWER = "docs/performance.md says what the time of a step depends on"
 _GAP = (
-    "If it exists from the first step on, use --dtype float32, and check that rollout and trainer have the same weights "
+    "If it is there from the first step on, use --dtype float32, and check that rollout and trainer have the same weights "
     "and --temperature; if it grows, take fewer optimizer steps per rollout, or lower --lr"
 )
 
@@ -63,9 +68,9 @@ ADVICE: dict[str, Advice] = {
         "while samples get worse: the reward has a loophole",
     ),
     "rollout/rewards_std": Advice(
-        "above 0: without differences there is nothing to learn from",
+        "without differences there is nothing to learn from",
         "Use prompts that are sometimes answered right, a higher --temperature, a larger --n-samples, or a finer reward",
-        low=1e-6,
+        low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
         "parts rise together, or one stays where it is",
@@ -88,10 +93,10 @@ ADVICE: dict[str, Advice] = {
     "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
         "near 0 and without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
-        "With a policy, look at rollout/rewards_mean instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
+        "With a policy, look at the reward instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
         "jumps, lower it",
     ),
-    "train/policy_loss": Advice("without a trend: it does not measure success", "Look at rollout/rewards_mean instead"),
+    "train/policy_loss": Advice("without a trend: it does not measure success", "Look at the reward instead"),
     "train/sft_loss": Advice(
         "falls quickly, then slowly; 0.5 to 3 for a pretrained model",
         "If it does not fall, raise --lr and check the chat template. If it jumps, lower --lr. If eval/loss rises meanwhile, "
@@ -120,9 +125,9 @@ ADVICE: dict[str, Advice] = {
         "much closer to 0 than logp_abs_diff_mean", _GAP, -LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT
     ),
     "train/grad_norm": Advice(
-        "above 0, and of one order of magnitude over the run",
+        "of one order of magnitude over the run",
         "0: all advantages are 0 (see zero_std_groups), or no token is trained. Spikes: lower --lr or --grad-clip-norm",
-        low=1e-12,
+        low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
         "at most --grad-clip-norm; equal to it in every step if all gradients are clipped"
@@ -200,8 +205,8 @@ ADVICE: dict[str, Advice] = {
     "train/normalized_advantage_std": Advice("1 with --whiten-advantages", "", 0.9, 1.1),
     "train/actor_train_skipped": Advice("1 in the first --critic-warmup-steps steps, then 0"),
     "eval/rewards_mean": Advice(
-        "rises with rollout/rewards_mean, somewhat lower",
-        "If it falls while rollout/rewards_mean rises, the policy memorizes or exploits the training prompts: stop at the "
+        "rises with the reward of training, somewhat lower",
+        "If it falls while the reward of training rises, the policy memorizes or exploits the training prompts: stop at the "
         "best (--keep-best, --early-stop-patience), or use more prompts",
     ),
     "eval/loss": Advice(

@@ -13,6 +13,7 @@ from areno.observability import experiment_metrics, train_metrics
 from areno.observability.metric_advice import Advice, advice_for
 from areno.reports.run_data import KEYS
 
+_PREFIXES = ("rollout/", "train/", "eval/", "time/")
 _SCOPES = ("train/", "ppo_actor/update/", "ppo_critic/update/", "sft/", "dpo/", "rw/")
 """Prefixes of an update's metrics, which have one meaning under any of them."""
 
@@ -53,7 +54,8 @@ def explain(query: str) -> list[Explanation]:
     if exact is not None:
         return [exact]
     name = _without_number(query)
-    full_names = [*KEYS.get(name, ()), *(one.name for one in explanations() if one.name.endswith(f"/{name}"))]
+    full_names = [*KEYS.get(name, ()), *(prefix + name for prefix in _PREFIXES)]
+    full_names += [one.name for one in explanations() if one.name.endswith(f"/{name}")]
     full_names += [full for alias, full in experiment_metrics.SHORT_NAMES.items() if alias.endswith(f"/{name}")]
     explained = (_by_full_name(full) for full in full_names)
     return list(dict.fromkeys(one for one in explained if one is not None))
@@ -62,7 +64,9 @@ def explain(query: str) -> list[Explanation]:
 def known_names() -> list[str]:
     """Everything that :func:`explain` accepts, short names first."""
     names = [one.name for one in explanations()]
-    return list(dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES]))
+    return list(
+        dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])
+    )
 
 
 def _documented() -> Iterator[Explanation]:
