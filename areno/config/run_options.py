@@ -214,3 +214,10 @@ class ObservabilityOptions:
         False,
         help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",
     )
+    log_level: str = _observability(
+        "auto",
+        choices=("auto", "debug", "info", "warning", "error"),
+        stored=False,
+        help="Lowest level of lines on the console; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
+        "shows lines instead of the live display. log.txt has all levels.",
+    )

@@ -189,7 +189,8 @@ class LiveProgress(ProgressDisplay):
             state, pace, now = self._state, self._pace, time.monotonic()
             state.done, state.total = pace.done, self.total_steps
             state.rate, state.remaining = pace.rate, pace.remaining(self.total_steps)
-            state.phase_time, state.run_time = _clock(now - self._phase_start), _clock(now - self._began)
+            state.phase_time = "" if self._live is None else _clock(now - self._phase_start)
+            state.run_time = _clock(now - self._began)
             if now - self._memory_read >= _MEMORY_EVERY_S:
                 state.memory, self._memory_read = memory_use(), now
             size = self._console.size

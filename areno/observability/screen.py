@@ -28,7 +28,6 @@ _BAR_WIDTHS = (8, 40)
 _SAMPLE_CHARS = 2000
 _ANSWER_LINES = 6
 _PARTS = 4  # reward parts that are shown or left out together
-_HIGH = 30  # lines from which warnings are shown at length
 _SENTENCE_END = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _GIB = 2**30
 
@@ -127,7 +126,9 @@ class _Block:
 
 def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) -> list[Line]:
     """Lay out at most ``height`` lines of at most ``width`` cells; without ``unicode`` in ASCII."""
-    blocks = list(_Layout(state, width, height, unicode).blocks())
+    blocks = list(_Layout(state, width, unicode).blocks())
+    if sum(len(block.lines) for block in blocks) > height:
+        blocks = list(_Layout(state, width, unicode, is_tight=True).blocks())
     kept = {id(block): 0 for block in blocks}
     left = height
     ranked = sorted(blocks, key=lambda block: block.rank)
@@ -143,11 +144,10 @@ def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) 
 
 
 class _Layout:
-    """Makes the blocks of a frame, in the order in which they are shown."""
+    """Makes the blocks of a frame, in the order in which they are shown; a tight layout shortens warnings."""
 
-    def __init__(self, state: ScreenState, width: int, height: int, unicode: bool) -> None:
-        self.state, self.width, self.unicode = state, width, unicode
-        self.is_high = height >= _HIGH
+    def __init__(self, state: ScreenState, width: int, unicode: bool, *, is_tight: bool = False) -> None:
+        self.state, self.width, self.unicode, self.is_tight = state, width, unicode, is_tight
         self.more, self.arrow = ("…", "→") if unicode else ("...", "->")
 
     def blocks(self) -> Iterator[_Block]:
@@ -262,9 +262,9 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """The problem and its remedy, which is what follows the first sentence, each on one to three lines."""
+        """The problem and its remedy, which is what follows the first sentence, each on a few lines."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
-        first, second = (2, 3) if self.is_high else (1 if remedy else 2, 2)
+        first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
         lines += [(line, "") for sentence in remedy for line in self._wrap(f"{self.arrow} {sentence}", second)]
         return [self._line("" if position else "warning", line) for position, line in enumerate(lines)]

@@ -43,14 +43,19 @@ def run(algo, folder, checkpoint):
     """Metric names of a run of two steps with an evaluation."""
     task = write_task(folder / "task")
     task["reward.py"].write_text(PARTS)
-    arguments = [str(word) for word in task_arguments("sft" if algo == "dpo" else algo, checkpoint, task, folder / "run")]
+    arguments = [
+        str(word) for word in task_arguments("sft" if algo == "dpo" else algo, checkpoint, task, folder / "run")
+    ]
     if algo == "dpo":
         pairs = str(write_rows(folder / "pairs.jsonl", SUMS))
         arguments = [pairs if word == str(task["data.jsonl"]) else word for word in arguments]
         arguments[arguments.index("sft")] = "dpo"
         del arguments[arguments.index("--dataset-loader-fn") :][:2]
     held_out = arguments[arguments.index("--dataset-path") + 1]
-    assert main([*arguments, "--eval-dataset-path", held_out, "--eval-max-rows", "3", "--max-steps", "2", *RUNS[algo]]) == 0
+    assert (
+        main([*arguments, "--eval-dataset-path", held_out, "--eval-max-rows", "3", "--max-steps", "2", *RUNS[algo]])
+        == 0
+    )
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {name for line in lines for name in json.loads(line)} - {"step", "time"}
 
@@ -63,7 +68,12 @@ def test_every_metric_of_a_run_is_on_the_page(algo, tmp_path, tiny_checkpoint, m
     page = names_on_the_page()
     page |= {f"{kind}/reward_parts/{name}" for kind in ("rollout", "eval") for name in ("digits", "length")}
     assert recorded - (page | {"eval/pass@1", "eval/pass@2"}) == set()
-    shown = {"grpo": "rollout/reward_parts/digits", "ppo": "train/ppo_kl", "sft": "eval/perplexity", "dpo": "eval/margin"}
+    shown = {
+        "grpo": "rollout/reward_parts/digits",
+        "ppo": "train/ppo_kl",
+        "sft": "eval/perplexity",
+        "dpo": "eval/margin",
+    }
     assert shown[algo] in recorded
 
 
@@ -98,7 +108,9 @@ def test_advice_is_for_metrics_that_exist_and_for_those_that_matter():
     page = names_on_the_page()
     assert ADVICE.keys() - page == set()
     assert len(ADVICE) >= 40
-    matter = "reward_mean zero_std_groups truncated_ratio entropy clip_fraction logp_abs_diff_mean grad_norm staleness_max"
+    matter = (
+        "reward_mean zero_std_groups truncated_ratio entropy clip_fraction logp_abs_diff_mean grad_norm staleness_max"
+    )
     assert [name for name in matter.split() if advice_for(f"train/{name}") is None] == []
 
 
