@@ -28,7 +28,9 @@ def last_frame(command: list[str]) -> str:
     """Run the command and return the last frame with its styles."""
     controller, terminal = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **variables})
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **variables}
+    )
     os.close(terminal)
     output = b""
     try:

@@ -51,7 +51,8 @@ class ExperimentReporter(Reporter):
             settings=EXPERIMENT_SETTINGS,
         )
         kind = type(config).__name__.removesuffix("Config").lower()
-        super().__init__(run_dir, logger, health, getattr(config.actor, "algorithm", "") or kind, config.actor.path)
+        actor: Any = vars(config)["actor"]
+        super().__init__(run_dir, logger, health, getattr(actor, "algorithm", "") or kind, actor.path)
         self._stats_logger, self._tracker, self._known_names = stats_logger, tracker, known_names
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
