@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from unicodedata import category
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from areno.observability.display import LiveProgress
+from areno.observability.display import LiveProgress, memory_use
 from areno.observability.health import HealthMonitor
 from areno.observability.screen import RunHeading, ScreenState, ShownSample, Trend, frame
 from areno.training import report
@@ -228,3 +232,17 @@ def test_an_experiment_shows_its_statistics_under_the_same_labels(tmp_path, tiny
 
 def lines_of_state(state: ScreenState):
     return ["".join(text for text, _ in line) for line in frame(state, 90, 40)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_that_of_this_process_and_of_those_it_started():
+    before = memory_use()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert before.used >= 0.9 * resident
+    assert 0 < before.free < before.total
+    program = "import sys; kept = b'x' * (80 << 20); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"
+        during = memory_use().used
+        child.stdin.close()
+    assert 70 << 20 < during - before.used < 200 << 20
