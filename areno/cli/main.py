@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
     "convert": "Print the areno train command for a configuration of TRL or verl.",
+    "diff": "Compare two runs, and show the first step that differs and why.",
     "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print an AReno environment/support report.",
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
