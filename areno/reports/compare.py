@@ -17,9 +17,20 @@ from areno.config.options import options_of
 from areno.config.train_options import TrainOptions
 from areno.reports.divergence import Divergence, common_steps, divergence
 from areno.reports.run_data import RunData
+from areno.storage.metric_columns import Series
 
 CURVES = (
-    *("reward", "eval_reward", "eval_loss", "loss", "grad_norm", "entropy", "logprob_gap", "response_length", "truncated"),
+    *(
+        "reward",
+        "eval_reward",
+        "eval_loss",
+        "loss",
+        "grad_norm",
+        "entropy",
+        "logprob_gap",
+        "response_length",
+        "truncated",
+    ),
     *("learning_rate", "tokens_per_second", "step_seconds"),
 )
 """Curves that are compared, of ``KEYS``."""
@@ -60,10 +71,10 @@ _RUNS_ALIKE = re.compile(
     r"|^(cluster|saver|recover|stats_logger|perf_tracer|memory_profiler|evaluator|valid_dataset|launcher|scheduler)\."
     r"|scheduling_(spec|strategy)"
 )
-_MODEL = r"ckpt|path$|dtype|device|attn|lora|world_size|tp_size|fsdp|backend|kernels|4bit|eager|compile"
+_MODEL = r"ckpt|(^|\.)path$|dtype|device|attn|lora|world_size|tp_size|fsdp|backend|kernels|4bit|eager|compile"
 # Settings that act in a phase; all act in the update.
 _ACTS_IN = {
-    "prompts": r"seed|shuffle|dataset|batch_size|max_prompt|max_sequences|thinking|tokenizer|filter|workflow|ckpt|path$",
+    "prompts": r"seed|shuffle|dataset|batch_size|max_prompt|max_sequences|thinking|tokenizer|filter|workflow|ckpt|(^|\.)path$",
     "sampled tokens": rf"seed|n_samples|temperature|top_|greedy|tokens|stop|eos|penalty|context|rollout|gconfig|agent|{_MODEL}",
     "log-probs": rf"temperature|batch|{_MODEL}",
     "rewards": r"reward",
@@ -131,7 +142,7 @@ def compare_runs(a: RunData, b: RunData) -> RunComparison:
         environment=environment,
         curves=[*_curves(a, b)],
         divergence=result,
-        causes=[] if result.different is None else _causes(result.different.phase, settings, environment),
+        causes=_causes(result, settings, environment),
     )
 
 
@@ -158,7 +169,7 @@ def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     grouped: dict[tuple[str, str, bool], list[tuple[str, tuple[Any, Any]]]] = {}
     for name in {**first, **second}:
         values = first.get(name, _UNSET), second.get(name, _UNSET)
-        if values[0] == values[1] or "auto" in values:  # what auto means is not recorded
+        if values[0] == values[1] or ("auto" in values and a.is_experiment != b.is_experiment):
             continue
         decisive = _changes_results(name, first, second) and not _same_content(*values)
         grouped.setdefault((name.rpartition(".")[2], repr(values), decisive), []).append((name, values))
@@ -201,7 +212,7 @@ def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    first, second = ({name: value for name, value in _flat(run.environment).items()} for run in (a, b))
+    first, second = _flat(a.environment), _flat(b.environment)
     for name in {**first, **second}:
         values = first.get(name, _UNSET), second.get(name, _UNSET)
         if name != "recorded" and values[0] != values[1]:
@@ -211,8 +222,8 @@ def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
 def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
     names = {key: (a.metric_of(key), b.metric_of(key)) for key in CURVES}
     pairs = {key: (a.series(key), b.series(key)) for key in CURVES}
-    for part in a.reward_parts().keys() & b.reward_parts().keys():
-        pairs[f"reward_parts/{part}"] = a.reward_parts()[part], b.reward_parts()[part]
+    parts = b.reward_parts()
+    pairs |= {f"reward_parts/{part}": (series, parts.get(part, Series())) for part, series in a.reward_parts().items()}
     for key, pair in pairs.items():
         _, x, y = common_steps(*pair)
         if len(x):
@@ -228,11 +239,16 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _causes(
-    phase: str, settings: list[SettingDifference], environment: list[SettingDifference]
+    result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Differences that act in a phase: settings, and for what the model computes the environment too."""
-    pattern = _ACTS_IN.get(phase, "")
-    causes = [setting for setting in settings if setting.changes_results and re.search(pattern, setting.name)]
+    """Differences that act in the first phase that differs; after the first step any setting may act, through the weights."""
+    if result.different is None:
+        return []
+    phase, earlier = result.different.phase, result.unequal is not None and result.unequal.step < result.different.step
+    decisive = [setting for setting in settings if setting.changes_results]
+    causes = [setting for setting in decisive if re.search(_ACTS_IN.get(phase, ""), setting.name)]
+    if earlier and not causes:
+        causes = decisive
     if phase in ("sampled tokens", "log-probs", "update"):
         causes += [each for each in environment if each.changes_results]
     return causes

@@ -8,6 +8,7 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
+_ROUNDING = "rounding that differs, as with another number of threads or processor, and has grown since then"
 _NO_CAUSE = {
     "prompts": "the data may have changed, or an asynchronous rollout forms its batches by timing",
     "sampled tokens": "numerics, such as another number of threads, or the timing of an asynchronous rollout",
@@ -60,13 +61,17 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
     if different.text:
         yield f"  {different.text}"
     unequal = comparison.divergence.unequal
-    if unequal is not None and unequal.step < different.step:
+    rounding = unequal is not None and unequal.step < different.step
+    if unequal is not None and rounding:
         yield f"  Not bit-equal since step {unequal.step}: {unequal.text}"
     if comparison.causes:
-        causes = "; ".join(f"{cause.name} {_value(cause.values[0])} and {_value(cause.values[1])}" for cause in comparison.causes)
+        causes = "; ".join(
+            f"{cause.name} {_value(cause.values[0])} and {_value(cause.values[1])}" for cause in comparison.causes
+        )
         yield f"  What differs and acts here: {causes}"
     elif different.phase in _NO_CAUSE:
-        yield f"  No setting that acts here differs: {_NO_CAUSE[different.phase]}"
+        reason = _ROUNDING if rounding else _NO_CAUSE[different.phase]
+        yield f"  No setting that acts here differs: {reason}"
     if different.metrics:
         yield f"  Metrics of this step ({len(different.metrics)} differ):"
         rows = [
@@ -91,8 +96,11 @@ def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
         return
     yield f"Curves over the steps of both ({max(curve.steps for curve in curves)}):"
     rows = [
-        [f"  {curve.key}", *(f"{value:.5g}" for pair in (curve.first, curve.last, curve.mean) for value in pair)]
-        + [f"{curve.difference:+.3g}"]
+        [
+            f"  {curve.key}",
+            *(f"{value:.5g}" for value in (*curve.first, *curve.last, *curve.mean)),
+            f"{curve.difference:+.3g}",
+        ]
         for curve in curves
     ]
     yield from _table([["", "first A", "B", "last A", "B", "mean A", "B", "B - A"], *rows])

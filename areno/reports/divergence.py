@@ -187,6 +187,8 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
     if by_samples is None:
         if all(samples) and by_metrics.metrics:
             text = f"{by_metrics.text}, although the recorded samples of this step agree"
+            if by_metrics.phase == "update":
+                text = f"the same prompts, tokens, rewards and advantages as far as recorded, but {by_metrics.text}"
             return StepDifference(step, by_metrics.phase, text, by_metrics.metrics)
         return by_metrics
     phase, text = by_samples
