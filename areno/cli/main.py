@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
+    "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",

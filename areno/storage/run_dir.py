@@ -133,9 +133,9 @@ class RunDirectory:
             return {}
         return content if isinstance(content, dict) else {}
 
-    def read_samples(self) -> list[dict[str, Any]]:
-        """Records of ``samples.jsonl`` in order; see ``read_metrics``."""
-        return list(_read(self.samples_path))
+    def read_samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of ``samples.jsonl`` in order, without incomplete lines."""
+        return _read(self.samples_path)
 
 
 def json_safe(value: Any) -> Any:

@@ -67,13 +67,14 @@ def write_run(
     config: Record | None = None,
     environment: Record | None = None,
     metrics: Callable[[int, Record], Record] = lambda step, record: record,
-    samples: Callable[[Record], Record] = lambda record: record,
+    samples: Callable[[Record], Record] | None = lambda record: record,
 ) -> Path:
-    """Write a run; ``metrics`` and ``samples`` change what is recorded."""
+    """Write a run; ``metrics`` and ``samples`` change what is recorded; without ``samples`` there are none."""
     run = RunDirectory(path).create()
     run.write_config(yaml.safe_dump({**CONFIG, **(config or {})}))
     run.write_environment({**ENVIRONMENT, **(environment or {})})
     for step in range(steps):
         run.append_metrics(step, metrics(step, metrics_of(step)))
-        run.append_samples([samples(record) for record in samples_of(step)])
+        if samples is not None:
+            run.append_samples([samples(record) for record in samples_of(step)])
     return path
