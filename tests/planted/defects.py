@@ -307,8 +307,8 @@ DEFECTS = (
     Defect(
         "step 0 taken for every step",
         "areno/cli/inspect.py",
-        'if arguments.step in (None, sample["step"])]',
-        'if not arguments.step or arguments.step == sample["step"]]',
+        "entries if arguments.step is None else",
+        "entries if not arguments.step else",
         ("tests/cli/test_inspect_command.py",),
     ),
     Defect(
