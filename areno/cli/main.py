@@ -15,6 +15,7 @@ from areno.errors import ArenoError, UsageError, exit_code, ran_out_of_memory
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
+    "completion": "Print a script with which bash, zsh or fish completes this command.",
     "convert": "Print the areno train command for a configuration of TRL or verl.",
     "diff": "Compare two runs, and show the first step that differs and why.",
     "export": "Merge an adapter into its base model and write a full checkpoint.",
