@@ -78,17 +78,19 @@ def run(argv: list[str]) -> int:
 
 def _command(name: str) -> _Command:
     """Read the options of a command from its help; options of algorithms in files of their own would load torch."""
-    module, options, rest = importlib.import_module(f"areno.cli.{name}"), {}, _Value()
+    module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
+    options: dict[str, _Value] = {}
     TypedParser.shown = None
     with redirect_stdout(io.StringIO()) as output, suppress(SystemExit):
         module.run(["--help"])
-    for action in TypedParser.shown._actions if TypedParser.shown is not None else ():
+    shown: TypedParser | None = TypedParser.shown  # set by the call
+    for action in shown._actions if shown is not None else ():
         value = _value(action)
         options.update(dict.fromkeys(action.option_strings, value))
         if not action.option_strings:
             rest = _Value(rest.words + value.words, rest.files or value.files)
     # Some commands read a few options and files by themselves; their usage names these.
-    usage = output.getvalue() if TypedParser.shown is None else output.getvalue().partition("\n\n")[0]
+    usage = output.getvalue() if shown is None else output.getvalue().partition("\n\n")[0]
     for flag, placeholder in re.findall(r"(--[a-z][a-z-]+)(?: ([A-Z]+))?", usage):
         options.setdefault(flag, _Value(files=placeholder == "RUN", switch=not placeholder))
     return options, rest._replace(files=rest.files or "FILE.yaml" in usage)
@@ -96,8 +98,9 @@ def _command(name: str) -> _Command:
 
 def _value(action: argparse.Action) -> _Value:
     metavar = action.metavar if isinstance(action.metavar, str) else ""
-    words = [*map(str, action.choices or (metavar[1:-1].split("|") if metavar.startswith("[") else ()))]
-    words = {"algo": list_algorithms(), "track": SERVICES}.get(action.dest, [word for word in words if ":" not in word])
+    choices = action.choices or (metavar[1:-1].split("|") if metavar.startswith("[") else ())
+    words = {"algo": list_algorithms(), "track": list(SERVICES)}.get(action.dest, [*map(str, choices)])
+    words = [word for word in words if ":" not in word]
     text = (
         "" if action.help == argparse.SUPPRESS else re.split(r"\. | \(default", action.help or "")[0].replace("%%", "%")
     )

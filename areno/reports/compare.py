@@ -200,7 +200,7 @@ def _same_content(x: Any, y: Any) -> bool:
     paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
     if len(paths) < 2 or not all(path.is_absolute() and path.is_file() for path in paths):
         return False
-    return paths[0].stat().st_size <= _LARGE and filecmp.cmp(*paths, shallow=False)
+    return paths[0].stat().st_size <= _LARGE and filecmp.cmp(paths[0], paths[1], shallow=False)
 
 
 def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
@@ -228,8 +228,8 @@ def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
         _, x, y = common_steps(*pair)
         if len(x):
             means = _mean(x), _mean(y)
-            ends = [(float(x[index]), float(y[index])) for index in (0, -1)]
-            yield CurveDifference(key, names.get(key, (key, key)), len(x), *ends, means, means[1] - means[0])
+            first, last = ((float(x[index]), float(y[index])) for index in (0, -1))
+            yield CurveDifference(key, names.get(key, (key, key)), len(x), first, last, means, means[1] - means[0])
 
 
 def _mean(values: np.ndarray) -> float:

@@ -335,11 +335,10 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
 
 def _numbers_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]], name: str) -> str:
     for key in common:
-        values = [float("nan") if samples[key].get(name) is None else float(samples[key][name]) for samples in (a, b)]
-        close = np.isclose(*values, rtol=RELATIVE if name == "reward" else 1e-4, atol=1e-5, equal_nan=True)
-        if not close:
+        x, y = (float("nan") if samples[key].get(name) is None else float(samples[key][name]) for samples in (a, b))
+        if not np.isclose(x, y, rtol=RELATIVE if name == "reward" else 1e-4, atol=1e-5, equal_nan=True):
             same = "answers" if name == "reward" else "answers and rewards"
-            text = f"the same {same}, but the {name} of sample {_name(a, key)} is {values[0]:.6g} and {values[1]:.6g}"
+            text = f"the same {same}, but the {name} of sample {_name(a, key)} is {x:.6g} and {y:.6g}"
             return text + (_parts_text(a[key], b[key]) if name == "reward" else "")
     return ""
 
