@@ -51,7 +51,7 @@ def _first_difference(comparison: RunComparison) -> Iterator[str]:
         yield f"No difference: {shared} are bit-equal."
     elif result.different is None:
         assert result.unequal is not None
-        yield f"No difference: {shared} agree to 1e-6; bit-equal before step {result.unequal.step}: {result.unequal.text}."
+        yield f"No difference: {shared} agree to 1e-6, not bit-equal since step {result.unequal.step}: {result.unequal.text}."
     else:
         yield from _step(comparison, result.different)
 

@@ -17,8 +17,8 @@ from areno.storage.sample_index import Entries
 
 RELATIVE = 1e-6
 """Two values of a metric agree if they differ by at most this fraction of the larger one."""
-ABSOLUTE = 1e-7
-"""They also agree if they differ by less than this, as losses near 0 do; not used for learning rates."""
+ABSOLUTE = 1e-6
+"""They also agree if they differ by less than this, the rounding of a log-prob in float32; not used for learning rates."""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 

@@ -135,8 +135,8 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Colour and attribute for the dashes of the series with this index; dashes change when the colours repeat."""
-    dash = _DASHES[index // len(COLORS) % len(_DASHES)] or _DASHES[index % len(_DASHES)]
+    """Colour and attribute for the dashes of the series with this index; with other dashes when the colours repeat."""
+    dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 
 
@@ -205,9 +205,9 @@ def _range(values: Floats, margin: float = 0.06) -> tuple[float, float]:
     if not len(finite):
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        spread = abs(low) * 0.1 or 0.5
-        return low - spread, high + spread
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):
+        spread = abs(low) * 0.1
+        return (low - spread, high + spread) if spread > 1e-300 else (0.0, 1.0)
     spread = (high - low) * margin
     return low - spread, high + spread
 

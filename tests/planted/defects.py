@@ -312,6 +312,20 @@ DEFECTS = (
         ("tests/cli/test_inspect_command.py",),
     ),
     Defect(
+        "runs compared by the last phase that differs",
+        "areno/reports/divergence.py",
+        "key=lambda each: PHASES.index(each.phase))",
+        "key=lambda each: -PHASES.index(each.phase))",
+        ("tests/reports/test_compare.py",),
+    ),
+    Defect(
+        "moving mean over the values before",
+        "areno/reports/plot.py",
+        "before, after = (size - 1) // 2, size // 2",
+        "before, after = size - 1, 0",
+        ("tests/reports/test_plot.py",),
+    ),
+    Defect(
         "exit code of a command lost",
         "areno/cli/main.py",
         "return int(module.run(argv[1:]))",

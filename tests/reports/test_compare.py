@@ -56,7 +56,7 @@ def test_rounding_is_reported_and_is_no_difference(tmp_path, capsys):
         capsys, write_run(tmp_path / "a", steps=3), write_run(tmp_path / "b", steps=3, metrics=nearly)
     )
     assert code == 0
-    assert "all 3 steps agree to 1e-6; bit-equal before step 2: train/loss is 0.0833333333 and 0.0833333342" in text
+    assert "all 3 steps agree to 1e-6, not bit-equal since step 2: train/loss is 0.0833333333 and 0.0833333342" in text
     assert data["divergence"]["unequal"]["metrics"][0]["relative"] == pytest.approx(1e-8, rel=1e-3)
 
 
@@ -123,6 +123,22 @@ def test_the_first_phase_that_differs_is_read_from_the_samples(change, prompt, p
     assert {metric["name"] for metric in different["metrics"]} == {
         *("rollout/rewards_mean", "train/loss", "rollout/logprobs_mean")
     }
+
+
+def test_tokens_of_a_tool_that_differ_are_told_from_those_of_the_model(tmp_path, capsys):
+    def with_tool(result):
+        def samples(record):
+            segment = {"role": "tool", "turn": 1, "trained": False, "version": -1, "tokens": [8, result]}
+            record["rows"][0].append({**segment, "texts": ["", ""], "logprobs": [0.0] * 2, "advantages": [0.0] * 2})
+            return record
+
+        return samples
+
+    first = write_run(tmp_path / "a", samples=with_tool(1))
+    second = write_run(tmp_path / "b", samples=with_tool(2), metrics=from_step(0, train__loss=7.0))
+    _, _, data = diff(capsys, first, second)
+    expected = "but tokens that were not sampled (tool results, messages) differ, from token 5 of sample 0/0/0 on"
+    assert expected in data["divergence"]["different"]["text"]
 
 
 def test_samples_that_differ_before_any_metric_are_found(tmp_path, capsys):
