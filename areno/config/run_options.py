@@ -204,8 +204,8 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also log all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE set its mode. "
-        "Repeatable.",
+        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow; WANDB_MODE and SWANLAB_MODE set its "
+        "mode, MLFLOW_TRACKING_URI says where MLflow is. Repeatable.",
     )
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."

@@ -36,6 +36,10 @@ OTHER_FLAGS = {
     "--run": "areno explain",
     "--sample": "areno inspect",
     "--step": "areno inspect",
+    "--limit": "areno inspect",
+    **dict.fromkeys(
+        ("--metric", "--out", "--x", "--smooth", "--mean-over", "--samples", "--title", "--height"), "areno plot"
+    ),
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
@@ -61,7 +65,7 @@ OTHER_FLAGS = {
     "--decode": "benchmarks/ranks.py",
     "--base": "benchmarks/regression.py",
     **dict.fromkeys(("--head", "--address"), "ray start"),
-    "--width": "examples/agentic/warm_start.py",
+    "--width": "examples/agentic/warm_start.py and areno plot",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
     "--no-deps": "pip",
