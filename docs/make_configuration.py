@@ -48,6 +48,7 @@ GROUPS = {
         "WandBConfig",
         "SwanlabConfig",
         "TrackioConfig",
+        "MLflowConfig",
         "PerfTracerConfig",
         "SessionTracerConfig",
         "MemoryProfilerConfig",

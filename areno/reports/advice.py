@@ -7,7 +7,7 @@ from areno.reports.run_data import RunData
 from areno.reports.svg import short
 
 
-class Advice:
+class OptionAdvice:
     """Speaks of options by their name in ``areno train``, and writes them as the run's front end does."""
 
     def __init__(self, run: RunData) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.errors import MEMORY_HINT, OUT_OF_MEMORY
-from areno.reports.advice import Advice
+from areno.reports.advice import OptionAdvice
 from areno.reports.run_data import RunData
 from areno.storage.run_status import FAILED, FINISHED, KILLED, RUNNING, STOPPED
 
@@ -41,7 +41,7 @@ def steps_done(run: RunData) -> int:
     return max((series.steps[-1] + 1 for key in keys if (series := run.series(key)).steps), default=0)
 
 
-def ending_of(run: RunData, advice: Advice) -> Ending:
+def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
     """Why a run ended, or that it has not."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
@@ -101,7 +101,7 @@ def _again(run: RunData, done: int) -> str:
     return f"Continue it from its last checkpoint: areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
 
 
-def _reached(run: RunData, advice: Advice, done: int) -> str:
+def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
     """Which limit of the run was reached."""
     patience, limit = advice.number("--early-stop-patience"), advice.number("--max-steps")
     if patience and (waited := _evaluations_since_best(run)) >= patience:

@@ -10,7 +10,7 @@ import numpy as np
 from areno.reports.problems import SHOWN, Evidence, RunProblem
 from areno.reports.run_samples import completions, distinct_share
 from areno.reports.svg import short
-from areno.reports.trends import Trend, trend_of
+from areno.reports.trends import SeriesTrend, trend_of
 
 REPETITIVE = 0.3
 """Distinct sequences of four characters, as a fraction, below which a text repeats itself; prose has about 0.8."""
@@ -34,7 +34,7 @@ def hacking_problems(evidence: Evidence) -> list[RunProblem]:
 @dataclass(frozen=True, slots=True)
 class _PartTrend:
     name: str
-    trend: Trend
+    trend: SeriesTrend
 
 
 def _opposed_parts(evidence: Evidence) -> RunProblem | None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
-from areno.reports.trends import CLEAR, Trend, finite, trend_of
+from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
 from areno.storage.metric_columns import Series
 
 MIN_STEPS = 8
@@ -58,29 +58,29 @@ class Progress:
         return "mean reward" if self.by_reward else "loss"
 
     @cached_property
-    def train(self) -> Trend | None:
+    def train(self) -> SeriesTrend | None:
         """Trend on the training data."""
         return trend_of(self.run.series("reward" if self.by_reward else "loss"))
 
     @cached_property
-    def held_out(self) -> Trend | None:
+    def held_out(self) -> SeriesTrend | None:
         """From the first evaluation to the last."""
         series = self.run.series("eval_reward" if self.by_reward else "eval_loss")
         return trend_of(series, noise=self._evaluation_noise(series), width=1)
 
-    def up(self, trend: Trend | None) -> bool:
+    def up(self, trend: SeriesTrend | None) -> bool:
         """Whether a trend is clearly for the better."""
         return trend is not None and (trend.rises if self.by_reward else trend.falls)
 
-    def down(self, trend: Trend | None) -> bool:
+    def down(self, trend: SeriesTrend | None) -> bool:
         """Whether a trend is clearly for the worse."""
         return trend is not None and (trend.falls if self.by_reward else trend.rises)
 
-    def best(self, trend: Trend) -> tuple[float, int]:
+    def best(self, trend: SeriesTrend) -> tuple[float, int]:
         """The best value of a trend and its step."""
         return (trend.peak, trend.peak_step) if self.by_reward else (trend.low, trend.low_step)
 
-    def lost(self, trend: Trend | None) -> bool:
+    def lost(self, trend: SeriesTrend | None) -> bool:
         """Whether a clear gain was lost again."""
         if trend is None:
             return False
@@ -132,7 +132,7 @@ def learned(progress: Progress) -> Learned:
     return Learned("no", text)
 
 
-def _follows(held_out: Trend | None, train: Trend | None) -> bool:
+def _follows(held_out: SeriesTrend | None, train: SeriesTrend | None) -> bool:
     """Whether held-out data, if any, changed in the same direction by as much, though it may be too little to be clear."""
     return held_out is None or (train is not None and held_out.change / train.change >= FOLLOWS)
 
@@ -167,11 +167,11 @@ def _preferences(run: RunData) -> list[str]:
     return [f"It prefers the chosen answers of the pairs: {'; '.join(parts)}."] if parts else []
 
 
-def _verb(trend: Trend) -> str:
+def _verb(trend: SeriesTrend) -> str:
     return "rose from" if trend.rises else "fell from" if trend.falls else "did not clearly change:"
 
 
-def _by(trend: Trend) -> str:
+def _by(trend: SeriesTrend) -> str:
     if not 0 < trend.noise < math.inf:
         return ""
     times = abs(trend.change) / trend.noise

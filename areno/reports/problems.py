@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from areno.observability.health import LOGPROB_GAP_LIMIT
-from areno.reports.advice import Advice
+from areno.reports.advice import OptionAdvice
 from areno.reports.learning import Progress
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import Indices, RunSamples
 from areno.reports.svg import short
-from areno.reports.trends import Trend, finite, trend_of, window
+from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
@@ -65,10 +65,10 @@ class Evidence:
     """What the checks look at."""
 
     def __init__(self, run: RunData) -> None:
-        self.run, self.advice, self.samples, self.progress = run, Advice(run), RunSamples(run), Progress(run)
-        self._trends: dict[str, Trend | None] = {}
+        self.run, self.advice, self.samples, self.progress = run, OptionAdvice(run), RunSamples(run), Progress(run)
+        self._trends: dict[str, SeriesTrend | None] = {}
 
-    def trend(self, key: str) -> Trend | None:
+    def trend(self, key: str) -> SeriesTrend | None:
         """Trend of one of ``areno.reports.run_data.KEYS``."""
         if key not in self._trends:
             self._trends[key] = trend_of(self.run.series(key))

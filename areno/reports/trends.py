@@ -18,7 +18,7 @@ AT_LEAST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
+class SeriesTrend:
     """The two ends of a series.
 
     Attributes:
@@ -68,7 +68,7 @@ def window(count: int) -> int:
     return max(count // SHARE, min(AT_LEAST, count // 2))
 
 
-def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> Trend | None:
+def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
     """The trend of a series; None with fewer than two finite values.
 
     Args:
@@ -83,7 +83,7 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
     means = np.convolve(values, np.ones(width) / width, "valid")
     noise = _noise(values, width) if noise is None else noise
     peak, low = int(means.argmax()), int(means.argmin())
-    return Trend(
+    return SeriesTrend(
         first=float(means[0]),
         last=float(means[-1]),
         noise=noise,

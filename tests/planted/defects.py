@@ -307,9 +307,23 @@ DEFECTS = (
     Defect(
         "step 0 taken for every step",
         "areno/cli/inspect.py",
-        'if arguments.step in (None, sample["step"])]',
-        'if not arguments.step or arguments.step == sample["step"]]',
+        "entries if arguments.step is None else",
+        "entries if not arguments.step else",
         ("tests/cli/test_inspect_command.py",),
+    ),
+    Defect(
+        "runs compared by the last phase that differs",
+        "areno/reports/divergence.py",
+        "key=lambda each: PHASES.index(each.phase))",
+        "key=lambda each: -PHASES.index(each.phase))",
+        ("tests/reports/test_compare.py",),
+    ),
+    Defect(
+        "moving mean over the values before",
+        "areno/reports/plot.py",
+        "before, after = (size - 1) // 2, size // 2",
+        "before, after = size - 1, 0",
+        ("tests/reports/test_plot.py",),
     ),
     Defect(
         "exit code of a command lost",

@@ -27,7 +27,7 @@ class StepReporter(Reporter):
     joins_evaluation: ClassVar[bool] = False
 
     def __init__(self, config: TrainOptions, logger: Logger, health: HealthMonitor) -> None:
-        super().__init__(RunDirectory(config.run_path), logger, health)
+        super().__init__(RunDirectory(config.run_path), logger, health, config.algo, str(config.ckpt))
         self._config = config
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 

@@ -173,6 +173,7 @@ class ExperimentTrainer(TrainingLoop):
             swanlab=asdict(loggers.swanlab),
             tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
             trackio=asdict(loggers.trackio),
+            mlflow=asdict(loggers.mlflow),
         )
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:

@@ -244,6 +244,10 @@ EFFECTS: dict[str, str] = {
     "TrackioConfig.project": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
     "TrackioConfig.name": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
     "TrackioConfig.space_id": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
+    **dict.fromkeys(
+        ("MLflowConfig.mode", "MLflowConfig.tracking_uri", "MLflowConfig.experiment", "MLflowConfig.name"),
+        _SERVICES_TEST + "test_mlflow_gets_what_its_section_says",
+    ),
     "WandBConfig.wandb_base_url": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "WandBConfig.wandb_api_key": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
