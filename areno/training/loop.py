@@ -31,6 +31,7 @@ from areno.training.report import Reporter, StepOutcome
 from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.training.stopping import StopController, StopRequested
+from areno.types import TokenRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,10 @@ class TrainingLoop(ABC):
 
     def cleanup(self) -> None:  # noqa: B027  (or holds anything)
         """Called once at the end, even after an error."""
+
+    def token_records(self) -> dict[int, TokenRecord]:
+        """Take what the update computed for the observed rows; {} from a backend that does not keep it."""
+        return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
         """Time a block under ``key``; by default only in the trace."""

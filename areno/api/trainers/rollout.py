@@ -7,7 +7,7 @@ after an error, not saved.
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from areno.api.evaluation import (
 from areno.api.rewards import reward_runner
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DatasetTrainer
-from areno.api.trainers.samples import REWARD, Sample
+from areno.api.trainers.samples import REWARD, Sample, rows_of
 from areno.api.trainers.source import SampleSource
 from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
@@ -42,6 +42,7 @@ from areno.observability.samples import (
     completions_to_log,
     log_completions,
     log_trajectory,
+    observe,
     row_segments,
     sample_records,
 )
@@ -54,7 +55,7 @@ from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
-from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
+from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, TrainSequence
 
 
 class RolloutTrainer(DatasetTrainer):
@@ -196,11 +197,14 @@ class RolloutTrainer(DatasetTrainer):
             drawn = self._timed("rollout", timings, self._rollout, batch)
             samples = self._timed("reward", timings, self._reward, drawn)
             rows, stats = self._timed("advantage", timings, self.make_rows, samples)
+        by_sample = rows_of(samples, rows)
+        rewards = [sample.reward for sample in samples]
+        if by_sample is not None:
+            observe([sample.prompt_index for sample in samples], rewards, by_sample)
         stats = self._timed("train", timings, self.update, rows) | stats
         stats |= self._source.complete(self.state.step)
         stats |= self._rollout_stats(samples, drawn, timings)
-        rewards = [sample.reward for sample in samples]
-        self._write_samples(samples, rows)
+        self._write_samples(samples, by_sample)
         return StepOutcome(
             rows=rows,
             groups=[sample.prompt_index for sample in samples],
@@ -219,16 +223,13 @@ class RolloutTrainer(DatasetTrainer):
         timings[phase] = time.perf_counter() - start
         return result
 
-    def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
+    def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
         """Write the step's most informative samples to the run directory, token by token."""
-        rows_of_samples = [sample.rows for sample in samples]
-        trajectories = None
-        if sum(map(len, rows_of_samples)) == len(rows):  # a user's trainer may create other rows
-            remaining = iter(rows)
-            trajectories = [
-                partial(self._segments, [(row, next(remaining)) for row in sample_rows])
-                for sample_rows in rows_of_samples
-            ]
+        computed = self.token_records()
+        trajectories = rows and [
+            partial(self._segments, sample.rows, sample_rows, computed)
+            for sample, sample_rows in zip(samples, rows, strict=True)
+        ]
         self.run_dir.append_samples(
             sample_records(
                 self.state.step,
@@ -239,8 +240,13 @@ class RolloutTrainer(DatasetTrainer):
             )
         )
 
-    def _segments(self, rows: Sequence[tuple[TrajectoryRow, TrainSequence]]) -> list[list[dict[str, Any]]]:
-        return [row_segments(trained_as, self._texts, known_roles(row), row.turns) for row, trained_as in rows]
+    def _segments(
+        self, rows: Sequence[TrajectoryRow], trained: Sequence[TrainSequence], computed: Mapping[int, TokenRecord]
+    ) -> list[list[dict[str, Any]]]:
+        return [
+            row_segments(trained_as, self._texts, known_roles(row), row.turns, computed.get(trained_as.observed))
+            for row, trained_as in zip(rows, trained, strict=True)
+        ]
 
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config

@@ -33,7 +33,7 @@ from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
-from areno.observability.samples import EVAL_PROMPTS, EvalSamples, reward_records, row_records
+from areno.observability.samples import EVAL_PROMPTS, EvalSamples, observe, reward_records, row_records
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
@@ -291,9 +291,10 @@ class PPOTrainer(ExperimentTrainer):
         numbers = self._rollout_statistics(batch, rows)
         if rows:
             self.display.phase("train")
+            observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
             numbers |= self._update(rows, at)
-            tokenizer = self.engine.tokenizer
-            self.run_dir.append_samples(row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts))
+            described = (batch.task_ids, rows, self.engine.tokenizer, self._texts, self.token_records())
+            self.run_dir.append_samples(row_records(at.global_step, *described))
         with self.timed("update_weights"):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
