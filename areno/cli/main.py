@@ -23,6 +23,7 @@ COMMANDS = {
     "launch": "Show what an experiment would start on a cluster.",
     "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
+    "replay": "Train on the recorded samples of a step again, with other options of the loss.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a running experiment.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",

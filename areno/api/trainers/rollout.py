@@ -108,7 +108,11 @@ class RolloutTrainer(DatasetTrainer):
     def load_models(self) -> None:
         """Load the auxiliary models."""
         reward = self.config.reward_ckpt
-        for role in [*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])]:
+        self.load_roles([*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])])
+
+    def load_roles(self, roles: Sequence[ModelRole]) -> None:
+        """Load models besides the policy."""
+        for role in roles:
             log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
             self.instance.ensure_roles({role.name: role})
             log_lines.role_init_end(self.logger, role.name)
@@ -120,8 +124,22 @@ class RolloutTrainer(DatasetTrainer):
     def prepare(self) -> None:
         """Start the reward workers, so that a broken reward file fails before the first rollout."""
         config = self.config
+        self.prepare_updates()
+        self.keep_rollouts(config.save_rollouts)
         self.sampling = rollout_sampling(config)
         self._log_limit = completions_to_log()
+        self._drawn_stats: dict[str, float] = {}
+        self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
+        self._runner: RewardRunner | None = None
+        if not config.reward_ckpt and config.workflow is None:
+            self._runner = reward_runner(config, None if config.reward_fn_path else self.reward_fn)
+            self._runner.start()
+        self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
+        self._source.load_state(self._unused_samples)
+
+    def prepare_updates(self) -> None:
+        """Create the objective, which trains on the rows of a rollout."""
+        config = self.config
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._warned_minibatches = False
         self._seconds: dict[str, float] = {}
@@ -139,14 +157,6 @@ class RolloutTrainer(DatasetTrainer):
         )
         parts = (self.instance.backend, settings, self.learners())
         self.objective = PolicyObjective(*parts, seed=config.seed, order="prompts", around=self._around)
-        self._drawn_stats: dict[str, float] = {}
-        self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
-        self._runner: RewardRunner | None = None
-        if not config.reward_ckpt and config.workflow is None:
-            self._runner = reward_runner(config, None if config.reward_fn_path else self.reward_fn)
-            self._runner.start()
-        self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
-        self._source.load_state(self._unused_samples)
 
     def cleanup(self) -> None:
         """Stop the reward workers and the sample source."""
@@ -201,6 +211,7 @@ class RolloutTrainer(DatasetTrainer):
         rewards = [sample.reward for sample in samples]
         if by_sample is not None:
             observe([sample.prompt_index for sample in samples], rewards, by_sample)
+            self.save_rows(rows, [number for number, of_sample in enumerate(by_sample) for _ in of_sample])
         stats = self._timed("train", timings, self.update, rows) | stats
         stats |= self._source.complete(self.state.step)
         stats |= self._rollout_stats(samples, drawn, timings)

@@ -1,6 +1,6 @@
 """What an update computes for the tokens of single rows, kept for the samples that a run records.
 
-Only rows that have a number in ``observed`` are kept, so the others cost nothing. Values stay on the device until they are taken.
+Only rows with a number in ``observed`` are kept, so the others cost nothing. Values stay on the device until they are taken.
 """
 
 from collections.abc import Sequence
