@@ -52,7 +52,7 @@ class ReplayTrainer(RolloutTrainer):
         for step in range(self.replay.step, self.total_steps()):
             yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
 
-    def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
+    def run_step(self, batch: Any) -> StepOutcome:
         """Run one update; the first one prepares the rows."""
         timings: dict[str, float] = {}
         if self.state.step == self.replay.step:

@@ -39,6 +39,7 @@ from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import log_lines
 from areno.observability.samples import (
     EvalSamples,
+    Trajectory,
     completions_to_log,
     log_completions,
     log_trajectory,
@@ -237,10 +238,12 @@ class RolloutTrainer(DatasetTrainer):
     def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
         """Write the step's most informative samples to the run directory, token by token."""
         computed = self.token_records()
-        trajectories = rows and [
-            partial(self._segments, sample.rows, sample_rows, computed)
-            for sample, sample_rows in zip(samples, rows, strict=True)
-        ]
+        trajectories: list[Trajectory] | None = None
+        if rows is not None:
+            trajectories = [
+                partial(self._segments, sample.rows, sample_rows, computed)
+                for sample, sample_rows in zip(samples, rows, strict=True)
+            ]
         self.run_dir.append_samples(
             sample_records(
                 self.state.step,
