@@ -8,7 +8,7 @@ import torch
 
 from areno.api.run_training import locked_run, make_loop, make_trainer, run_loop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
-from areno.api.trainers.rollout import RolloutTrainer
+from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.replayed import ReplayOptions
 from areno.config.train_options import TrainOptions
@@ -21,7 +21,7 @@ from areno.storage.run_dir import RunDirectory
 from areno.storage.run_status import recorded_status
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep
-from areno.training.replay import Replay
+from areno.training.replay import RecordedStep
 from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
@@ -29,7 +29,7 @@ from areno.types import TrainSequence
 class ReplayTrainer(RolloutTrainer):
     """Trains on the rows of a replay instead of samples; combined with the trainer class of an algorithm."""
 
-    replay: Replay
+    replay: RecordedStep
     keeps: bool  # write a checkpoint after the last update
 
     def load_models(self) -> None:
@@ -87,7 +87,7 @@ class ReplayTrainer(RolloutTrainer):
             super().checkpoint()
 
 
-def prepared(options: ReplayOptions, replay: Replay) -> Replay:
+def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
     """Fit a replay to changed options. Raises UsageError: they need what was not recorded."""
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
@@ -106,7 +106,7 @@ def prepared(options: ReplayOptions, replay: Replay) -> Replay:
     return replay.reshaped(", ".join(options.changes), by_group=issubclass(kind, PolicyOnlyTrainer))
 
 
-def run_replay(config: TrainOptions, replay: Replay, keeps: bool) -> list[dict[str, Any]]:
+def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[dict[str, Any]]:
     """Run the updates of a replay in a new run directory; return the statistics of each.
 
     Args:

@@ -18,7 +18,7 @@ from areno.api.datasets import first_rows, load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
 from areno.api.trainers.base import DatasetTrainer, optimizer_settings, spec_of
-from areno.api.trainers.rollout import RolloutTrainer
+from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of

@@ -22,7 +22,7 @@ from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep
 from areno.training.objectives.policy import Prepared
-from areno.training.replay import Replay
+from areno.training.replay import RecordedStep
 from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
@@ -42,7 +42,7 @@ _KEEPS_NOTHING = (
 class ReplayPPOTrainer(PPOTrainer):
     """Trains on the rows of a replay; generates nothing."""
 
-    def __init__(self, config: PPOConfig, replay: Replay) -> None:
+    def __init__(self, config: PPOConfig, replay: RecordedStep) -> None:
         self.replay = replay
         super().__init__(config, workflow_is_named=True)
 
@@ -115,7 +115,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
     return recorded, replayed
 
 
-def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: Replay) -> Replay:
+def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
     """Fit a replay to changed settings. Raises UsageError: they need what was not recorded."""
     before, after = (config.reward_section.weights for config in (recorded, replayed))
     replay = replay.weighed(after) if after != before else replay
@@ -128,7 +128,7 @@ def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: Replay) -> Replay
     return replay.reshaped("settings of rewards or advantages", by_group=True) if changed else replay
 
 
-def run_replay(config: PPOConfig, replay: Replay) -> list[dict[str, Any]]:
+def run_replay(config: PPOConfig, replay: RecordedStep) -> list[dict[str, Any]]:
     """Run the updates of a replay; return the statistics of each. Raises StopRequested: a signal ended it."""
     run_dir = ExperimentFolders.of(config).create()
     with setup_logging(run_dir, level="error"), recorded_status(run_dir), ReplayPPOTrainer(config, replay) as trainer:

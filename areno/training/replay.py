@@ -22,7 +22,7 @@ _MEASURED = ("_time_s", "/tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class RecordedStep:
     """A step to train on again.
 
     Attributes:
@@ -45,7 +45,7 @@ class Replay:
         by_sample = dict(zip(reversed(self.saved.samples), reversed(self.saved.rows), strict=True))
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
-    def weighed(self, weights: str | Mapping[str, float] | None) -> Replay:
+    def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
         """Replace rewards by weighted sums of their parts. Raises UsageError: they have none."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
             raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
@@ -59,7 +59,7 @@ class Replay:
         for row in self.saved.rows:
             setattr(row, column, [])
 
-    def reshaped(self, because: str, by_group: bool) -> Replay:
+    def reshaped(self, because: str, by_group: bool) -> RecordedStep:
         """Compute advantages. Raises UsageError: they compare the samples of a group, and some were not recorded."""
         if by_group and not self.complete:
             raise UsageError(
@@ -85,7 +85,7 @@ class Replay:
         ]
 
 
-def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) -> Replay:
+def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) -> RecordedStep:
     """Read the rows of a step, and find the newest checkpoint up to it.
 
     Raises:
@@ -106,7 +106,7 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
             raise UsageError(f"--step {step}: {run.path} has no rows of that step; recorded are {known}")
     newest = CheckpointFolder(checkpoints_of(run.path, "areno replay")).newest_until(step)
     start, checkpoint = newest if newest is not None else (0, None)
-    return Replay(step, updates, saved, complete, start, checkpoint)
+    return RecordedStep(step, updates, saved, complete, start, checkpoint)
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:

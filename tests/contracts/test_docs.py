@@ -59,6 +59,7 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),
     "--decode": "benchmarks/ranks.py",
+    "--base": "benchmarks/regression.py",
     **dict.fromkeys(("--head", "--address"), "ray start"),
     "--width": "examples/agentic/warm_start.py",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",

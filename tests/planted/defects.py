@@ -141,10 +141,10 @@ DEFECTS = (
     ),
     Defect(
         "zero upper clip width taken for none",
-        "areno/loss_fns/policy.py",
+        "areno/loss_fns/policy_terms.py",
         "self.eps if self.eps_high is None else self.eps_high)",
         "self.eps_high or self.eps)",
-        ("tests/loss_fns/test_family.py",),
+        ("tests/loss_fns/test_policy_loss.py",),
     ),
     Defect(
         "continuation always counted",
@@ -292,10 +292,10 @@ DEFECTS = (
     ),
     Defect(
         "fastest rank told",
-        "areno/observability/tracker.py",
+        "areno/observability/stats_collector.py",
         "return max(one, other, key=lambda part: part[1])",
         "return min(one, other, key=lambda part: part[1])",
-        ("tests/observability/test_tracker.py",),
+        ("tests/observability/test_stats_collector.py",),
     ),
     Defect(
         "axis of a service goes back",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, ineffective, section, setting
+from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec
 from areno.config.reward_weights import part_weights
 from areno.errors import UsageError

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.observability.display import LiveProgress
 from areno.observability.health import HealthMonitor
+from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
-from areno.observability.tracker import StatsTracker
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome

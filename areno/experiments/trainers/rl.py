@@ -26,8 +26,8 @@ from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.row_source import RowSource, without_long
 from areno.experiments.trainers.workflows import filter_of, workflow_of
-from areno.loss_fns.family import PolicyLossConfig
-from areno.loss_fns.pack import knobs_of
+from areno.loss_fns.loss_interface import knobs_of
+from areno.loss_fns.policy_loss import PolicyLossConfig
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn

@@ -17,7 +17,7 @@ _ROLLOUT = "tests/experiments/test_settings_rollout.py::"
 _EPISODES = "tests/experiments/test_settings_episodes.py::"
 _CLUSTER = "tests/experiments/test_cluster.py::"
 _PROCESSES = "tests/experiments/test_settings_processes.py::"
-_SERVICES_TEST = "tests/observability/test_services.py::"
+_SERVICES_TEST = "tests/observability/test_tracking_services.py::"
 
 EFFECTS: dict[str, str] = {
     "BaseExperimentConfig.experiment_name": _LOADER + "test_names_and_root_are_written_once",

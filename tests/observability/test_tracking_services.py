@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pytest
 
 from areno.errors import UsageError
-from areno.observability.services import RunName, open_services
+from areno.observability.tracking_services import RunName, open_services
 from tests.config.experiment.samples import rl
 
 RUN = RunName("my exp", "trial/1", {"lr": 0.5})
@@ -22,7 +22,7 @@ RUN = RunName("my exp", "trial/1", {"lr": 0.5})
 # A program per test: services take settings from the environment when they are imported, and keep a global run.
 PROGRAM = """
 import json, sys, pathlib
-from areno.observability.services import RunName, open_services
+from areno.observability.tracking_services import RunName, open_services
 sections = json.loads(sys.argv[2])
 for steps in json.loads(sys.argv[3]):  # each a run of its own, as after a restart
     (service,) = open_services(RunName("my exp", "trial/1", {"lr": 0.5}), pathlib.Path(sys.argv[1]), **sections)
@@ -148,7 +148,7 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
 
 def test_nothing_is_imported_for_disabled_services():
     code = (
-        "import sys, pathlib; from areno.observability.services import *\n"
+        "import sys, pathlib; from areno.observability.tracking_services import *\n"
         "off = {'mode': 'disabled'}\n"
         "assert open_services(RunName('e', 't'), pathlib.Path('.'), wandb=off | {'name': None}, swanlab=off, "
         "tensorboard={'path': None}, trackio={'mode': False}) == []\n"

@@ -34,7 +34,7 @@ from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
-from areno.loss_fns.pack import knobs_of
+from areno.loss_fns.loss_interface import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import log_lines
 from areno.observability.samples import (
