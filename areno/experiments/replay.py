@@ -6,7 +6,7 @@ from typing import Any
 
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config
-from areno.config.experiment.settings import walk
+from areno.config.experiment.setting_declaration import walk
 from areno.engine.backend import Backend
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
