@@ -10,6 +10,7 @@ Options of ``areno train``:
 Options of other commands:
 
 - ``eval_options`` (``areno eval``, ``export``); ``serve_options`` (``areno serve``, ``chat``).
+- ``replayed`` (``areno replay``): those of the run, with changes.
 - ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML of ``areno run``.
 
 For all of them:
@@ -17,7 +18,7 @@ For all of them:
 - ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
 - ``hooks``: users' functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services.
-- ``reward_weights``: weights of the parts of a reward.
+- ``reward_weights``: weights of the parts of a reward; ``saved_rollouts``: how many steps keep their rows.
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from areno.cli.main import main
+from tests.agentic.agents import write_agent
 from tests.support.cli import task_arguments, write_task
 
 OPTIONS = {
@@ -16,12 +17,28 @@ OPTIONS = {
     "icepop": ["--update-epochs", "2"],
     "m2po": ["--gradient-accumulation-steps", "1"],
     "lora": ["--lora-rank", "4"],
+    "agent": ["--max-context-len", "256"],
 }
 
 
+AGENT = """
+
+async def run_agent(ctx, batch):
+    return await asyncio.gather(*(fork(ctx, item) for item in batch.iter_samples()))
+
+
+async def fork(ctx, item):
+    once, twice = await talk(ctx, item, 1), await talk(ctx, item, 2)
+    return AgentTrajectory([*once.turns, *twice.turns])
+"""
+"""Its second conversation does not extend the first one, so that a sample has two rows."""
+
+
 def run_training(folder, checkpoint, name, *more):
-    algo = "grpo" if name == "lora" else name
+    algo = "grpo" if name in ("lora", "agent") else name
     run = folder / name
+    if name == "agent":
+        more = (*more, "--agent-fn", str(write_agent(folder, AGENT)))
     arguments = task_arguments(algo, checkpoint, write_task(folder / "task"), run)
     shared = ["--save-interval", "1", "--max-steps", "3", "--temperature", "0.9", *OPTIONS.get(name, [])]
     assert main([*map(str, arguments), *shared, *more]) == 0

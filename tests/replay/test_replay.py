@@ -27,7 +27,7 @@ OF_SAMPLES = (
         "normalized_advantage",
         "kl_reward",
     ),
-    *("critic_explained_variance", "m2_filtered_fraction", "ref_logprob"),
+    *("critic_explained_variance", "m2_filtered_fraction", "ref_logprob", "agent_"),
 )
 """Statistics of the rollout and of advantages, which a replay takes as they are."""
 OF_UPDATE = ("critic_value_mse",)
@@ -76,7 +76,7 @@ def test_the_same_options_give_the_recorded_update_bit_for_bit(name, runs, tmp_p
     for key, value in ours.items():
         assert np.array_equal(value, theirs[key]), key
     assert "step_000002 (those that the step began with)" in shown
-    assert "24 rows (all rows of the step)" in shown
+    assert f"{48 if name == 'agent' else 24} rows (all rows of the step)" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("train/")]
     assert {row[0].removeprefix("train/") for row in rows} == replayed.keys()
     for title, before_text, after_text, difference in rows:
@@ -178,15 +178,20 @@ def test_updates_repeat_on_the_same_rows(runs, tmp_path, capsys):
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == [f"step_00000{n}" for n in (3, 4, 5)]
 
 
-def test_advantages_are_computed_from_all_recorded_rewards(runs, tmp_path, capsys):
-    run, out = runs("gspo"), tmp_path / "out"
+@pytest.mark.parametrize("name", ["gspo", "agent"])
+def test_advantages_are_computed_from_all_recorded_rewards(name, runs, tmp_path, capsys):
+    """The reward of a sample counts once, however many rows it has."""
+    run, out = runs(name), tmp_path / "out"
     capsys.readouterr()
     assert replay(run, 2, "--advantage", "batch", "--out", out) == 0
     assert "advantages: computed from the recorded rewards" in capsys.readouterr().out
     arrays = load_file(run / "rollouts" / "step_000002.safetensors")
     starts = [0, *arrays["lengths"].cumsum()[:-1]]
-    rewards, answers = arrays["reward"], np.add.reduceat((~arrays["prompt_mask"]).astype(int), starts)
-    expected = (rewards - rewards.mean()) / rewards.std()
+    answers = np.add.reduceat((~arrays["prompt_mask"]).astype(int), starts)
+    samples, firsts = np.unique(arrays["sample"], return_index=True)
+    rewards = arrays["reward"][firsts]
+    assert len(samples) == 24
+    expected = ((rewards - rewards.mean()) / rewards.std())[arrays["sample"]]
     (record,) = of_step(out, 2)
     mean = (expected * answers).sum() / answers.sum()
     assert record["rollout/advantages_mean"] == pytest.approx(mean, abs=1e-4)
