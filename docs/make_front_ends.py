@@ -94,6 +94,7 @@ FEATURES = (
     Feature("saving on Ctrl-C, SIGTERM and SIGHUP", (ALWAYS,), (ALWAYS,)),
     Feature("warnings about runs that cannot learn", (ALWAYS,), (ALWAYS,)),
     Feature("live display on a terminal", (ALWAYS,), (ALWAYS,)),
+    Feature("saved training rows", ("--save-rollouts",), ("rollout.save_rollouts",)),
     Feature("TensorBoard", ("--metrics-log-dir",), ("stats_logger.tensorboard.path",)),
     Feature("W&B, SwanLab, Trackio, MLflow", ("--track",), ("stats_logger.wandb.mode",)),
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),

@@ -17,7 +17,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.stats import TokenFlags, masked_mean
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> t
     ratio = ratio_of(sequence_means(bounded.to(difference.dtype), data_pack))
     loss, metrics = with_kl(over_sequences(-advantage * ratio), None, 0.0)
     metrics |= policy_metrics(data_pack, logprobs, ratio_of(difference))
-    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask)}
+    flags = TokenFlags(clipped & (advantage != 0)[ids])
+    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask), "clipped": flags}
 
 
 SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=GMPOOptions, min_samples=2)

@@ -2,6 +2,7 @@
 
 - ``trainer``: ``areno.Trainer``; ``sampler``: its generation, inside a ``session``; ``backend``: what runs its models.
 - ``run_training``: whole runs, for ``areno train`` and ``areno eval``; ``trainers``: the steps of ``areno train``.
+- ``replay``: ``areno replay`` of such runs.
 - ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
 - ``evaluation``: held-out prompts; ``server_evaluation``: the same on an OpenAI-compatible server.
 - ``rewards``: the reward runner of a run; ``records``: what reward functions receive.

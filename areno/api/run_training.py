@@ -67,7 +67,7 @@ def run_training(
     """
     run_dir = RunDirectory(options.run_path).create()
     level = console_level or (None if options.log_level == "auto" else options.log_level)
-    with _locked(options), setup_logging(run_dir, level=level):
+    with locked_run(options), setup_logging(run_dir, level=level):
         try:
             with report_at_end(run_dir), recorded_status(run_dir):
                 _train(options, run_dir, reward_fn, loader_fn, progress)
@@ -93,24 +93,24 @@ def _train(
     if not options.tune_params:  # tuning may choose another batch size
         check_length(options, len(dataset))
     checkpoint = _checkpoint(options)
-    trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
+    trainer = make_trainer(options, get_algorithm(options.algo).trains, checkpoint)
     try:
         trainer.init()
         if options.tune_params:
             options = _tuned(options, trainer, len(dataset))
             check_length(options, len(dataset))
         torch.manual_seed(options.seed)  # for dropout
-        loop = _loop(options, trainer, dataset, reward_fn)
+        loop = make_loop(options, trainer, dataset, reward_fn)
         loop.eval_rows, loop.resumed_from = held_out, checkpoint
         if progress is not None:
             loop.report.display = progress
-        _fit(options, loop, run_dir, start)
+        run_loop(options, loop, run_dir, start)
     finally:
         trainer.close()
 
 
 @contextmanager
-def _locked(options: TrainOptions) -> Iterator[None]:
+def locked_run(options: TrainOptions) -> Iterator[None]:
     """Lock the run's directories for this process."""
     directories = {
         "--run-dir": options.run_path,
@@ -190,9 +190,9 @@ def run_evaluation(
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)
-    with _trainer(options, trains="nothing") as trainer:
+    with make_trainer(options, trains="nothing") as trainer:
         trainer.init()
-        loop = cast(RolloutTrainer, _loop(options, trainer, rows, reward_fn))
+        loop = cast(RolloutTrainer, make_loop(options, trainer, rows, reward_fn))
         try:
             loop.load_models()
             loop.prepare()
@@ -203,14 +203,18 @@ def run_evaluation(
             loop.cleanup()
 
 
-def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DatasetTrainer:
+def make_loop(
+    options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any, kind: type | None = None
+) -> DatasetTrainer:
+    """Create the trainer of the algorithm, or one of another ``kind``, on an SDK trainer."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
-    make: Callable[..., DatasetTrainer] = spec.resolve_trainer_cls()
+    make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
     return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
-def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
+def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
+    """Run a loop to its end, and write the summary; ``start`` is when the run started (``time.perf_counter``)."""
     with loop.stop.signals():
         state = loop.fit()
     latest = loop.checkpointing.folder.latest()
@@ -258,7 +262,7 @@ def _checkpoint(options: TrainOptions) -> Path | None:
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
-def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
+def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
     """Create the SDK trainer; a resumed run loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,

@@ -10,6 +10,7 @@ Options of ``areno train``:
 Options of other commands:
 
 - ``eval_options`` (``areno eval``, ``export``); ``serve_options`` (``areno serve``, ``chat``).
+- ``replayed`` (``areno replay``): those of the run, with changes.
 - ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML of ``areno run``.
 
 For all of them:
@@ -18,6 +19,7 @@ For all of them:
 - ``hooks``: users' functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks them.
 - ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
+- ``saved_rollouts``: how many steps keep their rows.
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm

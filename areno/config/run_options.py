@@ -210,6 +210,13 @@ class ObservabilityOptions:
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
     )
+    save_rollouts: str | None = _observability(
+        None,
+        metavar="[N|all]",
+        rollout_only=True,
+        unset="none",
+        help="Save the training rows of the newest N steps, or of all, to rollouts/ in the run directory, for areno replay.",
+    )
     trace: bool = _observability(
         False,
         help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",

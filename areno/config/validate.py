@@ -21,6 +21,7 @@ from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, i
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.resume import value_of
 from areno.config.reward_weights import part_weights
+from areno.config.saved_rollouts import kept_rollouts
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
@@ -54,6 +55,10 @@ def _problems(options: TrainOptions, needs_data: bool) -> Iterator[str]:
     if spec is not None:
         yield from _of_algorithm(options, spec, entries)
     yield from shared_problems(options)
+    try:
+        kept_rollouts(options.save_rollouts)
+    except UsageError as error:
+        yield f"--save-rollouts {error}"
     for service in options.track:
         if service not in SERVICES:
             yield f"--track {service} is unknown{nearest(service, SERVICES)}; choose {', '.join(SERVICES)}"

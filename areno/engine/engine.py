@@ -42,7 +42,7 @@ from areno.loss_fns.loss_interface import LossFn
 from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
-from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TokenRecord, TrainSequence
 from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger(__name__)
@@ -236,6 +236,10 @@ class Engine:
         stats = trainee.training.run(rows, loss_fn, mini_bs, accumulation)
         self._stamp_version()
         return stats
+
+    def take_token_records(self) -> dict[int, TokenRecord]:
+        """Return what training computed for the actor's observed rows since the last call, by their numbers."""
+        return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call a function with the engine of each rank, which is this one, and further arguments."""

@@ -27,7 +27,7 @@ from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.reward_model import reward_model_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.shaping import RewardShaping, shape_advantages
-from areno.loss_fns.stats import Count, Mean, Range, Spread, masked_mean, masked_range, masked_spread
+from areno.loss_fns.stats import Count, Mean, Range, Spread, TokenFlags, masked_mean, masked_range, masked_spread
 from areno.loss_fns.value import value_loss_fn
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RejectionSampling",
     "RewardShaping",
     "Spread",
+    "TokenFlags",
     "compute_gae",
     "compute_group_advantages",
     "dpo_loss_fn",

@@ -18,7 +18,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
-from areno.loss_fns.stats import Mean
+from areno.loss_fns.stats import Mean, TokenFlags
 
 
 def _unit(bound: Mapping[str, Any]) -> Reduction:
@@ -70,6 +70,7 @@ def grpo_loss_fn(
     loss, metrics = with_kl(policy, kl_mean, kl_coef)
     metrics |= policy_metrics(data_pack, logprobs, ratio)
     metrics |= clip.fractions(ratio, advantage, data_pack["packed_response_mask"])
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage))
     return loss, metrics
 
 

@@ -25,7 +25,7 @@ from areno.loss_fns.policy_terms import (
 )
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
-from areno.loss_fns.stats import Count, Mean, masked_range
+from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 
 @dataclass
@@ -208,6 +208,7 @@ def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str
         return -bounded * advantage * terms.new, _clip_statistics(terms, clipped, torch.zeros_like(clipped))
     clipped = clip.is_high(ratio, advantage) | clip.is_low(ratio, advantage)
     metrics = _clip_statistics(terms, clipped, clip.is_dual(ratio, advantage))
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage) & terms.weights.keep)
     return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, terms.weights.keep)
 
 

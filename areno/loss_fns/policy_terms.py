@@ -82,13 +82,17 @@ class Clip:
         bound = torch.inf if self.dual is None else self.dual
         return (ratio > bound) & (advantage < 0)
 
+    def removes(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """True where any bound is active."""
+        return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
+
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
         """Share of the entries under ``mask`` whose gradient is removed by any bound, and by each of them."""
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
-        dual = self.is_dual(ratio, advantage)
-        shares = {"clip_fraction": high | low | dual, "clip_fraction_high": high, "clip_fraction_low": low}
+        removed = self.removes(ratio, advantage)
+        shares = {"clip_fraction": removed, "clip_fraction_high": high, "clip_fraction_low": low}
         if self.dual is not None:
-            shares["clip_fraction_dual"] = dual
+            shares["clip_fraction_dual"] = self.is_dual(ratio, advantage)
         return {name: masked_mean(share.float(), mask) for name, share in shares.items()}
 
 

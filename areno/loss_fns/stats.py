@@ -58,6 +58,16 @@ class Count:
     total: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFlags:
+    """A flag per action, bool [A], which reports no scalar.
+
+    Under the name ``clipped`` a loss marks the tokens whose gradient its clip range removed; the samples of a run record it.
+    """
+
+    values: Tensor
+
+
 Statistic = Mean | Spread | Range | Count
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,21 @@ class CheckpointFolder:
         if self.best_step() == step:
             return self.best
         return self.path(step) if step in self.steps() else None
+
+    def newest_until(self, step: int) -> tuple[int, Path] | None:
+        """The undamaged checkpoint with the most completed steps, at most ``step``, after these; changes no file."""
+        checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
+        with suppress(DamagedCheckpointError):
+            if (best := self.best_step()) is not None:
+                checkpoints.append((best, self.best))
+        for saved, path in sorted(checkpoints, reverse=True):
+            if saved <= step:
+                try:
+                    _check(path)
+                    return saved, path
+                except DamagedCheckpointError as error:
+                    _log.warning("%s is damaged and not used: %s", path, error)
+        return None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, which may be the best one."""

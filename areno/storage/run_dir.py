@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
+from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
 from areno.storage.sample_index import append_entries, keep_entries
 
@@ -41,6 +42,7 @@ class RunDirectory:
         self.status_path = self.path / "status.json"
         self.report_path = self.path / "report.html"
         self.checkpoints_path = self.path / "checkpoints"
+        self.rollouts_path = self.path / "rollouts"
         self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
 
@@ -103,11 +105,13 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
 
-        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped.
+        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped. Also deletes the
+        saved rollouts of later steps.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
             keep_entries(self.samples_path, step)
+            RolloutFiles(self.rollouts_path, 0).drop_after(step)
         return dropped + _keep_until(self.eval_samples_path, step + 1)
 
     def read_metrics(self) -> list[dict[str, Any]]:

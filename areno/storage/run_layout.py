@@ -53,6 +53,14 @@ def is_experiment(run: Path, option: str) -> bool:
     return "experiment_name" in _config(run, option)
 
 
+def checkpoints_of(run: Path, option: str) -> Path:
+    """The folder of the checkpoints to resume a run from; UsageError naming ``option`` if its configuration is unreadable."""
+    config = _config(run, option)
+    if "experiment_name" in config:
+        return _root(run, config, "recover") / EXPERIMENT.checkpoints
+    return Path(config.get("save_path") or run / "checkpoints")
+
+
 def newest_model(source: str | Path, option: str) -> str:
     """The newest model in a run directory or a folder of checkpoints, else ``source`` itself.
 
@@ -64,11 +72,9 @@ def newest_model(source: str | Path, option: str) -> str:
     if not is_run(path):
         roots = [(layout, path / layout.checkpoints, path) for layout in (OPTIONS, EXPERIMENT)]
     elif is_experiment(path, option):
-        config = _config(path, option)
-        saved, recover = (_root(path, config, name) for name in ("saver", "recover"))
-        roots = [(EXPERIMENT, recover / EXPERIMENT.checkpoints, saved)]
+        roots = [(EXPERIMENT, checkpoints_of(path, option), _root(path, _config(path, option), "saver"))]
     else:
-        root = Path(_config(path, option).get("save_path") or path / "checkpoints")
+        root = checkpoints_of(path, option)
         roots = [(OPTIONS, root, root)]
     models = [model for root in roots for model in _newest(*root)]
     if models:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areno.config.saved_rollouts import kept_rollouts
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.engine import ACTOR, Engine
@@ -27,13 +28,16 @@ from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import ProgressDisplay
 from areno.spec.run_spec import RunSpec
+from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome
+from areno.training.saved_rows import arrays_of
 from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.training.stopping import StopController, StopRequested
+from areno.types import TokenRecord, TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class TrainingLoop(ABC):
     saver: Saver | None = None  # saves these models; None saves none
     resumed_from: Path | None = None  # checkpoint whose weights are already loaded; None starts at the first step
     eval_rows: Sequence[Any] | None = None  # held-out rows; None disables evaluation
+    rollouts: RolloutFiles | None = None  # saves the rows of each step; None saves none
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
         """Attach the parts that the loop works with; ``checkpoints`` are reused if given."""
@@ -138,6 +143,20 @@ class TrainingLoop(ABC):
 
     def cleanup(self) -> None:  # noqa: B027  (or holds anything)
         """Called once at the end, even after an error."""
+
+    def keep_rollouts(self, steps: str | None) -> None:
+        """Save the rows of the newest steps, as ``--save-rollouts`` and ``rollout.save_rollouts`` say."""
+        if kept := kept_rollouts(steps):
+            self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
+
+    def save_rows(self, rows: Sequence[TrainSequence], samples: Sequence[int]) -> None:
+        """Save the rows of the present step, if the run keeps them; ``samples`` says which sample each belongs to."""
+        if self.rollouts is not None:
+            self.rollouts.write(self.state.step, arrays_of(rows, samples))
+
+    def token_records(self) -> dict[int, TokenRecord]:
+        """Take what the update computed for the observed rows; {} from a backend that does not keep it."""
+        return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
         """Time a block under ``key``; by default only in the trace."""

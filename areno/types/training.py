@@ -42,6 +42,7 @@ class TrainSequence:
         keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
         routed_experts: experts chosen by the rollout's routers for each token, which training uses too; see
             :mod:`areno.types.routing`.
+        observed: number under which the engine keeps the :class:`TokenRecord` of the row; -1 keeps none.
 
     Raises:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
@@ -66,6 +67,7 @@ class TrainSequence:
     versions: list[int] = None  # type: ignore[assignment]
     keep: list[bool] = None  # type: ignore[assignment]
     routed_experts: RoutingRecord | None = field(default=None, compare=False)
+    observed: int = field(default=-1, compare=False)
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -107,6 +109,17 @@ class TrainSequence:
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False
         return mask
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What the policy's update computed for each token of a row in the first forward pass with it.
+
+    Later passes see a policy that has moved. Entries outside the loss mask are 0 and False.
+    """
+
+    logprobs: list[float]
+    clipped: list[bool] | None  # tokens without gradient because of the clip range; None if the loss does not mark them
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ OTHER_FLAGS = {
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
+    **dict.fromkeys(("--updates", "--out"), "areno replay"),
     **dict.fromkeys(
         ("--fit", "--try", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"),
         "areno plan --fit",

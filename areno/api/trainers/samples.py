@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from areno.api.agentic.samples import AgentSample
@@ -11,7 +12,7 @@ from areno.api.evaluation import EvalAnswer
 from areno.api.records import reward_record
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, completion_row
 from areno.rollouts.trajectory import reward_of, trajectory_row
-from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence
+from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
 REWARD = "reward"
 """Metadata key of the reward in a workflow's record."""
@@ -55,6 +56,14 @@ class Sample:
     def answer(self) -> EvalAnswer:
         """The sample as an answer of an evaluation."""
         return EvalAnswer(self.record, self.tokens, self.sequence)
+
+
+def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
+    """Divide training rows among their samples; None if a user's trainer has made other rows."""
+    if sum(len(sample.rows) for sample in samples) != len(rows):
+        return None
+    remaining = iter(rows)
+    return [list(islice(remaining, len(sample.rows))) for sample in samples]
 
 
 def workflow_sample(

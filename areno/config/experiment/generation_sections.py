@@ -10,6 +10,7 @@ from typing import Any
 
 from areno.config.experiment.setting_declaration import Problems, changed, ineffective, section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
+from areno.config.saved_rollouts import kept_rollouts
 from areno.errors import UsageError
 
 ADMIN_KEY = "random for each run"
@@ -191,6 +192,11 @@ class InferenceEngineConfig:
     check_trajectory_format: bool = setting(False, "Check keys and shapes of what a workflow returns.")
     tokenizer_path: str = setting("", "Tokenizer of dumps.", inherits="tokenizer_path", shown="tokenizer_path")
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
+    save_rollouts: str | None = setting(
+        None,
+        "Save the training rows of this many newest steps, or of all, to rollouts/ in the run directory, for areno replay; "
+        "null and 0 save none.",
+    )
     setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
     request_timeout: float = setting(3600.0, "Timeout of one generation, in seconds.", above=0)
@@ -244,3 +250,7 @@ class InferenceEngineConfig:
         yield from worker_problems(self.scheduling_spec, (1, 2))
         if self.max_staleness is None:
             yield from ineffective(self, ("on_stale",), "without an exact bound; set max_staleness too")
+        try:
+            kept_rollouts(self.save_rollouts)
+        except UsageError as error:
+            yield "save_rollouts", str(error)

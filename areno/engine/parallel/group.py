@@ -33,7 +33,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.loss_interface import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
-from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TokenRecord, TrainSequence
 from areno.types.routing import RoutingRecord
 
 T = TypeVar("T")
@@ -253,6 +253,11 @@ class EngineGroup:
     ) -> dict[str, float]:
         """Return loss and statistics without training; see :meth:`Engine.measure`."""
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
+
+    def take_token_records(self) -> dict[int, TokenRecord]:
+        """Return the records of all ranks, each of which has those of its rows; see :meth:`Engine.take_token_records`."""
+        parts = self.workers.call("engine.take_token_records")
+        return {number: record for part in parts for number, record in part.items()}
 
     def score_logprobs(
         self,

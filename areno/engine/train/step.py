@@ -28,6 +28,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
+from areno.engine.train.token_records import TokenRecords
 from areno.errors import EngineError
 from areno.loss_fns.loss_interface import (
     LossFn,
@@ -37,7 +38,7 @@ from areno.loss_fns.loss_interface import (
     reads_entropy,
     reduction_of,
 )
-from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
+from areno.loss_fns.stats import Count, Mean, Parts, Statistic, TokenFlags, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Maximum tokens per forward pass for losses that declare their reduction: larger passes cost memory and gain no speed.
@@ -102,6 +103,7 @@ class TrainStep:
     tree: bool = False  # compute common prefixes of a pass once, see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # inputs of recomputed layers wait in host memory
     pipeline: Pipeline | None = None  # with pipeline parallelism
+    records: TokenRecords = field(default_factory=TokenRecords)  # of a policy's observed rows
     _skipped: int = 0
     _kept: KeptBytes | None = None
     _routing: RoutingCount = field(default_factory=RoutingCount)  # of the current passes
@@ -297,13 +299,16 @@ class TrainStep:
         predicted = self._predict(batch, loss_fn)
         return *self._loss_of(batch, rows, loss_fn, predicted), predicted
 
-    @staticmethod
     def _loss_of(
-        batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
+        self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and statistics of a pass over rows."""
+        """Return loss and statistics of a pass over rows, and note what samples record of it."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
+        flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
+        if self.kind == "policy":
+            self.records.note(rows, predicted, flags.get("clipped"))
+        metrics = {name: value for name, value in metrics.items() if name not in flags}
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
         if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}

@@ -100,7 +100,7 @@ class ExperimentTrainer(TrainingLoop):
             self.memory = self._memory_profiler()
             spec = self._spec()
             checkpoints = Checkpoints(spec.checkpoints)
-            self.resumed_from = checkpoints.find()
+            self.resumed_from = self.find_checkpoint(checkpoints)
             datasets = self._read_rows(train_dataset, valid_dataset)
             self._check_rows(*datasets)
             self._services = self._open_services()
@@ -114,6 +114,10 @@ class ExperimentTrainer(TrainingLoop):
         except BaseException:
             self.close()
             raise
+
+    def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
+        """The checkpoint to resume from; None starts at the first step."""
+        return checkpoints.find()
 
     @abstractmethod
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:

@@ -33,7 +33,7 @@ from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
-from areno.observability.samples import EVAL_PROMPTS, EvalSamples, reward_records, row_records
+from areno.observability.samples import EVAL_PROMPTS, EvalSamples, observe, reward_records, row_records
 from areno.observability.screen import ShownSample
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
@@ -51,7 +51,7 @@ from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
 from areno.training.objectives.passes import Learner
-from areno.training.objectives.policy import PolicyObjective
+from areno.training.objectives.policy import PolicyObjective, Prepared
 from areno.training.report import StepOutcome
 from areno.types import PARTS, TrainSequence, part_columns
 
@@ -97,19 +97,24 @@ class PPOTrainer(ExperimentTrainer):
             self.shaping = update.shaping_of(config.actor, config.reward_section)
             self.batching = engines.micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
-            self.fleet = self._start_fleet()
-            self.client = EngineClient(
-                self.fleet,
-                seed=config.seed,
-                request_timeout=config.rollout.request_timeout,
-                request_retries=config.rollout.request_retries,
-                enable_rollout_tracing=config.rollout.enable_rollout_tracing,
-            )
-            self.dispatcher = self._dispatcher()
+            self.open_rollout()
             self._texts = TokenTexts(self.engine.tokenizer)
         except BaseException:
             self.close()
             raise
+
+    def open_rollout(self) -> None:
+        """Start the replicas, and the dispatcher of their episodes."""
+        rollout = self.config.rollout
+        self.fleet = self._start_fleet()
+        self.client = EngineClient(
+            self.fleet,
+            seed=self.config.seed,
+            request_timeout=rollout.request_timeout,
+            request_retries=rollout.request_retries,
+            enable_rollout_tracing=rollout.enable_rollout_tracing,
+        )
+        self.dispatcher = self._dispatcher()
 
     def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
         if self._workflow_is_named:
@@ -279,6 +284,7 @@ class PPOTrainer(ExperimentTrainer):
             self.eval_workflow = workflow_of(self.config, *chosen, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
         self.accept = filter_of(self.config, dynamic_filter_fn)
+        self.keep_rollouts(self.config.rollout.save_rollouts)
         self.fit()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
@@ -291,12 +297,9 @@ class PPOTrainer(ExperimentTrainer):
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers, sample = self._rollout_statistics(batch, rows), None
         if rows:
-            self.display.phase("train")
-            numbers |= self._update(rows, at)
-            tokenizer = self.engine.tokenizer
-            records = row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts)
-            self.run_dir.append_samples(records)
-            sample = ShownSample(records[0]["prompt"], records[0]["completion"], records[0]["reward"])
+            numbers |= self.update(rows, at, batch.task_ids)
+            record = reward_records(batch.task_ids, rows[:1], self.engine.tokenizer)[0]
+            sample = ShownSample(record.prompt, record.completion, rows[0].reward)
         with self.timed("update_weights"):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
@@ -351,10 +354,23 @@ class PPOTrainer(ExperimentTrainer):
             around=lambda stage, role, _: self.timed(_TIMED.get((stage, role), f"{role}_logp")),
         )
 
+    def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
+        """Give the rows of a step all inputs of the loss."""
+        return self.objective.prepare(rows)
+
+    def update(self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int]) -> dict[str, float]:
+        """Run the update of a step and record samples, given the prompts of groups; return the documented statistics."""
+        self.display.phase("train")
+        observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
+        numbers = self._update(rows, at)
+        described = (prompts, rows, self.engine.tokenizer, self._texts, self.token_records())
+        self.run_dir.append_samples(row_records(at.global_step, *described))
+        return numbers
+
     def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
-        """Run an update, and return its statistics by their documented names."""
         section = f"{self.section}/update"
-        prepared = self.objective.prepare(rows)
+        prepared = self.prepare_rows(rows)
+        self.save_rows(rows, range(len(rows)))
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
         scalars = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
         knobs = knobs_of(self.loss)

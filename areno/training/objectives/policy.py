@@ -110,9 +110,7 @@ class PolicyObjective:
         for role, column in settings.scores:
             self._score(rows, role, column)
         gaps = _divergences(rows) if any(column == "prox_logprobs" for _, column in settings.scores) else {}
-        if settings.recomputes:
-            for row in rows:
-                row.logprobs, row.prox_logprobs = row.prox_logprobs, []
+        self._use_recomputed(rows)
         values = None
         if settings.critic is not None:
             with self._around("values", settings.critic, len(rows)):
@@ -128,6 +126,19 @@ class PolicyObjective:
         trained = untruncated(rows) if settings.shaping.mask_no_eos_with_zero else rows
         unnormalised = populations.pop("gae_advantages", torch.empty(0)).tolist()
         return Prepared(trained, populations, unnormalised, gaps, m2_masked)
+
+    def complete(self, rows: list[TrainSequence]) -> None:
+        """Add to rows with advantages what the loss needs and they lack, such as a reference's log-probs; in place."""
+        for role, column in self.settings.scores:
+            if not all(getattr(row, column) for row in rows):
+                self._score(rows, role, column)
+        self._use_recomputed(rows)
+        if self.settings.m2_threshold is not None:
+            select_by_second_moment(rows, self.settings.m2_threshold)
+
+    def _use_recomputed(self, rows: Sequence[TrainSequence]) -> None:
+        for row in rows if self.settings.recomputes else ():
+            row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
         """Set a column of each row to the log-probs of a role, at the row's temperature."""

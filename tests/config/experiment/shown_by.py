@@ -176,6 +176,8 @@ EFFECTS: dict[str, str] = {
     "InferenceEngineConfig.on_stale": _ROLLOUT + "test_what_is_too_old_is_dropped_or_run_again",
     "InferenceEngineConfig.enable_rollout_tracing": _ROLLOUT + "test_requests_are_logged_when_asked_for",
     "InferenceEngineConfig.check_trajectory_format": _ROLLOUT + "test_trajectories_are_checked_when_asked_for",
+    "InferenceEngineConfig.save_rollouts": "tests/replay/test_saved_rollouts.py::"
+    "test_an_experiment_saves_the_rows_that_it_trains_on",
     "InferenceEngineConfig.dump_to_file": _ROLLOUT + "test_trajectories_are_written_when_asked_for",
     "InferenceEngineConfig.request_timeout": _ROLLOUT + "test_a_request_has_a_deadline_and_further_tries",
     "InferenceEngineConfig.request_retries": _ROLLOUT + "test_a_request_has_a_deadline_and_further_tries",

@@ -103,6 +103,7 @@ VALUES = {
     "async_training": False,
     "cluster.name_resolve.type": "memory",
     "actor.rejection_sampling.action": "clamp",
+    "rollout.save_rollouts": "all",
 }
 # Settings whose value must be another setting's, with the words that say so.
 MUST_AGREE = {

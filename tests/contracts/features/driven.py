@@ -166,6 +166,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "traces": lambda run: (run.folder / "perf_tracer" / "trainer" / "traces-r0.jsonl").exists(),
     "warnings about runs that cannot learn": lambda run: "all rewards" in run.log and "WARNING" in run.log,
     "live display on a terminal": lambda run: isinstance(run.loop.display, LiveProgress),
+    "saved training rows": lambda run: any(run.root.rglob("rollouts/step_*.safetensors")),
     "TensorBoard": lambda run: any((run.root / "tb").rglob("events*")),
     "W&B, SwanLab, Trackio, MLflow": lambda run: any(run.root.rglob("*.wandb")),
     "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),

@@ -103,8 +103,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         "routing replay",
     ),
     "flags named": (
-        POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
-        "algorithm by name or from your own file, KL in the reward",
+        POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1 --save-rollouts 1",
+        "algorithm by name or from your own file, KL in the reward, saved training rows",
     ),
     "flags parts": (
         POLICY.replace("{functions}", "{functions}:parts")
@@ -113,8 +113,8 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "yaml parts": (
         RUN_POLICY.replace(":letters", ":named") + " total_train_steps=1 reward.weights.length=0.1"
-        " reward.normalize_parts=true",
-        "weights of a reward's parts, normalised parts of a reward",
+        " reward.normalize_parts=true rollout.save_rollouts=1",
+        "weights of a reward's parts, normalised parts of a reward, saved training rows",
     ),
     "flags async": (
         TRAIN + " --algo grpo --workflow {workflow}:Quarter --batch-size 2 --n-samples 4 --max-steps 3 --rollout async"
