@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-Runs as a separate process at the lowest priority, while the run continues on the other cores. It knows the model's
-configuration but no weights, whose memory is allocated and never touched. It exits with its parent.
+Runs as a separate process at the lowest priority, while its parent continues. It reads the model's configuration but no
+weights: their memory is allocated and never touched. It exits when its parent does.
 """
 
 import json
@@ -39,7 +39,7 @@ def build(spec: StepSpec, package: Path) -> None:
     """Trace and compile, then move the package into place atomically.
 
     Raises:
-        RuntimeError: the configuration yields another architecture than the spec's, or tracing or compiling failed.
+        RuntimeError: the configuration yields an architecture other than the spec's, or tracing or compiling failed.
     """
     load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:
