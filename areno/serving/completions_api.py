@@ -34,7 +34,7 @@ def prepare_completion(service: Service, engine: Backend, body: CompletionReques
 
 def _check(body: CompletionRequest) -> None:
     if body.suffix:
-        raise bad_field("suffix", "insertion before a suffix is not supported; remove it")
+        raise bad_field("suffix", "insertion before a suffix is not supported; remove the field")
     if body.best_of is not None and body.best_of != body.samples:
         raise bad_field(
             "best_of", f"{body.best_of} differs from n={body.samples}; every sample is returned, so omit best_of"

@@ -70,7 +70,7 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str)
             messages.append({"role": "assistant", "content": None})
         _extend(messages[-1], kind, item)
     else:
-        raise bad_field("input", f"items of type {kind!r} are not supported; remove it", where=where)
+        raise bad_field("input", f"items of type {kind!r} are not supported; remove the item", where=where)
 
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}

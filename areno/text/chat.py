@@ -139,7 +139,7 @@ def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
 def _variables(disable_thinking: bool, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = sorted(set(kwargs or {}) & _RESERVED_VARIABLES)
     if reserved:
-        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} is reserved; remove it")
+        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} is reserved; remove the key")
     return {**({"enable_thinking": False} if disable_thinking else {}), **(kwargs or {})}
 
 

@@ -50,7 +50,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield unreadable datasets, and an evaluation on training rows."""
+    """Yield problems of unreadable datasets, and of an evaluation on training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)
@@ -78,7 +78,7 @@ def _split(config: BaseExperimentConfig, name: str) -> str:
     if has_splits(section.path) or section.split in harmless:
         return ""
     why = f"the path includes the split {explicit}" if explicit else f"{section.path} has no splits"
-    return f"{name}.split {section.split} has no effect: {why}; remove it"
+    return f"{name}.split {section.split} has no effect: {why}; remove the setting"
 
 
 def held_out_is_trained(config: BaseExperimentConfig) -> bool:

@@ -21,7 +21,7 @@ _SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "pwd", "credentia
 _SECRET_WORDS |= {"authorization", "bearer", "cookie"}
 # Words before "key" that mark a secret; other keys, such as prompt_key, are names of columns.
 _KEY_OWNERS = {"api", "access", "secret", "private", "admin", "auth", "account", "encryption", "signing"}
-# Words before "token" that mark a token of a vocabulary.
+# Words before "token" that mark a vocabulary token, not a secret.
 _TOKEN_OWNERS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop", "image", "special"}
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
@@ -49,7 +49,7 @@ def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(config_text(config))
-    path.chmod(0o600)  # if it existed before
+    path.chmod(0o600)  # in case the file existed before
     return path
 
 

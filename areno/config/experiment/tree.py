@@ -124,7 +124,7 @@ def _key(node: Any, name: str, path: str) -> Any:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything in a tree, mappings before their contents."""
+    """Yield (dotted path, value) of all entries of a tree, mappings before their contents."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value
