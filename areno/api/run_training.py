@@ -43,7 +43,7 @@ _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
     *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
-"""Options with the same name in ``ArenoConfig.runtime``."""
+"""Options that have the same name in ``ArenoConfig.runtime``."""
 
 
 def run_training(
@@ -54,13 +54,13 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train; returns the exit code: 0, or 128 plus the signal that stopped the run.
+    """Train. Returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
         reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, which is loaded in worker processes.
         loader_fn: dataset loader.
-        progress: progress display; None selects one for the terminal or pipe.
+        progress: progress display; None: one for the terminal or pipe.
         console_level: minimum level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has all levels.
     """
     run_dir = RunDirectory(options.run_path).create()
@@ -79,7 +79,7 @@ def run_training(
             if options.tune_params:
                 options = _tuned(options, trainer, len(dataset))
                 check_length(options, len(dataset))
-            torch.manual_seed(options.seed)  # for dropout
+            torch.manual_seed(options.seed)  # seeds dropout
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows, loop.resumed_from = held_out, checkpoint
             if progress is not None:
@@ -126,7 +126,7 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the rows of ``--eval-dataset-path`` with its own loader or the run's; None without that option.
+    """Load the rows of ``--eval-dataset-path`` with ``--eval-dataset-loader-fn`` or the run's loader; None without that path.
 
     Restores the random state afterwards, so that a loader does not affect training.
     """
@@ -162,7 +162,7 @@ def run_evaluation(
     """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
-        options: validated options; the ``eval_*`` ones set the number of rows and samples, and the temperature.
+        options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
         reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows when the model is loaded.
@@ -248,7 +248,7 @@ def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None)
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
-        # Tuning may raise it.
+        # Tuning may raise this.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer=optimizer_settings(options),
         runtime={

@@ -36,9 +36,8 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Proximal log-probs of the decoupled loss: from a forward pass (recompute; metrics also reports the error "
-        "of the other methods), interpolated in log-probs (loglinear) or probabilities (linear), or those of the "
-        "rollout.",
+        help="Proximal log-probs of the decoupled loss: from a forward pass (recompute, or metrics to report the error "
+        "of the others), interpolated (loglinear or linear), or from the rollout.",
     )
     m2_threshold: float | None = option(
         None, above=0, help="M2PO: mask tokens with the largest squared log-ratio until its mean is at most this."

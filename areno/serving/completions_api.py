@@ -94,7 +94,7 @@ class CompletionResponse(SampledResponse):
         ]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample; return the chunks to stream: when text becomes final, and at the end."""
+        """Add tokens of a sample; return the chunks to stream: text that became final, and the end of the sample."""
         state = self._samples[sample]
         text = state.take(tokens)
         self._content[sample].append(text)

@@ -53,7 +53,7 @@ class MessagesRequest(RequestBody):
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one message; tool results become separate messages, ahead of the text beside them."""
+    """Convert one message; tool results become separate messages before the message's text."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]

@@ -44,12 +44,12 @@ class ProtocolAdapter(ABC):
 
     def __init__(self, chat_response: ChatResponse) -> None:
         self._chat_response = chat_response
-        self._kind: BlockKind | None = None  # of the open block
-        self._text = ""  # of the open block
+        self._kind: BlockKind | None = None  # kind of the open block
+        self._text = ""  # text of the open block
         self._blocks = 0  # number of blocks opened
 
     def check(self) -> None:
-        """Raises ApiError: the response is incomplete."""
+        """Raise ApiError if the response is incomplete."""
         self._chat_response.check()
 
     def opening(self) -> list[Event]:

@@ -43,7 +43,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, which may have grown; ``broken`` as soon as it cannot become valid JSON."""
+        """Continue scanning the text, which may have grown. Returns ``broken`` as soon as it cannot become valid JSON."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -76,7 +76,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends in the text; a trailing backslash waits for the rest of its escape."""
+        """Whether the string ends in the text. A trailing backslash needs more text: it is the start of an escape."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
