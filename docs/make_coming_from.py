@@ -1,4 +1,4 @@
-"""Writes ``docs/coming-from.md``: settings of other tools, and what they are called here.
+"""Writes ``docs/coming-from.md``: settings of other tools, and their names in areno.
 
     python docs/make_coming_from.py
 
@@ -19,7 +19,7 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists what it does not carry over:
+`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists the settings that it does not include:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6

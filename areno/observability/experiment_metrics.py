@@ -176,7 +176,7 @@ _TIMES: _Rows = (
     ("critic_train_step", "critic update"),
     ("update_weights", "sending new weights to the rollout"),
     ("save", "saving models; with asynchronous saving, copying them"),
-    ("checkpoint_for_recover", "writing a restart point"),
+    ("checkpoint_for_recover", "writing a recovery checkpoint"),
     ("eval", "evaluation"),
 )
 

@@ -88,9 +88,11 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Save a model every N epochs.", "null"),
     "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Save a model every N steps.", "null"),
     "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Save a model every N seconds.", "null"),
-    "exp_ctrl.ckpt_freq_epochs": LegacyKey("recover.freq_epochs", "Write a recovery point every N epochs.", "null"),
-    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery point every N steps.", "null"),
-    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery point every N seconds.", "null"),
+    "exp_ctrl.ckpt_freq_epochs": LegacyKey(
+        "recover.freq_epochs", "Write a recovery checkpoint every N epochs.", "null"
+    ),
+    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery checkpoint every N steps.", "null"),
+    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery checkpoint every N seconds.", "null"),
     "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
     "tensorboard.path": LegacyKey("stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run's"),
 }

@@ -99,20 +99,20 @@ class EvaluatorConfig(FrequencyConfig):
 
 @dataclass
 class RecoverConfig(FrequencyConfig):
-    """Recovery: checkpoints from which an interrupted run resumes."""
+    """Recovery checkpoints, from which an interrupted run resumes."""
 
     mode: str = setting(
         "disabled",
-        "on and auto resume from the last recovery point if there is one; off and disabled never do.",
+        "on and auto resume from the last recovery checkpoint if there is one; off and disabled never do.",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(3, "How often a failed run is restarted.", minimum=0)
-    no_save_optim: bool = setting(False, "Do not save the optimizer in recovery points.")
+    no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
     no_load_optim: bool = setting(False, "Resume with a new optimizer.")
 
     @property
     def enabled(self) -> bool:
-        """Whether recovery points are written and read."""
+        """Whether recovery checkpoints are written and read."""
         return self.mode in ("on", "auto")
 
 
