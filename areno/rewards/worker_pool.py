@@ -110,7 +110,7 @@ class RewardProcess(WorkerProcess):
         super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
     def payload(self, record: RewardRecord) -> Any:
-        """Pickle a record; raises whatever pickling raises."""
+        """Pickle a record. Errors of pickling are not caught."""
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:

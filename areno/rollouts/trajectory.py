@@ -149,8 +149,8 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """Training rows of a batch, group by group.
 
-    Each trajectory is one group, whatever its number of rows, so a group that lost samples does not shift the others. Weight
-    versions and further log-probs are copied to the fields of :class:`TrainSequence`.
+    Each trajectory is one group, even if it has lost samples, so the groups of later rows do not shift. Weight versions and
+    further log-probs are copied to the fields of :class:`TrainSequence`.
     """
     sequences = []
     for group, trajectory in enumerate(trajectories):

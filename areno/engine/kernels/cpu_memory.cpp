@@ -47,7 +47,7 @@ class Range {
 
   bool has(const void* address) const { return address >= begin_ && address < end_; }
 
-  // A block of at least so many bytes; nullptr where no addresses are left.
+  // A block of at least `bytes` bytes; nullptr if no addresses are left.
   void* take(size_t bytes) {
     const size_t size = (bytes + LINE - 1) / LINE * LINE + GAP;
     const std::lock_guard<std::mutex> lock(mutex_);

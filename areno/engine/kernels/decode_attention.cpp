@@ -20,7 +20,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Sixteen floats; compilers make of them whatever the processor has.
+// Sixteen floats; the compiler maps them to the vector registers of the processor.
 constexpr int LANES = 16;
 // Heads of the cache that a thread takes at once.
 constexpr int PIECE = 8;

@@ -261,7 +261,7 @@ struct Steps {
   }
 };
 
-// Calls f with the number of vectors that hold so many rows.
+// Calls f with the number of vectors that hold `rows` rows.
 template <typename F>
 void by_vectors(int64_t rows, F f) {
   switch ((rows + LANES - 1) / LANES) {

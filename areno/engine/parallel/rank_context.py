@@ -21,8 +21,8 @@ from areno.engine.parallel.rendezvous import Rendezvous
 Links = dict[tuple[bool, int], RankGroup]
 """Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
 
-Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that none blocks another, in
-whatever order the two ranks use them.
+Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that neither blocks the other,
+regardless of the order in which the two ranks use them.
 """
 
 
