@@ -175,7 +175,7 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
     yield _check(
         free >= 5 * _GIB,
         "WARN",
-        "disk space here",
+        "disk space",
         f"{free / _GIB:.1f} GiB free in {Path.cwd()}",
         "Free some disk space, or put the run on a larger disk (--run-dir).",
     )

@@ -108,7 +108,7 @@ def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None
     if not device.startswith("cuda"):
         return ""
     if not gpus:
-        return f"--device {device}: PyTorch sees no GPU here; use --device cpu, or run `areno check` for the reason"
+        return f"--device {device}: PyTorch finds no GPU on this machine; use --device cpu, or run `areno check` for the reason"
     first = _first_gpu(device)
     indices = chosen or range(first, first + ranks)
     if max(indices) < gpus:

@@ -10,7 +10,7 @@
 
 To add a loss, write a function with the interface of ``loss_interface`` and name it in the ``SPEC`` of a new file
 ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in a file of your own for ``--algo FILE.py:NAME``; see
-docs/algorithms.md#your-own. Nothing here needs to change.
+docs/algorithms.md#your-own. This package needs no change.
 """
 
 from areno.loss_fns.advantages import compute_group_advantages

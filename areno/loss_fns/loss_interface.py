@@ -87,7 +87,7 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """The unit that a loss declares, also through ``functools.partial``; ``token`` if it declares none."""
+    """Return the unit that a loss declares, even if it is wrapped by ``functools.partial``; ``token`` if it declares none."""
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit

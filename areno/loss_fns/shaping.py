@@ -267,7 +267,7 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
     """M2PO: set ``keep`` of each row, selected over all tokens of the batch; see :func:`second_moment_keep`.
 
     Args:
-        rows: with ``logprobs`` and ``prox_logprobs``; the full batch, before the split into optimizer steps.
+        rows: the full batch, before the split into optimizer steps; rows have ``logprobs`` and ``prox_logprobs``.
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:

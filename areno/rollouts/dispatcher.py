@@ -53,7 +53,7 @@ class BatchDispatcher:
     Args:
         client: the engine for episodes.
         staleness: limits the running episodes; its batch size is that of :meth:`prepare_batch`.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         dynamic_bs: count rejected episodes towards the batch size; a batch then has only the accepted ones. ``staleness``
             must have ``replaces_rejected=False``.
         queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. Staleness control limits it further.

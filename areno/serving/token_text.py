@@ -98,7 +98,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """Bytes of a token in a byte-fallback or byte-level vocabulary; None in any other."""
+    """UTF-8 bytes of a token of a byte-fallback or byte-level vocabulary; None if the vocabulary is of another kind."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()

@@ -12,8 +12,8 @@ class Frequency:
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
-    first: bool = False  # also before the first step
-    last: bool = False  # also after the last step
+    first: bool = False  # whether it is done before the first step too
+    last: bool = False  # whether it is done after the last step too
 
     @property
     def given(self) -> bool:

@@ -20,8 +20,8 @@ class IncrementalDetokenizer:
     """Decodes tokens one by one into text that is never retracted.
 
     The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of all
-    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow
-    directly; here it remains valid.)
+    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow directly;
+    this class leaves it valid.)
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Policy-gradient training with one model: GSPO, GRPO, and losses like them.
+"""Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
 Advantages are computed by comparing rewards, without a value model. A step: samples -> rewards -> advantages -> rows ->
 optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.

@@ -58,7 +58,7 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context whose forward passes follow a routing; reentrant, also from other threads."""
+    """A context whose forward passes follow a routing; reentrant, even if entered by several threads."""
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing

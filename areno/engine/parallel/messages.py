@@ -21,8 +21,8 @@ class Start:
     """
 
     make: Callable[[Callable[[Any], None]], Any]
-    search_path: list[str]  # of modules, as in the starting process
-    threads: int  # for PyTorch
+    search_path: list[str]  # module search path, as in the starting process
+    threads: int  # number of PyTorch threads
     sharing: int = 0
     own_log: bool = False  # write log records to stderr too, which is a file
 

@@ -55,7 +55,7 @@ class _Saved:
 
     input: Tensor
     output: Tensor
-    gradient: Tensor | None = None  # of the output, on the last stage
+    gradient: Tensor | None = None  # gradient of the output, on the last stage
 
 
 class Pipeline:
@@ -134,11 +134,11 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What a stage sends to this one over one link, in order."""
+    """Tensors that another stage sends to this one over one link, in order."""
 
     link: Any
     stage: int
-    coming: deque[Action]  # of the sender
+    coming: deque[Action]  # the sender's further actions
     arrived: dict[Action, Tensor] = field(default_factory=dict)
     next: tuple[Action, Tensor, dist.Work] | None = None
 

@@ -55,14 +55,14 @@ class MemoryPlan:
     dtype: str
     device: str
     phases: tuple[Phase, ...]
-    logits: int  # bytes of logits alive at once in training, part of the activations
-    host: int  # bytes of offloaded data in host memory, over all ranks
+    logits: int  # size in bytes of logits alive at once in training; included in the activations
+    host: int  # size in bytes of offloaded data in host memory, over all ranks
     cache_tokens: int  # maximum size of the KV cache
     cache_wanted: int  # cache size for all running sequences at maximum length
-    available: int = field(compare=False)  # free bytes, of one GPU or of host memory
+    available: int = field(compare=False)  # free memory in bytes, of one GPU or of the host
     layout: Layout = field(default_factory=Layout)
     sharing: int = 1  # ranks that share the available memory
-    common: int = 0  # bytes that each rank holds in memory shared by these ranks
+    common: int = 0  # size in bytes of memory that these ranks share
     longest: int = 0
 
     @property
@@ -72,11 +72,11 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Peak bytes of all ranks that share one memory."""
+        """Peak size in bytes, summed over all ranks that share one memory."""
         return self.of_all(self.peak)
 
     def of_all(self, phase: Phase) -> int:
-        """Bytes of a phase over all ranks that share one memory."""
+        """Size in bytes of a phase, summed over all ranks that share one memory."""
         return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property

@@ -43,7 +43,7 @@ class Sizes(ABC):
 
     path: str
     option: str
-    config: EngineConfig  # of the actor's engine: device, dtypes, optimizer, adapter, cache
+    config: EngineConfig  # configuration of the actor's engine: device, dtypes, optimizer, adapter, cache
     layout: Layout = field(default_factory=Layout)
     entropy: bool = False
     generates: bool = False

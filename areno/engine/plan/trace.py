@@ -257,7 +257,7 @@ class ShapeOf:
 
     @_once
     def score(self, lengths: Sequence[int]) -> int:
-        """Peak bytes of a scoring pass."""
+        """Peak size in bytes of a scoring pass."""
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak

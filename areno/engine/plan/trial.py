@@ -37,7 +37,7 @@ def begin(engine: Engine) -> None:
 
 
 def peak(engine: Engine) -> int:
-    """Peak bytes of the rank since :func:`begin`."""
+    """Peak memory of the rank since :func:`begin`, in bytes."""
     return peak_since(engine.config.device)
 
 

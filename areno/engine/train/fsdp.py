@@ -49,7 +49,9 @@ class FullyShardedAdamW(Optimizer):
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(self._master(parameter)) for parameter in self._parameters]
         meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
-        self._device = torch.device(meshes[0] if meshes else "cpu")  # of collectives, even if shards are in host memory
+        self._device = torch.device(
+            meshes[0] if meshes else "cpu"
+        )  # device for collectives, even if shards are in host memory
         self._rounded = dtype != torch.float32
         self._adam = make_adam(self._groups(), config)
 

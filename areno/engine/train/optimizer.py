@@ -63,7 +63,7 @@ class OptimizerOptions:
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
 
     def working_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of an update on such a device in bytes, in addition to states and gradients."""
+        """Estimate the working memory in bytes that an update needs on ``device``, in addition to states and gradients."""
         if self.adam_bf16:
             return adam_bf16.WORKING_BYTES
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0
@@ -310,7 +310,7 @@ class MasterAdamW(Optimizer):
         return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of a step on such a device in bytes, besides states and gradients."""
+        """Estimate the working memory in bytes that a step needs on ``device``, in addition to states and gradients."""
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:

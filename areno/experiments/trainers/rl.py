@@ -170,7 +170,7 @@ class PPOTrainer(ExperimentTrainer):
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Routing replay, and generation options if the actor's engine also generates."""
+        """Options of the actor's engine: routing replay, and the generation options if this engine generates too."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 

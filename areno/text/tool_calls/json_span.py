@@ -122,7 +122,7 @@ def _refuse(name: str) -> Any:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments as an object, also from JSON text or null; None if they are anything else."""
+    """Return arguments as a dict. They may be an object, JSON text or null; for anything else, return None."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -134,7 +134,9 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of ``{"name", "arguments"}``, also with ``parameters`` or inside ``{"function": ...}``."""
+    """Return name and arguments of ``{"name", "arguments"}``; also accepts ``parameters`` as the key, and ``{"function":
+    {...}}``.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -102,7 +102,7 @@ class PolicyObjective:
         """Score rows and set their advantages, and with a critic their values and returns. Can be repeated on fresh rows.
 
         Args:
-            rows: with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
+            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
             credits: rewards of segments, which replace the rewards of the rows; not supported with a critic.
         """
         settings = self.settings

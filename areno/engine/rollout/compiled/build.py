@@ -24,8 +24,8 @@ from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.engine.rollout.kv_cache import LayerShape
 
-# Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would
-# inline: here they are uninitialized.
+# Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would inline,
+# because the model's tensors are uninitialized.
 _OPTIONS = {
     "cpp.dynamic_threads": True,
     "aot_inductor.package_constants_in_so": False,

@@ -72,7 +72,7 @@ class DecodeStep(nn.Module):
             columns: indices of the columns to attend to [L].
             leaders: row with the same prefix as each row [B].
             shared: length of that prefix [B].
-            temperatures: of each row [B].
+            temperatures: temperature of each row [B].
             greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
             keys: caches of the layers [B, heads, columns, size]; written in place.
