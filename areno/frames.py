@@ -139,7 +139,7 @@ class Frames:
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """Wrap the following end, given its file descriptor."""
+        """Wrap the following side of the connection, given its file descriptor."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:

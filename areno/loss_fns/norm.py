@@ -72,7 +72,9 @@ class Norm:
         if not keep.any():
             return x
         if not torch.isfinite(x[keep]).all():
-            raise ValueError("a norm needs finite numbers; the source of the rewards or advantages has diverged")
+            raise ValueError(
+                "normalization needs finite numbers; the model or function that computes the rewards or advantages has diverged"
+            )
         return torch.zeros_like(x).masked_scatter(
             keep, self._normalise(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
         )

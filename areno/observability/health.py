@@ -41,7 +41,8 @@ class HealthMonitor:
     """Watches the statistics of each step and issues warnings.
 
     Args:
-        window: consecutive steps with equal rewards before a warning, and without a condition before its next warning.
+        window: number of consecutive steps with equal rewards before a warning. A warning is repeated only after as many steps
+            without its cause.
         logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
         grouped: advantages are relative to the group, so that they sum to zero.
         max_new_tokens: response length limit; None if unknown.

@@ -35,7 +35,7 @@ class PreparedChat:
 
 
 def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
-    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError: 400."""
+    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError 400 if it is invalid."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, tape)
     limit = service.recorder.context_limit if service.recorder is not None else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def prepare_completion(service: Service, engine: Backend, body: CompletionRequest) -> GenerationJob:
-    """Validate a request and encode its prompts. Raises ApiError: 400, a field is invalid."""
+    """Validate a request and encode its prompts. Raises ApiError 400 if a field is invalid."""
     _check(body)
     return build_job(
         body,

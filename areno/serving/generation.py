@@ -39,7 +39,7 @@ class Generation:
 
     Args:
         metrics: receive the token latencies.
-        requests: one per prompt; sample i of prompt p has the index ``samples of the prompts before p + i``.
+        requests: one per prompt; samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive.
 

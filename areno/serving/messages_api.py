@@ -30,7 +30,7 @@ class MessagesRequest(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
+        """Convert to a chat request. Raises ApiError 400 if a field is invalid or unsupported."""
         choice = self.tool_choice or {}
         same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return chat_request(

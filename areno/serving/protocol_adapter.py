@@ -21,7 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields; None is unset. Raises ApiError: 400, a field is invalid."""
+    """Build a chat request from converted fields; None is unset. Raises ApiError 400 if a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -31,7 +31,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
-    """Check that a field is a list of objects, and return it. Raises ApiError: 400, it is not."""
+    """Check that a field is a list of objects, and return it. Raises ApiError 400 if it is not."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise bad_field(param, f"{str(value)[:80]!r} is not a list of blocks; send text or objects", where=where)
     return value

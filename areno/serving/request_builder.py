@@ -59,7 +59,7 @@ def build_job(
     """Validate a request against the model and build the engine requests.
 
     ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` gives an empty response. If
-    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError: 400, a value
+    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError 400 if a value
     is invalid for this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -109,7 +109,7 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
 
 
 def check_text(text: str, param: str) -> None:
-    """Check that text can be encoded as UTF-8. Raises ApiError: 400, it contains an unpaired surrogate."""
+    """Check that text can be encoded as UTF-8. Raises ApiError 400 if it contains an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,7 +117,7 @@ def check_text(text: str, param: str) -> None:
 
 
 def check_ids(param: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Check that token ids are in the vocabulary. Raises ApiError: 400, one is not."""
+    """Check that token ids are in the vocabulary. Raises ApiError 400 if one is not."""
     for token in ids:
         if not 0 <= token < vocabulary:
             raise bad_field(param, f"{token} is not a token id of this model; use ids from 0 to {vocabulary - 1}")

@@ -29,7 +29,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
+        """Convert to a chat request. Raises ApiError 400 if a field is invalid or unsupported."""
         if self.previous_response_id is not None:
             raise bad_field("previous_response_id", "responses are not stored; send the whole conversation as input")
         choice = self.tool_choice

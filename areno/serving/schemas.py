@@ -49,7 +49,7 @@ class RequestBody(StrictSchema):
 
 
 def measure(value: Any) -> int:
-    """Count the characters of all strings in a JSON value. Raises ApiError: 400, too deep or too many values."""
+    """Count the characters of all strings in a JSON value. Raises ApiError 400 if it has too many levels or values."""
     characters = values = depth = 0
     level = [value]
     while level:

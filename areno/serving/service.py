@@ -138,7 +138,7 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Reject requests with too much text before tokenizing them. Raises ApiError: 400, the text is too long."""
+        """Reject requests with too much text before tokenizing them. Raises ApiError 400 if the text is too long."""
         if self.recorder is not None:
             return  # agents of this process: an empty response tells them that the context is full
         engine = self.ready_model().engine

@@ -371,7 +371,7 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages; only an agent whose conversations branch has several."""
+        """Return the rows of a sample, without advantages. It has several rows only if an agent's conversation branches."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows

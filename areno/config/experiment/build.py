@@ -34,8 +34,9 @@ MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
-        "is now rejection_sampling: token_mask is level: token with action: mask, token_truncate is level: token with "
-        "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
+        "is now the section rejection_sampling: for token_mask set {level: token, action: mask}, for token_truncate "
+        "{level: token, action: clamp}, for sequence_mask and sequence_truncate the same with level: sequence, and for "
+        "disabled set the section to null"
     ),
     "group_size": "is gconfig.n_samples in areno, the number of answers per prompt; remove the key",
     "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "

@@ -109,7 +109,8 @@ def settings_of(declaration: type) -> dict[str, Setting]:
         shape, kind, nullable = parse_annotation(hints[entry.name])
         if shape is None or shape == "tuple":
             raise UsageError(
-                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
+                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, a dataclass, or one of these | "
+                "None"
             )
         # The base class that declares it first, because a redeclaration with another default is the same setting.
         owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__

@@ -150,7 +150,7 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Unsharded tensors to save; None if the module's own suffice. A collective call of all ranks."""
+        """Unsharded tensors to save; None if the module's own tensors are not sharded. A collective call of all ranks."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None

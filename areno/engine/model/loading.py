@@ -197,7 +197,9 @@ def _prepared(
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
-    """Wrap a model and validate it: ``ours`` of its hidden states must equal ``stock``, by default those of the stock body."""
+    """Wrap a model and validate it: ``ours`` of the wrapped model's hidden states must equal ``stock`` (default: the stock
+    body's output).
+    """
     if not validates:
         return _wrapped(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))

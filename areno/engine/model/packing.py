@@ -152,7 +152,7 @@ class PackedPlan:
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [length, before + length] of tokens after ``before`` others."""
+        """Additive causal mask [length, before + length] for ``length`` tokens that follow ``before`` earlier ones."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)

@@ -104,8 +104,8 @@ class FullyShardedWeights(Weights):
     def gather(self) -> None:
         """Gather all weights, until :meth:`release`; every rank must call.
 
-        Removes FSDP's hooks until then: they record every pass, and ranks whose passes differ in order would gather different
-        layers in the next backward pass.
+        Removes FSDP's hooks while weights are gathered: they record every pass, and ranks whose passes differ in order would
+        gather different layers in the next backward pass.
         """
         if self.whole:
             return

@@ -120,7 +120,8 @@ class NamedRendezvous:
         except TimeoutError as error:
             raise EngineError(
                 f"rank {rank} on {node_id()} has not found rank 0 of {name} within {_MEET_S:g} s; do all machines use the same "
-                f"names (cluster.name_resolve.type={self.options.type})? With nfs, all must see nfs_record_root"
+                f"names (cluster.name_resolve.type={self.options.type})? With nfs, all machines must have access to "
+                "nfs_record_root"
             ) from error
         host, _, dialled = address.rpartition(":")
         return dist.TCPStore(host, int(dialled), size, False, patience)

@@ -82,7 +82,7 @@ class OptimizerOptions:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for every weight, by the names in its state."""
+"""Names of the moments in AdamW's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class Optimizer(ABC):
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the common head of saved states; ``counts`` are the updates of parameters that have moments."""
+        """Return the fields that all saved states have; ``counts`` are the numbers of updates of parameters with moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,

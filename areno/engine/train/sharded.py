@@ -178,7 +178,9 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of the flat tensor that ``value`` gives parameter by parameter to ``part`` [share]."""
+        """Write this rank's shard of a flat tensor to ``part`` [share]; ``value`` returns the tensor's values for one
+        parameter.
+        """
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 

@@ -247,7 +247,7 @@ class RolloutFleet:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
-        """The server options with further addresses; UsageError if they cannot be joined."""
+        """Return the server options with further addresses. Raises UsageError if these servers cannot be joined."""
         server = self._server
         if server is None or not server.addresses:
             raise UsageError("this run starts its replicas itself; only a run that has joined servers can join more")

@@ -79,7 +79,9 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """The compute dtype, and further inputs of the log-probs besides rows and checkpoint."""
+        """Return, as text, what the log-probs depend on besides rows and checkpoint: compute dtype, quantization and random
+        seed.
+        """
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
