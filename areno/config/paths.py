@@ -119,7 +119,10 @@ def adapter_problem(text: str, option: str) -> str:
     if not path.is_dir():
         return f"{option} folder does not exist: {text}; pass the folder of a PEFT adapter"
     if not (path / ADAPTER_CONFIG).is_file():
-        return f"{option} {text} has no {ADAPTER_CONFIG}; pass the folder of a PEFT adapter, or omit it for a new one"
+        return (
+            f"{option} {text} has no {ADAPTER_CONFIG}; pass the folder of a PEFT adapter, or omit the option for a new "
+            "adapter"
+        )
     return ""
 
 

@@ -103,7 +103,7 @@ class RejectionSamplingConfig:
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="Aggregation over a sequence's tokens; for ratio in log space, so that mean is the geometric mean.",
+        help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so that mean is their geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound.")
     lower: float | None = option(None, help="Lower bound; null means none (0 with clamp).")

@@ -143,8 +143,8 @@ def _last_activity(run: _StoredRun) -> tuple[bool, float]:
 
 def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
     Problems.raise_all(
-        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change the run's results; remove it, or start a "
-        "new run without --resume"
+        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change the run's results; remove the option, or "
+        "start a new run without --resume"
         for name, (old, new) in run.differences(options, options.explicit).items()
     )
     core = {entry.name for entry in options_of(TrainOptions)}

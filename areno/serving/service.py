@@ -119,7 +119,7 @@ class Service:
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The model. Raises ApiError: 503, the server is not ready."""
+        """The model. Raises ApiError 503 if the server is not ready."""
         if self.state == "ready" and self._model is not None:
             return self._model
         if self.state == "loading":
@@ -129,7 +129,7 @@ class Service:
         raise ApiError(503, f"the engine failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
-        """Check the model name of a request, which may be None. Raises ApiError: 404, it is another model."""
+        """Check the model name of a request, which may be None. Raises ApiError 404 if another model is served."""
         served = self.config.model_name
         if name is not None and name != served:
             message = f"model: {name!r} is not served; this server has {served!r}"
@@ -152,7 +152,9 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError: 429, queue full; 504, timeout."""
+        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError 429 if the queue is full, 504 after
+        the timeout.
+        """
         self.check_capacity(samples)
         self._preparing_samples += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
@@ -175,8 +177,8 @@ class Service:
         return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
 
     def check_capacity(self, samples: int) -> None:
-        """Check that the queue can take ``samples`` more. Raises ApiError: 429, the queue is full; 400, it could never take
-        them.
+        """Check that the queue can take ``samples`` more. Raises ApiError 429 if the queue is full, and 400 if it could never
+        take them.
         """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
@@ -188,7 +190,7 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError: 429, 503 or 400."""
+        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError 429, 503 or 400."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.check_capacity(samples)

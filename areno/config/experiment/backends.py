@@ -48,7 +48,10 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
-            yield f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove it"
+            yield (
+                f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove the "
+                "setting"
+            )
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):

@@ -128,7 +128,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
         if value not in ("", actor.path):
             yield (
                 f"{name} {value!r} differs from actor.path {actor.path!r}: the tokenizer comes from the model's folder; "
-                "remove it"
+                "remove the setting"
             )
     for role in ("critic", "ref"):
         if (engine := engine_of(config, role)) is not None:
@@ -327,8 +327,8 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
             agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
             if not entry.is_section and not agrees:
                 yield (
-                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; "
-                    "remove it"
+                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; remove "
+                    "the setting"
                 )
 
 

@@ -106,7 +106,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """``workflow``; if a subclass redefines it, the default section, with a string as its path."""
+        """The section ``workflow``; a string, which a subclass may use instead, becomes the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value

@@ -176,7 +176,7 @@ def _check_keys(keys: dict[str, Any]) -> None:
         )
     unused = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
     if unused and not keys.get("ref.path"):
-        raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove it")
+        raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove the key")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
         raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; remove one of them")
     for name in _SWITCHES:

@@ -46,7 +46,9 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
         return ""  # reported by `ckpt_problem`
     if model_type == engine.model_type:
         return ""
-    return f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove it"
+    return (
+        f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove model_type"
+    )
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:

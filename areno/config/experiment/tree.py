@@ -107,7 +107,7 @@ def apply_override(tree: Tree, override: Override) -> None:
     if not override.delete:
         node[key] = override.value
     elif isinstance(node, dict) and key not in node:
-        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to remove; omit it")
+        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to remove; omit this override")
     else:
         del node[key]
 

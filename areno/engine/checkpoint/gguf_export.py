@@ -51,7 +51,9 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
 
 
 def _unsupported(what: str) -> UsageError:
-    return UsageError(f"--gguf does not support {what}; omit it, and convert with llama.cpp's convert_hf_to_gguf.py")
+    return UsageError(
+        f"--gguf does not support {what}; omit --gguf, and convert with llama.cpp's convert_hf_to_gguf.py"
+    )
 
 
 def _shape(config: Any) -> dict[str, Any]:

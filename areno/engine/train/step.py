@@ -121,7 +121,8 @@ class TrainStep:
             accumulation: microbatches per optimizer step; None makes one step of all rows. Needs an integer ``mini_bs``.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps; ``logp_*`` of its first, ``lr`` of its last.
+            Scalar statistics: means over the call's optimizer steps, except ``logp_*``, which are of the first step, and
+                ``lr``, which is of the last one.
 
         Raises:
             ValueError: no rows, rows with different per-token lists, a pair loss with an odd number of rows or an odd
