@@ -58,7 +58,7 @@ class BaseExperimentConfig:
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Statistics loggers.")
     perf_tracer: PerfTracerConfig | None = section(None, "Performance traces of each process; null writes none.")
     memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes none.")
-    recover: RecoverConfig = section(RecoverConfig, "Recovery points.")
+    recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "The scheduler that starts worker processes.")

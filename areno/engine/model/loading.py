@@ -105,7 +105,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """Attach an adapter that is trained in place of the model's weights; returns the new model."""
+    """Attach an adapter that is trained instead of the model's weights; returns the new model."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
     adapted = type(model)(model.module)  # rewrap: body and head refer to the module's current layers
