@@ -41,7 +41,7 @@ class CheckpointError(ArenoError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint differs from what was written."""
+    """The files of a checkpoint differ from what was written."""
 
 
 class EngineError(ArenoError, RuntimeError):
@@ -51,7 +51,7 @@ class EngineError(ArenoError, RuntimeError):
 def exit_code(error: BaseException) -> int:
     """Print the error that ended the program in one line on stderr, and return its exit code.
 
-    2 for a `UsageError`, 130 for Ctrl-C, that of a ``SystemExit`` (which prints nothing), otherwise 1.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, the code of a ``SystemExit`` (which prints nothing), otherwise 1.
     """
     if isinstance(error, SystemExit):
         return int(error.code or 0)

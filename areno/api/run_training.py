@@ -45,7 +45,7 @@ _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
     *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
-"""Options with the same name in ``ArenoConfig.runtime``."""
+"""Options that have the same name in ``ArenoConfig.runtime``."""
 
 
 def run_training(
@@ -56,7 +56,7 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train; returns the exit code: 0, or 128 plus the signal that stopped the run.
+    """Train. Returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
@@ -146,7 +146,7 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the rows of ``--eval-dataset-path`` with its own loader or the run's; None without that option.
+    """Load the rows of ``--eval-dataset-path`` with ``--eval-dataset-loader-fn`` or the run's loader; None without that path.
 
     Restores the random state afterwards, so that a loader does not affect training.
     """
@@ -182,7 +182,7 @@ def run_evaluation(
     """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
-        options: validated options; the ``eval_*`` ones set the number of rows and samples, and the temperature.
+        options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
         reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows when the model is loaded.
@@ -267,7 +267,7 @@ def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = N
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
-        # Tuning may raise it.
+        # Tuning may raise this.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer=optimizer_settings(options),
         runtime={

@@ -1,6 +1,7 @@
 """``areno``: dispatches to a command, and turns typed errors into messages and exit codes.
 
-1 is a failure, 2 a usage error, 130 an interrupt. Only the chosen command's module is imported, to keep ``--help`` fast.
+Exit code 1 is a failure, 2 a usage error, 130 an interrupt. Only the module of the command is imported, to keep ``--help``
+fast.
 """
 
 import importlib
@@ -35,16 +36,17 @@ COMMANDS = {
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }
 """Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code;
-``main`` reports the `ArenoError` that it raises."""
+``main`` reports an `ArenoError` that ``run`` raises.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (without the program's name) and return the exit code."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # logs and pipes are read while the run is in progress
+        sys.stdout.reconfigure(line_buffering=True)  # because logs and pipes are read while the run is in progress
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
+        sys.stdout.flush()  # raises BrokenPipeError now instead of at interpreter exit
         return code
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: argparse has printed the help
         return exit_code(error)

@@ -1,11 +1,12 @@
-"""Options, algorithm specs, validation and YAML. Does not import torch.
+"""Options, algorithm specs, validation and YAML. The package does not import torch.
 
 Options of ``areno train``:
 
-- ``train_options``: all of them; ``run_options``, ``rollout_options``, ``update_options``: declared by group.
-- ``policy_loss_options``: those of the policy loss, for algorithms that use it; ``effects``: options without effect.
+- ``train_options``: all options; ``run_options``, ``rollout_options``, ``update_options``: the declarations by group.
+- ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
-- ``prepare``: from arguments to a checked run; ``validate``: its checks; ``resume``: ``--resume``; ``summary``: its printout.
+- ``prepare``: from arguments to a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
+  summary.
 
 Options of other commands:
 

@@ -1,6 +1,6 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change a resumed run's length, saving, timeouts and logging, but not its results.
+Options on the command line may change the length, saving, timeouts and logging of a resumed run, but not its results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
     """
     if options.resume is None:
         if options.resume_step is not None:
-            raise UsageError(f"--resume-step {options.resume_step} needs --resume with the run's directory; add it")
+            raise UsageError(
+                f"--resume-step {options.resume_step} needs --resume with the run's directory; add --resume"
+            )
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
         return _continue(options, _named_run(options, Path(options.resume).expanduser()))
@@ -116,7 +118,7 @@ def _newest_run(options: TrainOptions) -> StoredRun:
     root = Path(options.run_dir) if options.run_dir else RUNS_ROOT
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
-        with suppress(UsageError):  # written by another version, or its algorithm no longer exists
+        with suppress(UsageError):  # written by another version, or with an algorithm that no longer exists
             if is_run(path):
                 runs.append(StoredRun.read(path))
     runs.sort(key=_last_activity, reverse=True)
@@ -142,8 +144,8 @@ def _last_activity(run: StoredRun) -> tuple[bool, float]:
 
 def _continue(options: TrainOptions, run: StoredRun) -> TrainOptions:
     Problems.raise_all(
-        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
-        "remove it, or start a new run without --resume"
+        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change the run's results; remove the option, or "
+        "start a new run without --resume"
         for name, (old, new) in run.differences(options, options.explicit).items()
     )
     core = {entry.name for entry in options_of(TrainOptions)}

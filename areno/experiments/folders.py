@@ -1,9 +1,9 @@
 """The directories of an experiment below ``fileroot``, as documented.
 
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
-    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for restart points
+    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery checkpoints
 
-``checkpoints`` in the run directory links to the second one, for tools that read run directories.
+``checkpoints`` in the run directory is a link to the second directory, for tools that read run directories.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _locked(config: BaseExperimentConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The directories of one trial, of the current user by default; properties do not create them."""
+    """The directories of one trial, by default of the current user. The properties do not create them."""
 
     fileroot: str | Path
     experiment: str
@@ -93,7 +93,7 @@ class ExperimentFolders:
 
     @property
     def recover(self) -> Path:
-        """Root of restart points."""
+        """Root of recovery checkpoints."""
         return self.checkpoints / EXPERIMENT.checkpoints
 
     @property

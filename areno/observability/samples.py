@@ -45,8 +45,8 @@ def sample_records(
 
     Args:
         records: all samples of the step; ``metadata`` has prompt, sample and finish reason.
-        trajectories: the training rows of each sample; evaluated for selected samples only, and recorded up to
-            `MAX_TOKENS` tokens per step.
+        trajectories: the training rows of each sample; computed for selected samples only, and recorded up to `MAX_TOKENS`
+            tokens per step.
 
     Returns:
         One dictionary per selected sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
@@ -255,7 +255,7 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS``; 0 by default. Raises UsageError: not an integer >= 0."""
+    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS`` (default 0). Raises UsageError: not an integer >= 0."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(

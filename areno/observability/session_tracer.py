@@ -2,7 +2,7 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
 
-A task (a prompt) has one session per sample. The session is a context variable, so that code running inside it, including
+A task (a prompt) has one session per sample. The current session is a context variable, so that code that runs in it, including
 child tasks, need not be passed the session.
 """
 
@@ -46,7 +46,7 @@ class _Session:
 
 
 SessionHandle = tuple[Any, _Session] | None
-"""A session with its tracer, for work in another context; None outside a session."""
+"""The current session with its tracer, for work in another context; None outside a session."""
 
 _current: ContextVar[SessionHandle] = ContextVar("rollout session", default=None)
 

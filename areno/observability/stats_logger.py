@@ -1,6 +1,6 @@
 """Reports the statistics of a step: as a table in the log, in ``metrics.jsonl`` and to tracking services.
 
-The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1, files count steps from 0. All durations
+The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. All durations
 come from one clock and continue after a recovery. A service that fails is disabled, because training must not depend on
 an external server.
 """
@@ -42,9 +42,9 @@ class StatsLogger:
         self._unsent: dict[str, float] = {}
 
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
-        """Report what was measured before a step, usually the first, as a line of that step in ``metrics.jsonl``.
+        """Report statistics measured before a step, usually the first one, as a line of that step in ``metrics.jsonl``.
 
-        Services receive it together with the step, because they take one entry per step. Raises ArenoError.
+        Services receive them together with those of the step, because they take one entry per step. Raises ArenoError.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
@@ -82,10 +82,10 @@ class StatsLogger:
             _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first restart point. Raises ArenoError: that fails."""
+        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError: that fails."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
-            _log.info("dropped %d lines of an attempt that ended before its first restart point", dropped)
+            _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)
 
     def close(self) -> None:
         """Close the services; idempotent."""

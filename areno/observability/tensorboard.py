@@ -1,8 +1,8 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing the writer takes up to seconds, so the thread does it at the first write; the training loop only fills a queue.
-Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, it
-writes what is left, so that nothing is lost without ``close``.
+Importing the writer may take seconds, so the thread imports it at the first write; the training loop only fills a queue.
+Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, the
+writer thread writes what is left, so that nothing is lost without ``close``.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Keep the process's handlers."""
+        """Keep the signal handlers of the process."""
         yield
 
 
@@ -132,12 +132,12 @@ class ForegroundServer:
     load: Callable[[], Backend]  # creates the engine; runs in a thread
     sock: socket.socket
     drain_timeout_s: float  # time for running requests to finish at shutdown
-    print_status: Callable[[str], None]  # receives lines about the server's state
+    print_status: Callable[[str], None]  # prints lines about the server's state
     engine: Backend | None = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests). Raises ArenoError: no engine."""
+        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests). Raises ArenoError: the engine failed."""
         _run(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.
@@ -155,8 +155,8 @@ class ForegroundServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop_requested = asyncio.Event()  # by a signal, or because loading failed
-        self._cancel_requested = asyncio.Event()  # by a second signal
+        self._stop_requested = asyncio.Event()  # set by a signal, or because loading failed
+        self._cancel_requested = asyncio.Event()  # set by a second signal
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self.print_status(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")

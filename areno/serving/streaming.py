@@ -56,7 +56,7 @@ def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: R
 
 @contextlib.asynccontextmanager
 async def _deadline(service: Service) -> AsyncIterator[None]:
-    """Limit the duration of a request. Raises ApiError: 504, it timed out."""
+    """Limit the duration of a request. Raises ApiError 504 after the limit."""
     limit = service.config.request_timeout_s
     try:
         async with asyncio.timeout(limit):

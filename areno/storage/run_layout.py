@@ -7,7 +7,7 @@
       checkpoints/best/                              checkpoints/recover/best/
       checkpoints/models/step_000100/                checkpoints/default/epoch0epochstep99globalstep99/
 
-Settings may move checkpoints elsewhere, so the lookup follows ``config.yaml``.
+Settings may place checkpoints elsewhere, so the lookup reads ``config.yaml``.
 """
 
 import re
@@ -85,7 +85,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
-    """The newest checkpoint, the best one and the newest model, if any, each with its completed steps."""
+    """The newest checkpoint, the best checkpoint and the newest model, if any, each with its number of completed steps."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
     if (best := saved.best_step()) is not None:
@@ -107,7 +107,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Where a section of an experiment saves: below the section's ``fileroot``, or in the run directory's link target."""
+    """Folder in which a section of an experiment saves: below its ``fileroot``, or the run directory's link target."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

@@ -100,8 +100,8 @@ def named_row(source: str, index: int | None = None) -> str:
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a row to ``prompt`` and ``response``, unless it has these keys or an unknown format.
 
-    The last of ``messages``, if from the assistant, is the response, and those before it are the prompt. ``question`` and
-    ``answer`` become prompt and response.
+    If the last of ``messages`` is from the assistant, it is the response, and the messages before it are the prompt.
+    ``question`` and ``answer`` become prompt and response.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -118,11 +118,11 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
     """Convert the transcripts of an hh-rlhf preference pair to conversations; other rows are returned unchanged.
 
-    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One that does not end with a
-    response becomes an empty list, which drops the pair.
+    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. A transcript that does not end with
+    a response becomes an empty list, which drops the pair.
 
-    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template``) the pair stays text, and the
-    prompt is the common prefix up to an ``Assistant:``.
+    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template`` is False) the pair stays text, and
+    the prompt is the common prefix up to an ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):

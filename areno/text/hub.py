@@ -35,7 +35,7 @@ def check_reachable(path: str) -> None:
                 f"{not_local}, and the hub has no such model; check the spelling; for a private model, run hf auth login"
             ) from error
         except HfHubHTTPError:
-            return  # the hub is reachable; loading reports other problems
+            return  # the hub is reachable; other problems are reported when loading
         except Exception as error:  # network errors of any HTTP library
             if attempt + 1 == _TRIES:
                 raise UsageError(

@@ -32,8 +32,8 @@ class TrainSequence:
         reward: scalar reward of the sequence; metrics only.
         eos_token_id: EOS id of the model.
         loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
-        temperature: sampling temperature of the response, which training uses too; None takes that of ``logprobs`` built from a
-            :class:`~areno.types.RolloutSequence`'s, else 1.
+        temperature: sampling temperature of the response, which training uses too; None: the temperature of ``logprobs`` if
+            they come from a :class:`~areno.types.RolloutSequence`, else 1.
         group: prompt index of the row in its batch, for metrics and group losses.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
@@ -130,7 +130,7 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or your own name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None uses the one in ``optimizer``, or its default.
+        optimizer_lr: learning rate of a trainable role; None: the rate in ``optimizer``, or its default.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence); ``auto`` decides by the name: critic... or value..., reward..., otherwise policy.
         optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
@@ -158,7 +158,7 @@ class ModelRole:
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """The kind, with ``auto`` resolved by the name."""
+        """The kind; ``auto`` is resolved by the name."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):
@@ -178,13 +178,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """Accepted rows of one step, with counts of skipped ones.
+    """Accepted rows of one step, and the numbers of skipped rows.
 
     Attributes:
         items: accepted rows.
-        scanned: rows read for this batch.
-        skipped_long: those of them with too long a prompt.
-        total_skipped_long: the same, since the start of the pass over the dataset.
+        scanned: number of rows read for this batch.
+        skipped_long: number of scanned rows with too long a prompt.
+        total_skipped_long: number of such rows since the start of the pass over the dataset.
     """
 
     items: list[PromptItem]

@@ -280,7 +280,7 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
 )
 def test_rows_of_which_only_some_bring_a_list_are_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
-    with pytest.raises(ValueError, match=f"row 1 has no {name}, other rows have"):
+    with pytest.raises(ValueError, match=f"row 1 has no {name}, but other rows have"):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
 
 

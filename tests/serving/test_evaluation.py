@@ -69,7 +69,7 @@ def test_samples_have_seeds_of_their_own_and_come_again(task, server, capsys, tm
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on the model of a server; remove it"),
+        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on the model of a server; remove the option"),
         (["--model", "other"], "--ckpt http://127.0.0.1"),
     ],
 )

@@ -1,8 +1,8 @@
 """Base of the on-policy trainers: prompts, rollout, rewards, several passes, evaluation.
 
 A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. A subclass supplies the last two.
-A stop signal may interrupt everything before the first optimizer step, which can be repeated; the updates are completed or,
-after an error, not saved.
+A stop signal may interrupt everything before the first optimizer step, because that work can be repeated. Updates are completed
+or, after an error, not saved.
 """
 
 import time
@@ -104,7 +104,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Passes and minibatches of a :class:`Learner` per step."""
+        """Numbers of passes and minibatches of a :class:`Learner` per step."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
@@ -168,11 +168,11 @@ class RolloutTrainer(DatasetTrainer):
 
     def rollout_state(self) -> Any:
         """Return the samples that have not been trained on yet."""
-        source = getattr(self, "_source", None)  # a run may end before it is prepared
+        source = getattr(self, "_source", None)  # a run may end before the source is created
         return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Load the unused samples of a checkpoint."""
+        """Load the samples of a checkpoint that have not been trained on."""
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
@@ -319,7 +319,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
-        """Set the rewards; drops samples without a reward or without a token to train on."""
+        """Set the rewards, and drop samples without a reward or without a token to train on."""
         samples = [sample for sample in drawn if sample.rows]
         if not samples:
             raise EngineError(
@@ -405,7 +405,7 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages; several only for an agent with branching conversations."""
+        """Return the rows of a sample, without advantages. It has several rows only if an agent's conversation branches."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
@@ -448,7 +448,7 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.score_end(logger, role, kind, rows)
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Take the optimizer steps of a step on its rows, and return the statistics."""
+        """Make the optimizer steps of a training step on its rows, and return the statistics."""
         config, prompts = self.config, len({row.group for row in rows})
         if config.update_minibatches > prompts and not self._warned_minibatches:
             self._warned_minibatches = True

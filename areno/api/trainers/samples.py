@@ -27,15 +27,15 @@ class Sample:
     sample_index: int
     sequence: RolloutSequence  # all generated tokens
     record: RewardRecord  # input of a reward function
-    tokens: list[int]  # input of a reward model: prompt and response, for an agent its last conversation
+    tokens: list[int]  # input of a reward model: prompt and response, or the last conversation of an agent
     rows: list[TrajectoryRow]  # rows to train on
-    turn_rewards: Sequence[float] = ()  # rewards of an agent's environment, per turn
+    turn_rewards: Sequence[float] = ()  # rewards per turn from an agent's environment
     reward: float = 0.0
     advantage: float = 0.0
 
     @classmethod
     def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion; without a token it has no row."""
+        """Create the sample of a completion; a completion without tokens has no row."""
         record, row = (
             reward_record(item, prompt_index, sample_index, sequence),
             completion_row(item.input_tokens, sequence),
@@ -71,7 +71,7 @@ def workflow_sample(
 ) -> Sample:
     """Create the sample of one row of a workflow's trajectory, with its reward.
 
-    ``fields`` are those of :func:`areno.rollouts.trajectory.samples_of`; the indices are as in :class:`Sample`.
+    ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`; for the indices see :class:`Sample`.
     """
     row = trajectory_row(fields)
     sampled = [position for position, is_sampled in enumerate(row.sampled) if is_sampled]

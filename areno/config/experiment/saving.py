@@ -34,5 +34,5 @@ def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(config_text(config))
-    path.chmod(0o600)  # if it existed before
+    path.chmod(0o600)  # in case the file existed before
     return path

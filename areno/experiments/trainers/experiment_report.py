@@ -78,7 +78,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show the step on a terminal only; elsewhere the table shows it."""
+        """On a terminal, show the step; elsewhere the table shows it."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 

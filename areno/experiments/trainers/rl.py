@@ -1,9 +1,9 @@
-"""PPO, GRPO and related algorithms: rollout runs in separate processes while this one trains.
+"""PPO, GRPO and related algorithms: rollout runs in separate processes while this process trains.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
-      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, restart point
+      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-The next batches are generated concurrently, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
 
 import logging
@@ -144,7 +144,7 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         if self.config.recover.enabled and len(rows):
-            # Queued rows go into restart points; fail now rather than at the first one, which may be hours away.
+            # Queued rows go into recovery checkpoints; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
@@ -176,7 +176,7 @@ class PPOTrainer(ExperimentTrainer):
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Routing replay, and generation options if the actor's engine also generates."""
+        """Options of the actor's engine: routing replay, and the generation options if this engine generates too."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 
@@ -206,7 +206,7 @@ class PPOTrainer(ExperimentTrainer):
         )
         remote = self._server is not None and (self.launcher is not None or self._server.elsewhere)
         if remote and mode == "shm":
-            mode = "disk"  # shared memory does not reach other machines
+            mode = "disk"  # other machines cannot access shared memory
         folder = self.folders.checkpoints / ACTOR_MODELS if remote or mode == "disk" else None
         weights = WeightOptions(mode=mode, folder=folder)
         devices = None if self.launcher else engines.rollout_devices(self.config, self.machine.gpus)
@@ -240,7 +240,7 @@ class PPOTrainer(ExperimentTrainer):
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._trace_episode,
-            on_wait=self.stop.check,  # a stop while waiting for a batch loses no work
+            on_wait=self.stop.check,  # a stop during the wait for a batch loses no work
             stops_on=(RewardError,) if config.reward_section.on_error == "stop" else (),
         )
         self.dispatchers.append(dispatcher)
@@ -266,9 +266,9 @@ class PPOTrainer(ExperimentTrainer):
 
         Args:
             workflow: an object, a class or a name; None uses the ``workflow`` section.
-            eval_workflow: the same for evaluations; None uses ``workflow`` with ``eval_gconfig``.
+            eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of a class.
-            eval_workflow_kwargs: the same for evaluations.
+            eval_workflow_kwargs: keyword arguments of the class for evaluations.
             dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
                 ``workflow`` section, if any.
             total_epochs: replaces ``total_train_epochs``.
@@ -318,7 +318,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Names in the statistics of the update and of the rollout."""
+        """Names of statistics: of the update and of the rollout."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "logp_abs_diff_mean")
         }
@@ -340,7 +340,7 @@ class PPOTrainer(ExperimentTrainer):
         return numbers
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """Also create the objective, whose learning rates depend on the number of steps."""
+        """Plan the steps, and create the objective, whose learning rates depend on the number of steps."""
         super().plan_steps(total_epochs)
         actor, critic = self.config.actor, self.config.critic
         learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
@@ -398,7 +398,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
-        """Run the evaluation workflow on the held-out rows, while training rollouts continue."""
+        """Run the evaluation workflow on the held-out rows while rollouts for training continue."""
         assert self.eval_rows is not None
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
@@ -427,7 +427,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Also restore the weights of the replicas and the dispatcher's queue."""
+        """Restore the state, the weights of the replicas and the dispatcher's queue."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)

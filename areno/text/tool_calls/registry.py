@@ -48,8 +48,8 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains
-# signs of a more general one as well.
+# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs of
+# a more general format as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -98,7 +98,7 @@ def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
 
 def _detect(tokenizer: Any) -> str:
     template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # named templates; prefer the one for tools
+    if isinstance(template, dict):  # with named templates, prefer the one for tools
         template = template.get("tool_use") or "\n".join(template.values())
     added = "\n".join(tokenizer.get_added_vocab())
     return next((name for text in (template, added) for sign, name in _SIGNS if sign in text), "json")

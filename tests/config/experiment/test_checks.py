@@ -219,7 +219,7 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ({"teacher": {"rollout": {}}}, "teacher.path is missing", TEACHER),
         (
             TEACHER | {"teacher.rl_loss_weight": 0.0, "teacher.distill_loss_weight": 0.0},
-            "nothing would be learned",
+            "nothing is learned",
             TEACHER,
         ),
         # the kind of experiment
