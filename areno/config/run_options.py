@@ -228,6 +228,6 @@ class ObservabilityOptions:
         "auto",
         choices=("auto", "debug", "info", "warning", "error"),
         stored=False,
-        help="Lowest level of lines on the console; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
+        help="Minimum level of console lines; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
         "shows lines instead of the live display. log.txt has all levels.",
     )

@@ -115,7 +115,7 @@ def write_report(run: RunData, out: str | Path | None = None) -> Path:
 
 @contextmanager
 def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
-    """Write the report when the block ends, however it ends; only logs a failure."""
+    """Write the report when the block ends, also after an error; only logs a failure to write it."""
     try:
         yield
     finally:

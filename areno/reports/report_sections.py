@@ -37,7 +37,7 @@ WARNING_CHARS = 1000
 """Characters of a warning."""
 MAX_FILES = 200
 """Files that are listed."""
-_WIDTH, _HEIGHT = 460, 240  # of a chart: its labels can be read at 360 px too
+_WIDTH, _HEIGHT = 460, 240  # chart size in px: labels stay readable at 360 px
 _TYPICAL = 1000  # steps at the end, of which a typical one is the median
 _BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are no part of a step
 _OVERLAPPING = ("step", "rollout_pause")  # the whole step, and what happens during another phase

@@ -19,7 +19,7 @@ ENTRY = np.dtype(
         ("step", "<u4"),
         ("prompt", "<u4"),
         ("sample", "<u4"),
-        ("tokens", "<u4"),  # of the response
+        ("tokens", "<u4"),  # length of the response
         ("reward", "<f8"),
         ("advantage", "<f4"),  # NaN if there is none
         ("flags", "<u1"),  # of FLAGS
