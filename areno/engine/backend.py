@@ -114,7 +114,7 @@ class Backend(Generator, Protocol):
         """
 
     def drop_role(self, name: str) -> None:
-        """Unload an auxiliary role. Raises EngineError: the role does not exist, or is the actor."""
+        """Unload an auxiliary role. Raises EngineError if the role does not exist, or is the actor."""
 
     def learning_rate(self, role: str) -> float:
         """Learning rate of a role's next optimizer step."""

@@ -28,7 +28,7 @@ def use_deterministic_algorithms() -> None:
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
     """Return one device per rank of an engine: consecutive GPUs from ``first`` on, or the ``chosen`` ones.
 
-    Raises UsageError: too few GPUs, or ``chosen`` does not name one per rank.
+    Raises UsageError if there are too few GPUs, or if ``chosen`` does not list one per rank.
     """
     if chosen is not None and len(chosen) != ranks:
         raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")

@@ -181,7 +181,7 @@ class Engine:
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop. Raises EngineError: the actor is a reward model, or a stage of a pipeline."""
+        """The rollout loop. Raises EngineError if the actor is a reward model, or a stage of a pipeline."""
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:

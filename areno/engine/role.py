@@ -54,7 +54,7 @@ class Role:
         return self.optimizer is not None
 
     def trained_by(self) -> Optimizer:
-        """The optimizer. Raises EngineError: the role is frozen."""
+        """The optimizer. Raises EngineError if the role is frozen."""
         if self.optimizer is None:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer

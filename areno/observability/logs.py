@@ -89,7 +89,10 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO. Raises UsageError: unknown level."""
+    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO.
+
+    Raises UsageError if the level is unknown.
+    """
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
     if name.upper() not in LEVELS:
         source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"

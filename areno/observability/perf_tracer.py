@@ -54,7 +54,7 @@ Args = Mapping[str, Any] | None
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines; without records no file is created. Raises ArenoError: the file cannot be written."""
+    """Append records as JSON lines; without records no file is created. Raises ArenoError if the file cannot be written."""
     if not records:
         return
     try:

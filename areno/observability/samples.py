@@ -255,7 +255,7 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS`` (default 0). Raises UsageError: not an integer >= 0."""
+    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS`` (default 0). Raises UsageError if it is not an integer >= 0."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(

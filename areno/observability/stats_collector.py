@@ -90,7 +90,7 @@ class StatsTracker:
                 self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError: a mask is not bool."""
+        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError if a mask is not bool."""
         import torch
 
         for key, mask in masks.items():

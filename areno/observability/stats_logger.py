@@ -51,7 +51,7 @@ class StatsLogger:
         self._run_dir.append_metrics(step, self._unsent)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
-        """Report a finished step, without counts (``...__count``). Raises ArenoError: the file cannot be written."""
+        """Report a finished step, without counts (``...__count``). Raises ArenoError if the file cannot be written."""
         numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(
@@ -72,7 +72,7 @@ class StatsLogger:
         return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError: that fails."""
+        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError if that fails."""
         self._global_step, self._x = state["global_step"], state["x"]
         self._previous = self._clock()
         self._start = self._previous - state["elapsed_s"]
@@ -82,7 +82,7 @@ class StatsLogger:
             _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError: that fails."""
+        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError if that fails."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
             _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)

@@ -71,7 +71,7 @@ def open_services(
     trackio: Section = None,
     mlflow: Section = None,
 ) -> list[TrackingService]:
-    """Open the enabled services; ``folder`` is the run's directory. Raises UsageError: one cannot be used."""
+    """Open the enabled services; ``folder`` is the run's directory. Raises UsageError if a service cannot be used."""
     services: list[TrackingService] = []
     if tensorboard and tensorboard.get("path"):
         services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
@@ -141,7 +141,7 @@ def _package(section: str, package: str, pip_name: str) -> Any:
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Call a service's ``init``. Raises UsageError: it fails."""
+    """Call a service's ``init``. Raises UsageError if it fails."""
     try:
         return opening()
     except Exception as error:

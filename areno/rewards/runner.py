@@ -102,7 +102,7 @@ class RewardRunner:
         self._pool = WorkerPool(spawn, size)
 
     def start(self) -> None:
-        """Wait until the workers have imported the reward file. Raises RewardError: it cannot be imported."""
+        """Wait until the workers have imported the reward file. Raises RewardError if a worker cannot import it."""
         with self._lock:
             batch = self._open([])
             while not all(slot.ready for slot in self._pool.slots):

@@ -46,7 +46,7 @@ _MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
 
 
 def parse_message(body: bytes) -> Message:
-    """Parse a report of a worker process. Raises ValueError: it is invalid."""
+    """Parse a report of a worker process. Raises ValueError if it is invalid."""
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]

@@ -23,7 +23,7 @@ ConstraintMaker = Callable[[], TokenConstraint]
 
 
 class Formats:
-    """The formats of one model. Raises UsageError: a name is unknown."""
+    """The formats of one model. Raises UsageError if a name is unknown."""
 
     def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """Return how to parse the response to a rendered prompt. Raises UsageError: the tools or the choice are invalid."""
+        """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or the choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A reasoning format without a pair of markers consists of special tokens (harmony).
@@ -46,7 +46,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """The grammar of the response; None if unconstrained. Raises UsageError: a schema is invalid or unsupported."""
+        """The grammar of the response; None if unconstrained. Raises UsageError if a schema is invalid or unsupported."""
         make = self._maker(expected, form)
         if make is None:
             return None

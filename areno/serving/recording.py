@@ -67,10 +67,10 @@ class Tape(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn; called from the rendering thread. Raises UsageError: the template rejects the messages."""
+        """Open a turn; called from the rendering thread. Raises UsageError if the template rejects the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of a response, by default the latest one. Raises ValueError: there is no such response."""
+        """Set the reward of a response, by default the latest one. Raises ValueError if there is no such response."""
 
 
 class Recorder(Protocol):

@@ -28,7 +28,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 picks a free port. Raises UsageError: the address is unavailable."""
+    """Open a listening socket; port 0 picks a free port. Raises UsageError if the address is unavailable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
 
 
 class ServerThread:
-    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError: the address is unavailable."""
+    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError if the address is unavailable."""
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         self.service = service
@@ -108,7 +108,7 @@ class ServerThread:
         await serving
 
     def stop(self) -> None:
-        """Cancel running requests and end the thread; idempotent. Raises EngineError: the thread does not end."""
+        """Cancel running requests and end the thread; idempotent. Raises EngineError if the thread does not end."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -137,7 +137,10 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests). Raises ArenoError: the engine failed."""
+        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests).
+
+        Raises ArenoError if the engine failed.
+        """
         _run(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.

@@ -98,7 +98,7 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """Start serving a loaded model. Raises UsageError: the configuration names an unknown format."""
+        """Start serving a loaded model. Raises UsageError if the configuration names an unknown format."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))

@@ -29,7 +29,10 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 async def respond(service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder) -> Response:
-    """Generate, and respond as a stream or in one piece. Raises ApiError: queue full, shutdown, timeout or engine failure."""
+    """Generate, and respond as a stream or in one piece.
+
+    Raises ApiError if the queue is full, and after a shutdown, timeout or engine failure.
+    """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
         return EventStream(service, generation, builder)

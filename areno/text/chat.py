@@ -27,7 +27,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError: it cannot be loaded."""
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():

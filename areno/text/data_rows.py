@@ -23,7 +23,10 @@ Messages = list[dict[str, Any]]
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """Text or chat messages of a row's key, without Arrow's null fields. Raises DataError: missing, or of another type."""
+    """Text or chat messages of a row's key, without Arrow's null fields.
+
+    Raises DataError if it is missing or of another type.
+    """
     value = row.get(key)
     if value is None:
         raise DataError(
@@ -62,7 +65,7 @@ def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader:
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError: the template rejects the row."""
+    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError if the template rejects the row."""
     warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)

@@ -144,7 +144,7 @@ class _GrammarState:
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """Advance by a sampled token. Raises EngineError: it is not allowed, or the grammar exceeds its limits."""
+        """Advance by a sampled token. Raises EngineError if the token is not allowed or the grammar exceeds its limits."""
         self._matcher.consume_token(token)
         self._check()
 

@@ -46,7 +46,10 @@ def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped. Raises UsageError: not a function."""
+    """Tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped.
+
+    Raises UsageError if one is not a function.
+    """
     return [
         {"type": "function", "function": dict(function_of(tool, f"tools[{index}]"))} for index, tool in enumerate(tools)
     ]

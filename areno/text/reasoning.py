@@ -243,7 +243,10 @@ def list_reasoning_parsers() -> list[str]:
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """A model's reasoning format, by name or detected from chat template and added tokens. Raises UsageError: unknown."""
+    """A model's reasoning format, by name or detected from chat template and added tokens.
+
+    Raises UsageError if the name is unknown.
+    """
     key = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
     parser = _PARSERS.get(_ALIASES.get(key, key))
     if parser is None:

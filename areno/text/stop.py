@@ -10,7 +10,7 @@ from areno.text.detok import IncrementalDetokenizer
 
 
 class StopChecker:
-    """Checks one response for any number of stop strings. Raises ValueError: a stop string is empty."""
+    """Checks one response for any number of stop strings. Raises ValueError if a stop string is empty."""
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
         if not all(stop):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.errors import CheckpointError
+from areno.errors import DamagedCheckpointError
 from areno.storage.contents import read_state
 
 
@@ -37,12 +37,11 @@ class RunState:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """Read the state of a checkpoint; CheckpointError if it is damaged or has another version."""
+        """Read the state of a checkpoint; DamagedCheckpointError if it is unusable."""
         fields = read_state(checkpoint)
         try:
             return cls(**fields)
         except TypeError as error:
-            raise CheckpointError(
-                f"the state of {checkpoint} has other fields than this version of areno reads ({error}); resume it with the "
-                "version that wrote it, or start a new run with --ckpt from its model"
+            raise DamagedCheckpointError(
+                f"the state of {checkpoint} has missing or unknown fields ({error})"
             ) from error

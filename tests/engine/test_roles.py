@@ -380,7 +380,10 @@ def test_a_role_of_another_tokenizer_is_refused_by_name(engine, tmp_path):
     other = save_tiny_checkpoint(
         tmp_path / "other", texts=["entirely different words make different pieces"] * 9, vocab=300
     )
-    with pytest.raises(UsageError, match=r"role 'ref': .* has another tokenizer than .*: token .* is id"):
+    with pytest.raises(
+        UsageError,
+        match=r"role 'ref': .* has another tokenizer than .*: token .* has id .* and .* in the sec",
+    ):
         engine.ensure_roles(role("ref", other))
 
 

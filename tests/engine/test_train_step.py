@@ -287,8 +287,8 @@ def test_rows_of_which_only_some_bring_a_list_are_refused(name):
 @pytest.mark.parametrize(
     ("lacking", "remedy"),
     [
-        ("logprobs", r"give TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
-        ("advantages", r"give TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
+        ("logprobs", r"set TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
+        ("advantages", r"set TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
     ],
 )
 def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, remedy):

@@ -97,7 +97,7 @@ def test_layers_are_divided_by_what_each_run_has_to_do(layout, runs):
         (
             "archon:p2",
             {"archon__pp_layers_per_stage": 5},
-            "cuts the 12 layers of .* into 3 chunks, which 2 stages cannot",
+            "divides the 12 layers of .* into 3 chunks, which 2 stages cannot",
         ),
         (
             "megatron:p4",

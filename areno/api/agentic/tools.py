@@ -117,7 +117,7 @@ class Tool:
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
         """Check arguments (a JSON object, as text or parsed) and convert them to Python values.
 
-        Raises ToolError: they do not match the schema.
+        Raises ToolError if they do not match the schema.
         """
         if isinstance(arguments, str):
             try:

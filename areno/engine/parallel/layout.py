@@ -119,7 +119,7 @@ class Layout:
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
-                f"fsdp with world_size={world_size}, tp_size={tp_size}: with one replica there is none to shard weights with; "
+                f"fsdp with world_size={world_size}, tp_size={tp_size}: there is one replica, none to shard across; "
                 f"use world_size={2 * tp_size} or more, or leave fsdp out"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

@@ -72,7 +72,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read everything at once; return the weighted sum of the losses and the merged statistics."""
+        """Read all recorded tensors at once; return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:

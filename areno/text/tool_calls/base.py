@@ -168,7 +168,7 @@ class ToolCallParser:
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """The function of a tool in OpenAI's or the flat format. Raises UsageError: it is not a function, or has no name."""
+    """The function of a tool in OpenAI's or the flat format. Raises UsageError if it is not a function or has no name."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
@@ -179,7 +179,7 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """The functions that may be called, by name. Raises UsageError: a tool is not a function, or the choice is invalid."""
+    """The functions that may be called, by name. Raises UsageError if a tool is not a function, or the choice is invalid."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):

@@ -110,7 +110,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError: it is not JSON."""
+    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError if the text is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except RecursionError as error:

@@ -74,7 +74,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format. Raises UsageError: the name is taken (without ``replace``) or ``auto``."""
+    """Register a format. Raises UsageError if the name is taken (without ``replace``) or ``auto``."""
     if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
         raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
     _PARSERS[name] = parser
@@ -86,7 +86,10 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON. Raises UsageError: unknown."""
+    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON.
+
+    Raises UsageError if the name is unknown.
+    """
     if name == "auto":
         return _PARSERS[_detect(tokenizer)]
     key = name if name in _PARSERS else name.replace("-", "_")
