@@ -181,7 +181,9 @@ ADVICE: dict[str, Advice] = {
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
     "train/step_wall_time_s": Advice("the sum of the stages (time/*), with some reporting", _SLOWER),
-    "train/weight_update_time_s": Advice("small compared with the step", "docs/fleet.md compares the ways to deliver weights"),
+    "train/weight_update_time_s": Advice(
+        "small compared with the step", "docs/fleet.md compares the ways to deliver weights"
+    ),
     "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
     "train/dpo_accuracy": Advice("0.5 at first, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
     "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
