@@ -7,6 +7,7 @@ from typing import Any
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config
 from areno.config.experiment.setting_declaration import walk
+from areno.config.tracking import SERVICES
 from areno.engine.backend import Backend
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
@@ -29,7 +30,7 @@ from areno.types import TrainSequence
 _NOT_REPEATED = (
     *("valid_dataset=null", "rollout.save_rollouts=null", "rollout.dump_to_file=false", "perf_tracer=null"),
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
-    *(f"stats_logger.{service}.mode=disabled" for service in ("wandb", "swanlab", "trackio")),
+    *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
 """Settings that a replay does not take over: it neither evaluates nor reports, and writes elsewhere."""
 _KEEPS_NOTHING = (

@@ -9,11 +9,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from areno.cli.main import main
+from areno.experiments.replay import replay_config
 from tests.experiments.trainer_stage import run_kind
 from tests.replay.conftest import of_step
 from tests.replay.test_replay import contents, tensors
 
 SAVED = {"recover.mode": "auto", "recover.freq_steps": 1, "rollout.save_rollouts": "2", "total_train_steps": 3}
+TRACKED = {"wandb": "offline", "swanlab": "local", "trackio": "local", "mlflow": "enabled"}
 KINDS = {
     "decoupled": {
         **{"actor.use_decoupled_loss": True, "actor.ppo_n_minibatches": 2, "actor.eps_clip": 0.001},
@@ -127,3 +129,12 @@ def test_a_wrong_setting_is_named(runs, capsys):
     capsys.readouterr()
     assert replay(runs("critic"), "actor.eps_clipp=1") == 2
     assert "actor.eps_clipp" in capsys.readouterr().err
+
+
+def test_a_replay_reports_to_no_tracking_service(runs, tmp_path):
+    folder = runs("critic")
+    tracked = [f"stats_logger.{service}.mode={mode}" for service, mode in TRACKED.items()]
+    _, config = replay_config(folder, tracked, tmp_path / "out", keeps=False)
+    assert {service: getattr(config.stats_logger, service).mode for service in TRACKED} == dict.fromkeys(
+        TRACKED, "disabled"
+    )
