@@ -4,7 +4,6 @@ Both kinds of run directory are read alike: ``KEYS`` maps what every run has (re
 ``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
 """
 
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import CONFIG, EXPERIMENT, OPTIONS, is_run
 from areno.storage.run_status import read_status
 from areno.storage.sample_index import Entries, read_entries, read_sample
+from areno.types import PARTS
 
 KEYS: dict[str, tuple[str, ...]] = {
     "reward": ("rollout/rewards_mean", "rollout/reward/avg"),
@@ -55,8 +55,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """What every run has, and its metric names; the first that was recorded counts."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times as fast
-REWARD_PARTS = ("rollout/reward_parts/", "rollout/reward_part/")
-"""Prefixes of the means of reward parts."""
+REWARD_PARTS = (f"rollout/{PARTS}",)
+"""Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
 """Prefixes of the seconds of a step's phases."""
 
@@ -158,8 +158,11 @@ class RunData:
         return lines[1:] if start else lines
 
     def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
-        matches = ((name, prefix) for name in self.metrics.names for prefix in prefixes if name.startswith(prefix))
-        return {re.sub("/avg$", "", name.removeprefix(prefix)): self.metrics[name] for name, prefix in matches}
+        names = (
+            name for name in self.metrics.names if not name.endswith(("/min", "/max"))
+        )  # experiments record these too
+        matches = ((name, prefix) for name in names for prefix in prefixes if name.startswith(prefix))
+        return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 
 
 def find_runs(folder: Path, limit: int = 1000) -> Iterator[Path]:
