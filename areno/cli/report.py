@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from areno.config.parser import TypedParser
 from areno.observability.chart import printable
+from areno.reports.problems import Evidence
 from areno.reports.report import write_report
 from areno.reports.run_data import RunData
 from areno.reports.verdict import verdict_of
@@ -21,8 +22,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="Write to this file instead of RUN/report.html.")
     arguments = parser.parse_args(argv)
     data = RunData(arguments.run)
-    path = write_report(data, arguments.out)
-    for line in verdict_of(data).lines():
+    evidence = Evidence(data)
+    path = write_report(data, arguments.out, evidence)
+    for line in verdict_of(data, evidence).lines():
         print(printable(line))  # names of reward parts and errors may contain control characters
     print(f"report: {path}")
     return 0

@@ -49,9 +49,9 @@ _OPTION = re.compile(r"(?<![\w/.-])(--[a-z][a-z0-9-]*|[a-z]+(?:\.[a-z_]+)+=?(?=\
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def report_html(run: RunData) -> str:
+def report_html(run: RunData, evidence: Evidence | None = None) -> str:
     """The report of a run as a page of less than ``MAX_BYTES`` bytes."""
-    template, content = _environment().get_template("report.html.jinja"), _content(run)
+    template, content = _environment().get_template("report.html.jinja"), _content(run, evidence or Evidence(run))
     html = template.render(content)
     for name, title in _LARGEST.items():  # texts are bounded, but a run of nothing but characters to escape exceeds it
         if len(html.encode(errors="replace")) < MAX_BYTES:
@@ -62,9 +62,8 @@ def report_html(run: RunData) -> str:
     return html
 
 
-def _content(run: RunData) -> dict[str, Any]:
+def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
     """What the template shows."""
-    evidence = Evidence(run)
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
     status, config = run.status, list(sections.settings(run.config))
@@ -100,9 +99,12 @@ def _content(run: RunData) -> dict[str, Any]:
     }
 
 
-def write_report(run: RunData, out: str | Path | None = None) -> Path:
-    """Write the report of a run into its directory, or to the file ``out``; returns the file. ArenoError on failure."""
-    html = report_html(run)
+def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
+    """Write the report of a run into its directory, or to the file ``out``; returns the file.
+
+    ``evidence`` is what has been read of the run already. Raises ArenoError: the file cannot be written.
+    """
+    html = report_html(run, evidence)
     if out is None:
         run.files.write_report(html)
         return run.files.report_path

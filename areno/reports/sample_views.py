@@ -9,6 +9,7 @@ from typing import Any
 
 from areno.reports.run_samples import sample_id
 from areno.reports.svg import short
+from areno.storage.json_lines import as_float
 
 MAX_TOKENS = 6000
 """Tokens of a report that are shown one by one, in all samples together."""
@@ -173,14 +174,6 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def number(value: Any) -> str:
     """Format a number of a record."""
     return short(as_float(value))
-
-
-def as_float(value: Any) -> float:
-    """A number of a record, where NaN and infinities are strings."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def bounded(text: Any, limit: int) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areno.storage.json_lines import as_float, parse_record
+
 ENTRY = np.dtype(
     [
         ("offset", "<u8"),  # byte position of the line in samples.jsonl
@@ -99,8 +101,8 @@ def _entries(records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offse
         flags = sum(FLAGS[reason] for reason in record.get("picked", ()) if reason in FLAGS)
         flags |= FLAGS["truncated"] if record.get("finish_reason") == "length" else 0
         flags |= FLAGS["rows"] if "rows" in record else 0
-        numbers = (record["step"], *(int(record.get(name) or 0) for name in _COUNTS), _number(record.get("reward")))
-        entries[index] = (offset, len(line), *numbers, np.nan if advantage is None else _number(advantage), flags)
+        numbers = (record["step"], *(int(record.get(name) or 0) for name in _COUNTS), as_float(record.get("reward")))
+        entries[index] = (offset, len(line), *numbers, np.nan if advantage is None else as_float(advantage), flags)
         offset += len(line)
     return entries
 
@@ -110,13 +112,6 @@ _ROWS = b', "rows": [['  # quotes within a text are escaped
 _COUNTS = ("prompt_index", "sample_index", "response_len")
 
 
-def _number(value: Any) -> float:
-    try:
-        return float(value)  # non-finite numbers are strings in the file
-    except (TypeError, ValueError):
-        return float("nan")
-
-
 def _scan(samples: Path, start: int, stop: int) -> Entries:
     """Entries of the complete records between two byte positions."""
     parts: list[Entries] = []
@@ -124,11 +119,7 @@ def _scan(samples: Path, start: int, stop: int) -> Entries:
         file.seek(start)
         while file.tell() < stop:
             offset, line = file.tell(), file.readline()
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if record := parse_record(line):
                 parts.append(_entries([record], [line], offset))
     return np.concatenate([np.zeros(0, ENTRY), *parts])
 
