@@ -11,9 +11,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno diff",
-        description="Compare two runs: settings, environment, curves, and the first step that differs with its first phase "
-        "(prompts, sampled tokens, log-probs, rewards, advantages, update). Takes runs of areno train and of areno run. "
-        "The exit code is 0 if the runs have the same results so far and 1 if they differ.",
+        description="Compare two runs: settings, environment, curves, and the first step that differs, with the first "
+        "phase that differs in it (prompts, sampled tokens, log-probs, rewards, advantages, update). Takes runs of "
+        "areno train and of areno run. The exit code is 0 if the runs have the same results so far, 1 if they differ.",
         allow_abbrev=False,
     )
     parser.add_argument("first", metavar="RUN", help="A run directory.")

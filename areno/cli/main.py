@@ -28,7 +28,7 @@ COMMANDS = {
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
-    "replay": "Train on the recorded samples of a step again, with other options of the loss.",
+    "replay": "Train on the recorded samples of a step again, with different loss options.",
     "report": "Write the report of a run as one page: did it learn, why did it end, what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a running experiment.",

@@ -20,8 +20,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno plot",
-        description="Draw metrics of runs over each other into an .svg file, or write their values to a .csv or .parquet "
-        "file (columns run, step, metric, value, time). Takes runs of areno train and of areno run.",
+        description="Draw the curves of several runs in one chart per metric (.svg), or write the values to a .csv or "
+        ".parquet file (columns run, step, metric, value, time). Takes runs of areno train and of areno run.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", help="Run directories; NAME=RUN sets the name in the legend.")

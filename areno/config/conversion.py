@@ -117,7 +117,7 @@ TRL: dict[str, Rule] = {
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
     "delta": Rule(note="areno instead bounds the loss: --grpo-dual-clip"),
-    "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo, token --algo grpo"),
+    "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo; token is --algo grpo"),
     "loss_type": Rule(
         together=True,
         note="--grpo-loss-mean: grpo is sequence, dapo and bnpo are token, dr_grpo is dr_grpo; for DPO --dpo-loss-type",
@@ -188,7 +188,7 @@ VERL: dict[str, Rule] = {
     "data.prompt_key": Rule(note=_PREPARED),
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
-        together=True, note="grpo is --algo grpo, gae --algo ppo, rloo --algo grpo --advantage rloo"
+        together=True, note="grpo is --algo grpo; gae is --algo ppo; rloo is --algo grpo with --advantage rloo"
     ),
     "algorithm.gamma": Rule("--gamma", value=_of_gae),
     "algorithm.lam": Rule("--lam", value=_of_gae),

@@ -183,7 +183,7 @@ def check_options(values: Any, prefix: str = "") -> None:
 
 
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
-    """Return the shape of an annotated field, the type of one value or the class of a section, and whether it may be None."""
+    """Return a field annotation's shape, its type (of a value, or a section's class), and whether None is allowed."""
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]

@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``. Options that training has too mean the same."""
+"""Options of ``areno serve`` and ``areno chat``. Options shared with training have the same meaning."""
 
 import ipaddress
 import os

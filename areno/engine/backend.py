@@ -110,7 +110,8 @@ class Backend(Generator, Protocol):
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not loaded yet.
 
-        EngineError: a loaded role of that name has another checkpoint or kind. UsageError: a checkpoint does not suit its role.
+        Raises EngineError: a role of that name is loaded with a different checkpoint or kind.
+        Raises UsageError: a checkpoint does not suit its role.
         """
 
     def drop_role(self, name: str) -> None:

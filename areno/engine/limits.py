@@ -98,8 +98,9 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
         raise UsageError(
-            f"role {name!r}: {path} has another tokenizer than {own_path}: token {token!r} has id {theirs.get(token)} in the "
-            f"first and {mine.get(token)} in the second; roles read the same token ids, so use a model with the same tokenizer"
+            f"role {name!r}: {path} and {own_path} have different tokenizers: token {token!r} has id "
+            f"{theirs.get(token)} in the first and {mine.get(token)} in the second; roles read the same token ids, so "
+            "use a model with the same tokenizer"
         )
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 

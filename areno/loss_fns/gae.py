@@ -47,7 +47,7 @@ def compute_gae(
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Discounted returns R_i = r_i + discount R_{i+1}, for example of the turns of a conversation."""
+    """Discounted returns R_i = r_i + discount R_{i+1}; entries may be, for example, the turns of a conversation."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):

@@ -71,7 +71,7 @@ _BATCH: _Rows = (
     ("prompt_len", "tokens of each prompt"),
     ("seq_len", "tokens of each sequence, prompt and response"),
     ("correct_seq_len", "tokens of each sequence with a reward above 0"),
-    ("incorrect_seq_len", "tokens of each sequence with another reward"),
+    ("incorrect_seq_len", "tokens of each sequence with any other reward"),
 )
 _BATCH_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),

@@ -111,7 +111,7 @@ class StatsTracker:
             tensors: values by name, each with the shape of the mask.
 
         Raises:
-            ValueError: unknown denominator, wrong shape, or a name recorded with another reduce type.
+            ValueError: unknown denominator, wrong shape, or a name recorded with a different reduce type.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Compares two runs: settings, environment, curves, and the first step that differs with what may have caused it.
+"""Compares two runs: settings, environment, curves, and the first step that differs, together with its possible cause.
 
 Runs of both front ends can be compared: metrics by the names in ``KEYS``, settings by those that both have.
 """

@@ -8,13 +8,13 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
-_ROUNDING = "rounding that differs, as with another number of threads or processor, and has grown since then"
+_ROUNDING = "a rounding difference that has grown since then, for example from a different processor or thread count"
 _NO_CAUSE = {
-    "prompts": "the data may have changed, or an asynchronous rollout forms its batches by timing",
-    "sampled tokens": "numerics, such as another number of threads, or the timing of an asynchronous rollout",
+    "prompts": "the data may have changed, or timing determined the batches of an asynchronous rollout",
+    "sampled tokens": "numerics, such as a different number of threads, or the timing of an asynchronous rollout",
     "log-probs": "the model's files may have changed, or an earlier update differed within the tolerance",
     "rewards": "the reward function may have changed, or is random",
-    "advantages": "samples that are not recorded may have other rewards",
+    "advantages": "samples that are not recorded may have different rewards",
     "update": "samples that are not recorded may differ, or the computation is not deterministic",
     "evaluation": "the evaluation samples at random, or its data or reward function may have changed",
 }

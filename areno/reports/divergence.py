@@ -78,7 +78,7 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the metrics that both runs have, by name; of two front ends, by the names in ``KEYS``."""
+    """The series of the metrics that both runs have, by name; if their front ends differ, by the names in ``KEYS``."""
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
     pairs = {key: (a.series(key), b.series(key)) for key in KEYS}
@@ -279,7 +279,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples) -> dict[int, Any]:
-    """The prompts of a step by number: their tokens, or their text where those are not recorded."""
+    """The prompts of a step by number: their tokens, or their text if the tokens were not recorded."""
     prompts: dict[int, Any] = {}
     for (prompt, _), sample in sorted(samples.items()):
         flat = _flat(sample)
@@ -335,7 +335,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:
-            return f"the same prompts, but sample {sample_id(a[key])} has another answer"
+            return f"the same prompts, but sample {sample_id(a[key])} has a different answer"
     return ""
 
 

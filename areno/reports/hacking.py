@@ -13,7 +13,7 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, trend_of
 
 REPETITIVE = 0.3
-"""Distinct sequences of four characters, as a fraction, below which a text repeats itself; prose has about 0.8."""
+"""A text repeats itself if a smaller fraction of its four-character sequences is distinct; prose has about 0.8."""
 AT_COST = 0.2
 """Fraction of a part of the reward that must be lost before its fall counts as a cost."""
 MOST = 0.5

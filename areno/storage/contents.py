@@ -86,7 +86,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is missing or damaged.
-        CheckpointError: it cannot be read, or has another format.
+        CheckpointError: it cannot be read, or has a different format.
     """
     path = checkpoint / STATE_FOLDER / STATE_FILE
     text = _read(path)

@@ -155,7 +155,7 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Take what the update computed for the observed rows; {} from a backend that does not keep it."""
+        """Return the update's per-token records of the observed rows, and forget them; {} if the backend keeps none."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:

@@ -27,9 +27,9 @@ class RecordedStep:
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        start: completed steps of the weights to start from; those of the step are exact if it equals ``step``.
-        checkpoint: the checkpoint with them; None for the initial model.
-        reshapes: compute advantages from the rewards instead of using the recorded ones.
+        start: steps completed by the starting weights; equal to ``step`` if the step itself began with these weights.
+        checkpoint: the checkpoint with the starting weights; None for the initial model.
+        reshapes: whether to compute advantages from the rewards instead of using the recorded advantages.
     """
 
     step: int
@@ -89,7 +89,7 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
     """Read the rows of a step, and find the newest checkpoint up to it.
 
     Raises:
-        UsageError: nothing was recorded of that step.
+        UsageError: nothing was recorded for that step.
         ArenoError: the saved rows cannot be read.
     """
     files = RolloutFiles(run.rollouts_path, 0)

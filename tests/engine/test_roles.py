@@ -382,7 +382,7 @@ def test_a_role_of_another_tokenizer_is_refused_by_name(engine, tmp_path):
     )
     with pytest.raises(
         UsageError,
-        match=r"role 'ref': .* has another tokenizer than .*: token .* has id .* and .* in the sec",
+        match=r"role 'ref': .* and .* have different tokenizers: token .* has id .* and .* in the sec",
     ):
         engine.ensure_roles(role("ref", other))
 

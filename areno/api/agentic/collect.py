@@ -1,8 +1,8 @@
 """Runs an agent over a batch, isolating failures per sample.
 
-The agent is called once with the whole batch. Unfinished samples (it raised, timed out, or returned nothing or something
-invalid for them) are retried one by one, each with its own keys, thread and timeout. Samples that still fail after ``retries``
-attempts are dropped with their error.
+The agent is called once with the whole batch. If it raises, times out, or returns nothing or something invalid for some
+samples, these are retried one by one, each with its own keys, thread and timeout. Samples that still fail after
+``retries`` attempts are dropped with their error.
 
 An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, with its tasks. A
 sync function cannot be cancelled: its thread is abandoned and its keys are revoked.

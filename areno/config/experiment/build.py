@@ -102,8 +102,8 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the actor's engine scores with the teacher; keep path, rl_loss_weight and distill_loss_weight, "
-            "remove the rest"
+            "teacher: it has no engine of its own, because the actor's engine scores for it; keep path, rl_loss_weight "
+            "and distill_loss_weight, and remove the rest"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"

@@ -196,7 +196,7 @@ class _Tuner:
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """The actor's part of the optimizer states, which are allocated."""
+        """The part of the planned optimizer states that the actor has already allocated."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:

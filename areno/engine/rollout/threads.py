@@ -37,6 +37,6 @@ class ThreadRule:
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Restore all threads, because threads started later inherit the setting from torch."""
+        """Restore the full thread count, because threads started later inherit torch's current setting."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

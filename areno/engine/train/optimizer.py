@@ -207,7 +207,7 @@ class Optimizer(ABC):
         """Load a state saved in any layout.
 
         Raises:
-            ValueError: the state belongs to other parameters, another compute dtype or another optimizer type.
+            ValueError: the state is of different parameters, a different compute dtype or a different optimizer type.
             KeyError: a tensor is missing.
         """
 
@@ -249,7 +249,7 @@ class Optimizer(ABC):
                 "same --adam-8bit (optimizer.type) as the saved run"
             )
         if head["sgd"] != self.config.sgd:
-            raise ValueError("the saved optimizer has another optimizer.type; use the type of the saved run")
+            raise ValueError("the saved optimizer has a different optimizer.type; use the type of the saved run")
         self.steps, self._constant_rate = int(head["steps"]), head["constant_rate"]
         if self.loss_scale is not None and head["loss_scale"]:
             self.loss_scale = LossScale(**head["loss_scale"])

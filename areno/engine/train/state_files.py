@@ -70,7 +70,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
 
 def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
     """Write the state of one optimizer, replacing the folder; every rank must call, with the same folder."""
-    if peers.first and folder.exists():  # another layout's files have other names
+    if peers.first and folder.exists():  # another layout's files have different names
         shutil.rmtree(folder)
     peers.all_reduce_min(0)  # barrier
     folder.mkdir(exist_ok=True)

@@ -421,8 +421,8 @@ def _chunks(
 ) -> Iterator[Sequence[TrainSequence]]:
     """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
-    Blocks of ``together`` adjacent rows are never split, and a single block may exceed the tokens. With ``tree`` common
-    prefixes of a chunk count once.
+    Blocks of ``together`` adjacent rows are never split, and a single block may exceed ``most_tokens``. With ``tree``
+    common prefixes of a chunk count once.
     """
     start, tokens, prefixes = 0, 0, TokenTree()
 

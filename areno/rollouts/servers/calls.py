@@ -69,7 +69,7 @@ class ServerCalls(Protocol):
     product: str
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the limits of the server; the first call, after it is healthy."""
+        """Query the limits of the server. Called first, as soon as the server is healthy."""
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """Generate one answer, with the log-prob and weight version of each token."""

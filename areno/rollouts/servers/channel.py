@@ -52,7 +52,7 @@ class ServerChannel:
             stored = _stored_names(self._path)
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
-                why = "its files use other tensor names" if stored else "it has no local safetensors files"
+                why = "its files use different tensor names" if stored else "it has no local safetensors files"
                 logger.info("the weights of %s are sent to the servers as folders: %s", self._path, why)
         return self._fits
 

@@ -1,6 +1,6 @@
 """Gemma: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``, JSON with bare keys and special quotes.
 
-FunctionGemma uses the same syntax with other markers.
+FunctionGemma uses the same syntax with different markers.
 """
 
 import json

@@ -166,7 +166,9 @@ class PagedCache(KVCache):
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
         """Let rows begin with the first ``length`` tokens of a snapshot, a whole number of pages."""
         if snapshot.allocator is not self.allocator:
-            raise EngineError("a prefix was cached before the KV cache was released; clear the prefix store with it")
+            raise EngineError(
+                "a prefix was cached before the KV cache was released; clear the prefix store when releasing the cache"
+            )
         for slot in slots:
             self._refer(slot, snapshot.pages[: length // self.page_size])
 

@@ -68,7 +68,7 @@ class PagedDecodePlan:
     """One new token for each of the first rows of the block table.
 
     Allocates no pages: call :func:`open_cells` first. The computation depends on tensors only, so a captured graph can be
-    replayed with other positions in the same tensor.
+    replayed with different positions in the same tensor.
 
     Args:
         cache: the KV cache.
