@@ -6,9 +6,10 @@
     torchrun-free on GPUs: --device cuda, with as many GPUs as the largest layout has ranks
 
 Each layout trains the same random model on the same rows, in processes of its own. ``sent`` is what all ranks have sent over
-the loopback interface in a step (not measured on GPUs), ``ideal`` the sum of :func:`areno.engine.plan.layouts.sent_bytes`.
-``held`` is the peak of the fullest rank over what a rank with next to no model holds, ``planned`` that of
-:func:`areno.engine.plan.layouts.rank_bytes`. The step of one process with all cores is the unit of time.
+the loopback interface in a step (not measured on GPUs), ``ideal`` the sum of
+:func:`areno.engine.plan.layout_estimates.sent_bytes`. ``held`` is the peak of the fullest rank
+over what a rank with next to no model holds, ``planned`` that of :func:`areno.engine.plan.layout_estimates.rank_bytes`. The step
+of one process with all cores is the unit of time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from common import finish, machine, make_checkpoint
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areno.engine.parallel.layout import Layout
+from areno.engine.plan.layout_estimates import ModelSizes, Training, idle_share, rank_bytes, sent_bytes
 from areno.engine.plan.layout_trial import LayoutTrial, measure_layout
-from areno.engine.plan.layouts import ModelSizes, Training, idle_share, rank_bytes, sent_bytes
 
 DENSE = {
     "one": Layout(),

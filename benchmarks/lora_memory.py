@@ -43,8 +43,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from areno.api.run_training import run_training
+    from areno.config.all_train_options import TrainOptions
     from areno.config.hooks import LOADER_HOOK, load_hook
-    from areno.config.train_options import TrainOptions
 
     if settings["way"].get("lora_rank"):
         import peft  # noqa: F401

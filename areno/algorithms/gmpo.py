@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from areno.config import AlgorithmSpec, option
-from areno.loss_fns.loss_interface import DataPack, reduces_over
-from areno.loss_fns.policy_terms import (
+from areno.loss_fns.clipping import (
     advantages_of,
     log_difference,
     over_sequences,
@@ -17,6 +16,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
+from areno.loss_fns.loss_interface import DataPack, reduces_over
 from areno.loss_fns.stats import TokenFlags, masked_mean
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from areno.api.datasets import iter_prompt_batches
 from areno.api.records import reward_record
 from areno.api.sampler import Sampler
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import RewardError
 from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest

@@ -10,8 +10,8 @@ from areno.api.run_training import locked_run, make_loop, make_trainer, run_loop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
 from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.replayed import ReplayOptions
-from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 from areno.loss_fns.shaping import Credits
 from areno.observability.display import ProgressDisplay

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.rewards import RewardRunner
 from areno.rewards.runner import OnError
 from areno.types import RewardParts

@@ -20,10 +20,10 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.base import DatasetTrainer, optimizer_settings, spec_of
 from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
 from areno.config.splits import TEST, TRAIN, row_sources
-from areno.config.train_options import TrainOptions
 from areno.config.validate import check_length
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import DataError, UsageError

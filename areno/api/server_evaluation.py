@@ -11,8 +11,8 @@ from areno.api.datasets import first_rows, load_training_dataset
 from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, OnScored, eval_batch_size, evaluation_sampling, measure
 from areno.api.records import reward_record
 from areno.api.rewards import reward_runner
+from areno.config.all_train_options import TrainOptions
 from areno.config.splits import TEST
-from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError
 from areno.openai_client import OpenAIClient, ServerError

@@ -1,6 +1,6 @@
 """``areno train``: prepares the run, prints its summary, and trains.
 
-The flags are declared in ``areno/config``: in ``run_options.py``, ``rollout_options.py`` and ``update_options.py``, each as a
+The flags are declared in ``areno/config``: in ``run_options.py``, ``rollout_options.py`` and ``train_options.py``, each as a
 field of a dataclass. Some algorithms in ``areno/algorithms`` add their own flags. The run itself is in
 :mod:`areno.api.run_training`.
 """
@@ -8,11 +8,11 @@ field of a dataclass. Some algorithms in ``areno/algorithms`` add their own flag
 from collections.abc import Sequence
 
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.parser import train_help
 from areno.config.prepare import prepare_run
 from areno.config.resume import claim_run_dir
 from areno.config.summary import format_summary
-from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.gpus import visible_gpus
 

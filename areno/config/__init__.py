@@ -2,7 +2,7 @@
 
 Options of ``areno train``:
 
-- ``train_options``: all options; ``run_options``, ``rollout_options``, ``update_options``: the declarations by group.
+- ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: their union.
 - ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
 - ``prepare``: from arguments to a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
@@ -24,8 +24,8 @@ For all of them:
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import Option, OptionInfo, option, options_of
-from areno.config.train_options import TrainOptions
 
 __all__ = [
     "AlgorithmSpec",

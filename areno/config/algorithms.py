@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.hooks import import_user_file, split_spec
 from areno.config.options import Option, nearest, options_of
-from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
 ENTRY_POINT_GROUP = "areno.algorithms"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from areno.config.algorithms import AlgorithmSpec
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, options_of
 from areno.config.run_options import EvaluationOptions
-from areno.config.train_options import TrainOptions
 
 AGENT_OPTIONS = (
     "agent_timeout_s",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, option, options_of
 from areno.config.packages import missing_packages
 from areno.config.parser import CommandOptions, CommandText, parse_command
@@ -15,8 +16,7 @@ from areno.config.paths import ckpt_problem, is_address, unwritable
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
-from areno.config.train_options import TrainOptions
-from areno.config.update_options import UpdateOptions
+from areno.config.train_options import UpdateOptions
 from areno.config.validate import decoding_problems, shared_problems, value_problems
 from areno.storage.run_layout import newest_model
 

@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.paths import base_of
-from areno.config.train_options import TrainOptions
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 """Keys of a model configuration that tensor parallelism divides."""

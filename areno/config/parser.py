@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import GROUPS, Option, convert, flag_of, nearest, options_of
-from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 

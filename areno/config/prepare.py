@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.config import hooks
+from areno.config.all_train_options import TrainOptions
 from areno.config.machine import resolved_device, rollout_gpu_problem, with_layout
 from areno.config.packages import require_packages
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
-from areno.config.train_options import TrainOptions
 from areno.config.validate import validate
 from areno.errors import UsageError
 from areno.gpus import visible_gpus

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.algorithms import POLICY_TRAINER, get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.machine import resolved_device
 from areno.config.options import flag_of, options_of
 from areno.config.parser import Problems, parse_train
 from areno.config.resume import StoredRun, value_of
-from areno.config.train_options import TrainOptions
 from areno.config.validate import validate
 from areno.errors import UsageError
 from areno.gpus import visible_gpus

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import Option, flag_of, options_of
 from areno.config.parser import Problems, build_options, convert_values, extra_options
-from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config, stored_value
 from areno.errors import CheckpointError, UsageError
 from areno.storage.checkpoint_folder import CheckpointFolder

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.eval_options import option_from
 from areno.config.options import flag_of, option
 from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions
-from areno.config.train_options import TrainOptions
 from areno.config.validate import shared_problems, value_problems
 from areno.storage.run_layout import newest_model
 

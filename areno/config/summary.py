@@ -4,10 +4,10 @@ import shutil
 import textwrap
 
 from areno.config.algorithms import AlgorithmSpec
+from areno.config.all_train_options import TrainOptions
 from areno.config.effects import without_effect
 from areno.config.machine import runtime_of
 from areno.config.options import options_of
-from areno.config.train_options import TrainOptions
 
 _INDENT = 2
 _NA = "n/a"

@@ -1,69 +1,200 @@
-"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from them."""
+"""Options of the groups Train and LoRA: weight updates, losses and adapters."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
-from areno.config.rollout_options import RolloutOptions, TuningOptions
-from areno.config.run_options import BasicOptions, CheckpointOptions, EvaluationOptions, ObservabilityOptions
-from areno.config.update_options import LoraOptions, UpdateOptions
-from areno.errors import ArenoError
+from areno.config.options import option
+
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Estimators of a KL term of the loss."""
+
+ALL_LINEAR = "all-linear"
+"""Value of ``--lora-target-modules`` for every linear layer except the output head."""
+
+_train = partial(option, group="Train")
+_train_free = partial(_train, changes_results=False)
+_ppo = partial(option, group="Train", algorithms=("ppo",))
+_dpo = partial(option, group="Train", algorithms=("dpo",))
+_groups = partial(option, group="Train", algorithms=("gspo", "grpo"))
+_policy = partial(option, group="Train", algorithms=("gspo", "grpo", "ppo"))
+_lora = partial(option, group="LoRA")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(
-    ObservabilityOptions,
-    EvaluationOptions,
-    CheckpointOptions,
-    LoraOptions,
-    UpdateOptions,
-    TuningOptions,
-    RolloutOptions,
-    BasicOptions,
-):
-    """All options of ``areno train``; change a copy with ``dataclasses.replace``.
+class UpdateOptions:
+    """Microbatches, the optimizer, and per-algorithm loss constants."""
 
-    ``explicit`` has the names of the options set by a flag or the ``--config`` file; ``extra`` has the values of the options
-    that the algorithm declares.
-    """
+    mini_bs: int = _train(
+        16, minimum=1, help="Microbatch size: rows of one forward and backward pass, over all devices."
+    )
+    gradient_accumulation_steps: int | None = _train(
+        None, minimum=1, unset="all of a step", help="Microbatches per optimizer step."
+    )
+    activation_checkpointing: bool = _train(
+        True,
+        help="Recompute activations in the backward pass: less memory, more time. If not set: only if memory is short.",
+    )
+    tree_training: bool = _train(
+        True,
+        algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
+        help="Compute a prompt that several answers share only once per update; results are the same up to rounding.",
+    )
+    offload_activations: bool = _train_free(
+        False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
+    )
+    lr: float = _train(1e-6, above=0, help="Learning rate.")
+    min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
+    lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps of linear warmup from 0.")
+    lr_decay_steps: int = _train(1000, minimum=1, help="Optimizer step at which the learning rate reaches --min-lr.")
+    lr_decay_style: str = _train(
+        "cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay of the learning rate."
+    )
+    adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay rate of the first moment.")
+    adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
+    adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, added to the denominator.")
+    adam_8bit: bool = _train(
+        False, help="Store AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
+    )
+    offload_optimizer: bool = _train_free(
+        False,
+        help="GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there.",
+    )
+    weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
+    grad_clip_norm: float = _train(1.0, above=0, help="Clip gradients to this global norm.")
+    score_micro_bs: int = _train_free(
+        8,
+        minimum=1,
+        algorithms=("dpo", "gspo", "grpo", "ppo", "rm"),
+        help="Rows per forward pass of a reference, critic or reward model.",
+    )
+    update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
+    update_minibatches: int = _policy(
+        1, minimum=1, help="Optimizer steps per training pass, each on its own part of the prompts."
+    )
+    ref_ckpt: str | None = _train(
+        None,
+        path="place",
+        algorithms=("dpo", "gspo", "grpo", "ppo"),
+        unset="--ckpt",
+        help="Reference model of the KL term or of DPO: a folder or a repo id.",
+    )
+    critic_ckpt: str | None = _ppo(
+        None, path="place", unset="--ckpt", help="Critic to start from: a folder or a repo id."
+    )
+    critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
+    critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
+    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps of linear warmup from 0.")
+    critic_lr_decay_steps: int = _ppo(
+        1000, minimum=1, help="Critic step at which its learning rate reaches --critic-min-lr."
+    )
+    critic_lr_decay_style: str = _ppo(
+        "constant", choices=("constant", "linear", "cosine"), help="Shape of the decay of the critic's learning rate."
+    )
+    critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Clip the critic's gradients to this global norm.")
+    critic_warmup_steps: int = _ppo(
+        20, minimum=0, help="Number of steps that train only the critic, before policy updates start."
+    )
+    gspo_clip_eps: float = _train(
+        3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a sequence."
+    )
+    grpo_clip_eps: float = _train(
+        0.2, above=0, algorithms=("grpo",), help="Clip range of the importance ratio of a token."
+    )
+    clip_eps_high: float | None = _policy(
+        None,
+        above=0,
+        unset="same as the lower one",
+        help="Upper clip range, if different; a larger value lets unlikely tokens gain more (clip-higher).",
+    )
+    grpo_dual_clip: float | None = _train(
+        None,
+        above=1,
+        algorithms=("grpo",),
+        unset="no bound",
+        help="Bound on the loss of samples with negative advantage, as a multiple of the advantage (dual clip).",
+    )
+    grpo_loss_mean: str = _train(
+        "token",
+        algorithms=("grpo",),
+        choices=("token", "sequence", "dr_grpo"),
+        help="Loss aggregation: mean over all tokens (token), mean of the means of the answers (sequence), or token "
+        "sums divided by the constant --max-new-tokens (dr_grpo).",
+    )
+    advantage: str = _groups(
+        "group",
+        path="python",
+        metavar="NAME|FILE.PY:FUNCTION",
+        help="How rewards become advantages: group, group_mean, rloo, batch, or your own function.",
+    )
+    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 loads no reference.")
+    dpo_beta: float = _dpo(0.1, above=0, help="Inverse temperature of the preference margin.")
+    dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
+    dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")
+    dpo_length_normalised: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
+    use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference.")
+    kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
+    kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term.")
+    kl_reward_coef: float = _policy(
+        0.0,
+        minimum=0,
+        help="Weight of a KL penalty against the reference in the reward of each token; 0: no penalty.",
+    )
+    kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
+    clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
+    clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
+    value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
+    value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
+    bootstrap_truncated: bool = _ppo(
+        True,
+        help="For answers truncated at --max-new-tokens, bootstrap the return with the critic's value of the rest. "
+        "Disable this if most answers are truncated: the reward already scores the truncated text, and values "
+        "would grow without bound.",
+    )
+    whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
+    gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
+    lam: float = _ppo(0.95, minimum=0, maximum=1, help="GAE lambda: trades bias for variance in advantage estimation.")
 
-    explicit: frozenset[str] = frozenset()
-    extra: dict[str, Any] = field(default_factory=dict)
+    def takes_reference(self, ppo: bool) -> bool:
+        """Whether rows need reference log-probs; ``ppo`` selects PPO's option for the KL term."""
+        return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """LoRA adapters."""
+
+    lora_rank: int = _lora(
+        0,
+        minimum=0,
+        help="Train a LoRA adapter of this rank and freeze the weights; 0 trains the full weights.",
+    )
+    lora_alpha: float | None = _lora(
+        None, above=0, unset="twice --lora-rank", help="The adapter's output is scaled by alpha / rank."
+    )
+    lora_dropout: float = _lora(
+        0.0,
+        minimum=0,
+        below=1,
+        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts: rollouts have no "
+        "dropout, so the importance ratio would be noise.",
+    )
+    lora_target_modules: str = _lora(
+        ALL_LINEAR,
+        metavar="NAME[,NAME...]",
+        help="Linear layers that get an adapter, by the last part of their name; all-linear means all but the output head.",
+    )
+    lora_adapter_path: str | None = _lora(
+        None,
+        path="place",
+        metavar="PATH",
+        unset="a new adapter",
+        help="Start from this PEFT adapter of --ckpt, with its rank, alpha and layers.",
+    )
+    load_in_4bit: bool = _lora(
+        False, help="Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
+    )
 
     @property
-    def run_path(self) -> Path:
-        """The run directory. Raises ArenoError if it is not resolved yet."""
-        if self.run_dir is None:
-            raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
-        return Path(self.run_dir)
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """Parent of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
-        return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
-
-    @property
-    def events_path(self) -> Path:
-        """TensorBoard directory: ``--metrics-log-dir``, else inside the run directory."""
-        return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
-
-    @property
-    def recomputes(self) -> bool | None:
-        """Whether activations are recomputed in backward; None lets the engine decide by free memory."""
-        undecided = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
-        return None if undecided else self.activation_checkpointing
-
-    @property
-    def uses_replicas(self) -> bool:
-        """Whether rollouts run in separate processes."""
-        return self.rollout == "async" or self.rollout_backend != "areno"
-
-    @property
-    def most_behind(self) -> int:
-        """Maximum staleness of a token: number of updates between the weights that sampled it and the weights trained on it."""
-        return self.max_staleness if self.rollout == "async" else 0
-
-    @property
-    def running_sequences(self) -> int:
-        """Maximum number of sequences generated concurrently."""
-        return self.max_running_prompts or self.batch_size * self.n_samples
+    def uses_lora(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

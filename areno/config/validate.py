@@ -12,6 +12,7 @@ from typing import Any
 from areno.config import hooks
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.effects import without_effect
 from areno.config.machine import NO_MPS
 from areno.config.options import Option, flag_of, nearest, options_of
@@ -24,7 +25,6 @@ from areno.config.reward_weights import part_weights
 from areno.config.saved_rollouts import kept_rollouts
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
-from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run

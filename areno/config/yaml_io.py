@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.effects import without_effect
 from areno.config.options import Option, name_of, options_of
 from areno.config.paths import absolute_if_exists
-from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
 

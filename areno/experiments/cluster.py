@@ -13,7 +13,7 @@ from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.worker_sections import NameResolveConfig, SchedulingSpec
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
-from areno.launch import ray_cluster, slurm
+from areno.launch import ray_cluster, slurm_steps
 from areno.launch.launcher import Launcher, Names, RoleNeed
 from areno.name_resolve import NameOptions
 from areno.name_resolve.ray_store import connect
@@ -39,7 +39,7 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
         if cluster.n_gpus_per_node == 0:
             gpus = 0
     else:
-        nodes, cores = slurm.size()
+        nodes, cores = slurm_steps.size()
         gpus = nodes * (cluster.n_gpus_per_node or 0)
     if nodes < cluster.n_nodes:
         raise UsageError(
@@ -61,7 +61,7 @@ def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | 
     names = Names(name_options(config), f"areno/{_trial(config)}/{uuid.uuid4().hex}")
     if config.scheduler.type == "ray":
         return ray_cluster.RayLauncher(needs, names)
-    return slurm.SlurmLauncher(needs, names, config.cluster.n_gpus_per_node or 0)
+    return slurm_steps.SlurmLauncher(needs, names, config.cluster.n_gpus_per_node or 0)
 
 
 def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:

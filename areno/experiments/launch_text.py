@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.errors import UsageError
 from areno.experiments.cluster import needs_of
-from areno.experiments.submit import batch_script, driver_command
+from areno.experiments.slurm_job import batch_script, driver_command
 
 
 def launch_text(words: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from areno.config.paths import base_of
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.advice import Change, halves, least_changes
-from areno.engine.plan.layouts import ModelSizes, Training, rank_bytes
+from areno.engine.plan.layout_estimates import ModelSizes, Training, rank_bytes
 from areno.engine.plan.memory_plan import MemoryPlan, plan_sizes
 from areno.engine.plan.memory_probe import available_bytes
 from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill

@@ -22,8 +22,8 @@ from areno.config.experiment.saving import config_text
 from areno.errors import ArenoError, EngineError, UsageError, exit_code
 from areno.experiments.checks import check_inputs
 from areno.experiments.folders import ExperimentFolders, open_log
-from areno.experiments.submit import batch_script, submit
-from areno.launch.slurm import in_job
+from areno.experiments.slurm_job import batch_script, submit
+from areno.launch.slurm_steps import in_job
 from areno.training.stopping import StopRequested
 
 _log = logging.getLogger(__name__)

@@ -3,5 +3,5 @@
 - ``launcher``: the interfaces; ``local``, ``ray_cluster`` and ``slurm``: their implementations.
 - ``links``: signed connections of workers on other machines; ``placement``: which worker goes to which node.
 
-:mod:`areno.experiments.submit` submits jobs to Slurm; :mod:`areno.engine.parallel.workers` supervises groups of processes.
+:mod:`areno.experiments.slurm_job` submits jobs to Slurm; :mod:`areno.engine.parallel.workers` supervises groups of processes.
 """

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.loss_fns.kl import reference_kl
-from areno.loss_fns.loss_interface import DataPack, reduces_over
-from areno.loss_fns.policy_terms import (
+from areno.loss_fns.clipping import (
     Clip,
     advantages_of,
     log_difference,
@@ -17,6 +15,8 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
+from areno.loss_fns.kl import reference_kl
+from areno.loss_fns.loss_interface import DataPack, reduces_over
 from areno.loss_fns.stats import TokenFlags
 
 

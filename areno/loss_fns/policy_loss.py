@@ -1,4 +1,6 @@
-"""One configurable policy loss: PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling, distillation.
+"""The configurable policy loss of ``areno run`` and of ``areno/algorithms``; ``--algo gspo``, ``grpo``, ``ppo`` have their own.
+
+It covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation.
 
 The algorithm is determined by the settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`);
 docs/algorithms.md has the table. Settings have the names of the ``actor`` and ``teacher`` sections of an experiment.
@@ -12,9 +14,7 @@ from torch import Tensor
 
 from areno.config.options import check_options
 from areno.config.policy_loss_options import PolicyLossOptions
-from areno.loss_fns.kl import reference_kl
-from areno.loss_fns.loss_interface import DataPack, in_float, reduces_over, required
-from areno.loss_fns.policy_terms import (
+from areno.loss_fns.clipping import (
     Clip,
     advantages_of,
     kl_metrics,
@@ -23,6 +23,8 @@ from areno.loss_fns.policy_terms import (
     ratio_of,
     sequence_means,
 )
+from areno.loss_fns.kl import reference_kl
+from areno.loss_fns.loss_interface import DataPack, in_float, reduces_over, required
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
 from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range

@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from areno.loss_fns.kl import masked_kl
-from areno.loss_fns.loss_interface import DataPack, reduces_over
-from areno.loss_fns.policy_terms import (
+from areno.loss_fns.clipping import (
     Clip,
     advantages_of,
     log_difference,
@@ -15,6 +13,8 @@ from areno.loss_fns.policy_terms import (
     ratio_of,
     with_kl,
 )
+from areno.loss_fns.kl import masked_kl
+from areno.loss_fns.loss_interface import DataPack, reduces_over
 from areno.loss_fns.stats import TokenFlags, masked_mean
 
 

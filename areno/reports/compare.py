@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, options_of
 from areno.config.setting_names import SETTINGS
-from areno.config.train_options import TrainOptions
 from areno.reports.divergence import Divergence, common_steps, divergence, part_pairs
 from areno.reports.run_data import RunData
 

@@ -1,4 +1,4 @@
-"""Generates batches some training steps before they are trained on.
+"""Generates batches of ``areno train`` some steps before they are trained on (``--max-staleness``).
 
 Generation of the batch of step s starts when the weights have version s - ``max_staleness``. This bounds the staleness of all
 tokens of the batch, however long an answer takes. Batches are trained on in data order; with a bound of 0, each one starts

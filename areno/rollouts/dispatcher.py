@@ -1,7 +1,7 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
 Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
-:mod:`episode_loop`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
+:mod:`episode_thread`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
 shuffles them. Every wait reports what it waits for, ends when no more results can arrive, and stops a run in which no
 episodes are accepted, with the first exception.
 """
@@ -25,7 +25,7 @@ from areno.errors import DataError, EngineError, UsageError
 from areno.observability import tracing
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
-from areno.rollouts.episode_loop import EpisodeLoop
+from areno.rollouts.episode_thread import EpisodeLoop
 from areno.rollouts.staleness import StalenessManager, too_old
 from areno.rollouts.tasks import Accept, Batch, EpisodePlan, EpisodeTask, OnStale, Rejected, Rejection, Watchdog
 from areno.rollouts.trajectory import Trajectory

@@ -1,4 +1,6 @@
-"""Admission control of episodes, which limits the staleness of the trained tokens.
+"""Admission control of episodes in ``areno run``, which limits the staleness of the trained tokens.
+
+In ``areno train``, :mod:`areno.rollouts.batches_ahead` limits it.
 
 Episodes are counted, one per prompt group, and admitted under two limits:
 

@@ -15,7 +15,7 @@ import torch
 
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory
-from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
+from areno.engine.rollout.paged.page_allocator import PAGE_SIZE, pages_for
 from areno.loss_fns import grpo_loss_fn
 from areno.types import Request, SamplingParams
 

@@ -37,7 +37,7 @@ def main() -> None:
     import torch
 
     from areno.api.run_training import run_training
-    from areno.config.train_options import TrainOptions
+    from areno.config.all_train_options import TrainOptions
 
     torch.set_num_threads(settings["threads"])
 

@@ -102,7 +102,7 @@ def main() -> None:
     import torch
 
     from areno.config.algorithms import get_algorithm
-    from areno.config.train_options import TrainOptions
+    from areno.config.all_train_options import TrainOptions
     from areno.engine.engine import Engine
     from areno.engine.engine_config import EngineConfig
     from areno.engine.parallel.group import EngineGroup

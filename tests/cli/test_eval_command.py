@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from areno.cli.main import main
+from areno.config.all_train_options import TrainOptions
 from areno.config.eval_options import EvalOptions, parse_eval
 from areno.config.options import options_of
-from areno.config.train_options import TrainOptions
 from tests.config.workspace import BASE, stored_run
 from tests.observability.test_display import Screen, run_on_terminal
 from tests.support.cli import write_task

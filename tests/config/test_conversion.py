@@ -12,10 +12,10 @@ import pytest
 
 from areno.cli.main import main
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.conversion import TRL, VERL, convert
 from areno.config.options import options_of
 from areno.config.parser import extra_options, parse_train
-from areno.config.train_options import TrainOptions
 
 REPO = Path(__file__).resolve().parents[2]
 GRPO = {

@@ -100,6 +100,19 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page):
             assert anchor in anchors(target), link
 
 
+def test_files_and_names_of_the_code_map_exist():
+    text = (REPO / "docs/code-map.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+(?:\.py|/))`(?: \(((?:`\w+`(?:, )?)+)\))?", text)
+    assert len(named) > 80
+    for path, names in named:
+        file = REPO / "areno" / path
+        assert file.exists(), path
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(?:class|def|async def) {name}\b", file.read_text(encoding="utf-8"), re.MULTILINE), (
+                name
+            )
+
+
 @pages
 def test_options_that_a_page_names_exist(page):
     commands = (TrainOptions, EvalOptions, ExportOptions, ServeOptions, ChatOptions)

@@ -13,7 +13,7 @@ import pytest
 from areno import ArenoConfig, ModelRole, Trainer, dpo_loss_fn
 from areno.api.trainers.supervised import DPODatasetTrainer
 from areno.cli.main import main
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.errors import EngineError
 from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows

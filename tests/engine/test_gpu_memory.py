@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory

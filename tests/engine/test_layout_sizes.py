@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areno.cli.main import main
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.schedule import make_schedule
-from areno.engine.plan.layouts import ModelSizes, Training, layouts_of, rank_bytes, sent_bytes, waiting_passes
+from areno.engine.plan.layout_estimates import ModelSizes, Training, layouts_of, rank_bytes, sent_bytes, waiting_passes
 from tests.support.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from areno.cli.main import main
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.libc_tuning import trim_freed_memory

@@ -12,11 +12,11 @@ from areno.cli.main import main
 from areno.config.experiment.notices import notice
 from areno.errors import UsageError
 from areno.experiments.cluster import name_options, needs_of
-from areno.experiments.submit import batch_script
+from areno.experiments.slurm_job import batch_script
 from areno.launch.launcher import RoleNeed, Task
 from areno.launch.placement import most_on_a_node, place_workers
 from areno.launch.ray_cluster import refuse_impossible
-from areno.launch.slurm import step_command
+from areno.launch.slurm_steps import step_command
 from tests.config.experiment.samples import rl
 
 TASK = Task(role="actor", number=0, module="some.module")

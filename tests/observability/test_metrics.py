@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from areno.api.trainers.report import StepReporter
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.errors import ArenoError
 from areno.observability.health import HealthMonitor
 from areno.observability.scalars import step_scalars

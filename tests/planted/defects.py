@@ -54,7 +54,7 @@ DEFECTS = (
     ),
     Defect(
         "alpha of an adapter is its rank",
-        "areno/engine/model/adapter_setup.py",
+        "areno/engine/model/attach_adapter.py",
         "lora_alpha=2 * options.rank if options.alpha is None else options.alpha,",
         "lora_alpha=options.rank if options.alpha is None else options.alpha,",
         ("tests/engine/test_adapter.py::test_steps_are_those_of_peft_with_adamw",),
@@ -141,7 +141,7 @@ DEFECTS = (
     ),
     Defect(
         "zero upper clip width taken for none",
-        "areno/loss_fns/policy_terms.py",
+        "areno/loss_fns/clipping.py",
         "self.eps if self.eps_high is None else self.eps_high)",
         "self.eps_high or self.eps)",
         ("tests/loss_fns/test_policy_loss.py",),

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from areno import ArenoConfig, Trainer
 from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 
 ROWS = [{"prompt": f"What is {a} plus {b}?"} for a in range(10) for b in range(10)]
 # Every response ends at the limit or at EOS within it; updates are large enough to be seen.

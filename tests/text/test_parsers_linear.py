@@ -17,7 +17,7 @@ MODULES = [
     sys.modules[f"areno.text.{name}"]
     for name in (
         "reasoning",
-        "tool_calls.block",
+        "tool_calls.block_scanner",
         "tool_calls.gemma",
         "tool_calls.qwen",
         "tool_calls.json_calls",

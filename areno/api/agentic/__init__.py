@@ -5,7 +5,8 @@
 - ``collect``: runs an agent with timeouts, retries, and per-sample errors.
 - ``samples``: converts returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
   and records the tokens of every turn.
-- ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, without agent code.
+- ``conversation_loop``: the loop of turns and tools of an environment (``converse``); ``environment``: games and tasks as
+  classes, from which agent and reward are derived; ``tools``: their tools; ``demonstrations``: rows for SFT from an expert.
 """
 
 import importlib

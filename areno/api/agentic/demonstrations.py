@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.api.agentic.environment import Environment, Message, begin_conversation, take_answer
+from areno.api.agentic.conversation_loop import Environment, Message, begin_conversation, take_answer
 from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 

@@ -1,7 +1,7 @@
 """Environments: a game or task as a class, from which agent and reward function are derived.
 
-The agent loop is the same for all games (:func:`converse`). A game only implements :class:`Environment`, and two adapters turn
-it into the hooks of ``areno train``::
+The loop of turns and tools is the same for all games (``conversation_loop``). A game only implements :class:`Environment`, and
+two adapters turn it into the hooks of ``areno train``::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 import json
 import random
-import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
-from areno.api.agentic.tools import ToolResult, Toolset
+from areno.api.agentic.conversation_loop import (
+    Answer,
+    Environment,
+    converse,
+    replay,
+    settled,
+    tool_choice_field,
+)
 from areno.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,117 +37,19 @@ if TYPE_CHECKING:
     from areno.api.agentic.data import AgentBatch, AgentItem, AgentTrajectory
     from areno.types import RewardRecord
 
-Message = dict[str, Any]
-Observation = str | None
-Ending = Literal["over", "turn limit", "too long"]
-"""How a conversation ended: by the environment, at the turn limit, or because it exceeds the model's context."""
+__all__ = [
+    "Answer",
+    "Environment",
+    "converse",
+    "environment_reward",
+    "environment_rows",
+    "generate_records",
+    "replay",
+    "run_environment",
+]
 
 # A client scans all its connections after each request, so several small pools are much faster than one large pool.
 _SAMPLES_PER_CLIENT = 16
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The model's answer in one turn."""
-
-    text: str  # text without reasoning in `<think>`
-    results: Sequence[ToolResult] = ()  # tool calls in order; they are sent back unchanged
-
-
-class Environment(Protocol):
-    """A game or task. Subclass it, or implement the same methods."""
-
-    def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start with a data row. Returns the opening: the text of a user message, or a list of messages."""
-        ...
-
-    def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once after each reset."""
-        return ()
-
-    def step(self, answer: Answer) -> Observation | Awaitable[Observation]:
-        """Process the model's answer, after its tools have run.
-
-        Returns:
-            None if the game is over; otherwise the next user message. An empty string adds no message to the tool results.
-        """
-        ...
-
-    def reward(self) -> float | Awaitable[float]:
-        """Return the reward of the conversation so far."""
-        ...
-
-    def close(self) -> None:
-        """Release resources; called once, at the end."""
-
-
-@dataclass(slots=True)
-class Conversation:
-    """A finished conversation."""
-
-    messages: list[Message]  # all messages, including the last answer and its tool results
-    toolset: Toolset  # tools, with the numbers of calls and errors
-    turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
-    ending: Ending = "turn limit"
-
-
-async def converse(
-    environment: Environment,
-    record: Mapping[str, Any],
-    client: AsyncOpenAI,
-    *,
-    model: str = "policy",
-    max_turns: int = 8,
-    tool_choice: str = "auto",
-    request: Mapping[str, Any] | None = None,
-) -> Conversation:
-    """Let a model play an environment on a data row, without closing it.
-
-    Args:
-        environment: the game.
-        record: the data row.
-        client: client of the model's server.
-        model: model name in requests.
-        max_turns: maximum number of answers.
-        tool_choice: ``auto``, ``required``, ``none``, or the name of the tool to call.
-        request: additional fields of the requests, such as ``temperature``.
-
-    Raises:
-        openai.OpenAIError: a request failed.
-    """
-    from openai import BadRequestError
-
-    conversation = begin_conversation(environment, record)
-    fields: dict[str, Any] = {"model": model, **(request or {})}
-    if len(conversation.toolset):
-        fields |= {"tools": conversation.toolset.schemas, "tool_choice": _choice(tool_choice)}
-    for _ in range(max_turns):
-        try:
-            response = await client.chat.completions.create(**{**fields, "messages": conversation.messages})
-        except BadRequestError as error:
-            if error.code != "context_length_exceeded":
-                raise
-            conversation.ending = "too long"
-            break
-        conversation.turns.append((len(conversation.messages), response))
-        message: Message = {"content": "", **response.choices[0].message.model_dump(exclude_none=True)}
-        if response.choices[0].finish_reason == "length" and not (message["content"] or "tool_calls" in message):
-            conversation.ending = "too long"
-            break
-        if not await take_answer(environment, conversation, message):
-            conversation.ending = "over"
-            break
-    return conversation
-
-
-async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Replay the answers of a conversation in an environment."""
-    conversation = begin_conversation(environment, record)
-    opening = sum(message["role"] == "assistant" for message in conversation.messages)
-    for message in [each for each in messages if each["role"] == "assistant"][opening:]:
-        if not await take_answer(environment, conversation, message):
-            return
 
 
 def run_environment(
@@ -203,7 +109,7 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
         environment = make()
         try:
             await replay(environment, record.source_record, record.messages)
-            reward: float = await _settled(environment.reward())
+            reward: float = await settled(environment.reward())
             return reward
         finally:
             environment.close()
@@ -265,7 +171,7 @@ async def _play(
     finally:
         environment.close()
     tools = conversation.toolset.schemas
-    choice = _choice(options["tool_choice"]) if tools else None
+    choice = tool_choice_field(options["tool_choice"]) if tools else None
     # The last turn has all messages, to include the results of the last tool calls.
     ends = [sent for sent, _ in conversation.turns[:-1]] + [len(conversation.messages)]
     turns = [
@@ -275,47 +181,3 @@ async def _play(
         for end, (_, response) in zip(ends, conversation.turns, strict=False)
     ]
     return AgentTrajectory(turns=turns)
-
-
-def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> Conversation:
-    """Reset an environment, and return a conversation with its opening messages."""
-    opening = environment.reset(record)
-    messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(each) for each in opening]
-    return Conversation(messages, Toolset(environment.tools()))
-
-
-async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
-    """Run the tools that an answer calls, pass it to the environment, and extend the conversation.
-
-    Returns:
-        Whether the game continues.
-
-    Raises:
-        UsageError: the environment returned an empty string after an answer without tool calls.
-    """
-    calls = message.get("tool_calls") or []
-    results = []
-    for call in calls:
-        function = call["function"]
-        results.append(await conversation.toolset.call(function["name"], function["arguments"], call.get("id") or ""))
-    conversation.messages += [dict(message), *(result.message() for result in results)]
-    text = _THINKING.sub("", message.get("content") or "").strip()
-    observation = await _settled(environment.step(Answer(text, results)))
-    if observation:
-        conversation.messages.append({"role": "user", "content": observation})
-    elif observation is not None and not calls:
-        raise UsageError(
-            f"{type(environment).__name__}.step returned an empty string after an answer without tool calls; "
-            "return the next user message, or None to end"
-        )
-    return observation is not None
-
-
-def _choice(tool_choice: str) -> str | dict[str, Any]:
-    if tool_choice in ("auto", "required", "none"):
-        return tool_choice
-    return {"type": "function", "function": {"name": tool_choice}}
-
-
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -14,8 +14,8 @@ from areno.api.agentic.collect import AgentRunner, CollectedSamples
 from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
+from areno.config.all_train_options import TrainOptions
 from areno.config.hooks import AGENT_HOOK, load_hook
-from areno.config.train_options import TrainOptions
 from areno.errors import AgentError
 from areno.observability import log_lines
 from areno.rollouts.conversation.spans import LossMaskPolicy

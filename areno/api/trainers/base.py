@@ -12,7 +12,7 @@ from typing import Any
 from areno.api.trainer import Trainer
 from areno.api.trainers.report import StepReporter
 from areno.config.algorithms import get_algorithm
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
 from areno.observability import log_lines, tracing

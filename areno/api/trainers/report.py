@@ -7,8 +7,8 @@ from logging import Logger
 from pathlib import Path
 from typing import Any, ClassVar
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.tracking import mode_of
-from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.observability import log_lines
 from areno.observability.health import HealthMonitor

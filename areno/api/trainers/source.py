@@ -16,11 +16,11 @@ from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, evaluation_sampl
 from areno.api.records import with_texts
 from areno.api.trainer import Trainer
 from areno.api.trainers.samples import Sample, workflow_sample
+from areno.config.all_train_options import TrainOptions
 from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.hooks import named_object
-from areno.config.train_options import TrainOptions
 from areno.engine.backend import Backend
 from areno.engine.device import rank_devices
 from areno.engine.rollout.counter_rng import derive_seed

@@ -19,7 +19,7 @@ from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingSt
 from areno.config.options import nearest
 from areno.config.packages import missing_packages
 from areno.config.policy_loss_options import PolicyLossOptions, RejectionSamplingConfig
-from areno.config.update_options import KL_TYPES
+from areno.config.train_options import KL_TYPES
 
 AUTO = "auto"
 """Value of a setting that depends on the machine."""

@@ -5,11 +5,11 @@ from dataclasses import fields
 from typing import Any
 
 from areno.config.algorithms import PAIR_TRAINER, POLICY_TRAINER, AlgorithmSpec, get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.experiment.engine_sections import DPOEngineConfig, PPOActorConfig
 from areno.config.experiment.setting_declaration import changed
 from areno.config.parser import Problems, build_options, convert_values
 from areno.config.policy_loss_options import PolicyLossOptions
-from areno.config.train_options import TrainOptions
 from areno.config.validate import value_problem
 from areno.errors import UsageError
 

@@ -1,4 +1,6 @@
-"""Builds the command lines of inference servers from their sections.
+"""Options of vLLM and SGLang servers from the sections ``vllm`` and ``sglang``.
+
+:mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension.
 
 A setting becomes an option of the same name with dashes. true gives a bare option; false, null and "" omit the option; a list
 gives its items. This module handles the exceptions: options that a server has renamed, dropped or restricted.

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from areno.config.paths import base_of, is_adapter, tokenizer_of
-from areno.engine.model.adapter_setup import brings_head
+from areno.engine.model.attach_adapter import brings_head
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.value_model import is_classifier
 from areno.engine.role import load_role

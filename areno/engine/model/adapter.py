@@ -1,4 +1,6 @@
-"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) from ``peft``: small trainable matrices added to frozen weights.
+"""A model's LoRA adapter (Hu et al. 2021, arXiv:2106.09685) once attached: small trainable matrices added to frozen weights.
+
+:mod:`areno.engine.model.attach_adapter` attaches it with ``peft``.
 
 Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so that a
 decode step costs the same as without an adapter: the sum of weights and adapter is computed when generation begins, and the
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.config.packages import require_packages
-from areno.config.update_options import ALL_LINEAR
+from areno.config.train_options import ALL_LINEAR
 from areno.errors import UsageError
 
 # peft's default adapter name, so that saved adapters load anywhere.

@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import base_of, is_adapter
 from areno.engine.model.adapter import AdapterOptions
-from areno.engine.model.adapter_setup import attach, brings_head, merge_for_good
+from areno.engine.model.attach_adapter import attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_fast_products

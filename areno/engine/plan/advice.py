@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of
-from areno.config.train_options import TrainOptions
 from areno.engine.plan.memory_plan import MemoryPlan, make_plan, plan_device
 
 Change = dict[str, Any]

@@ -13,8 +13,7 @@ from transformers import AutoConfig
 
 from areno.config.paths import base_of
 from areno.engine.parallel.layout import Layout
-from areno.engine.plan.layout_trial import LayoutTrial, Measured, measure_layout
-from areno.engine.plan.layouts import (
+from areno.engine.plan.layout_estimates import (
     Machines,
     ModelSizes,
     Training,
@@ -24,6 +23,7 @@ from areno.engine.plan.layouts import (
     seconds,
     sent_bytes,
 )
+from areno.engine.plan.layout_trial import LayoutTrial, Measured, measure_layout
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from areno.config.all_train_options import TrainOptions
 from areno.config.paths import base_of
-from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS, KEPT_CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk

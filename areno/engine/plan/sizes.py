@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
+from areno.config.all_train_options import TrainOptions
 from areno.config.paths import adapter_config
-from areno.config.train_options import TrainOptions
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions

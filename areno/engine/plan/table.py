@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.plan.advice import advise, largest_remedy
 from areno.engine.plan.memory_plan import PARTS, MemoryPlan
 

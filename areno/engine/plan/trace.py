@@ -30,10 +30,10 @@ from areno.engine.parallel.rank_context import RankContext
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
-from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.engine.rollout.sampler import SamplingTable
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
+from areno.engine.rollout.slot_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.recompute import recompute_layers

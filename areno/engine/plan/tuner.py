@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from areno.config.train_options import TrainOptions
+from areno.config.all_train_options import TrainOptions
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.plan import trial

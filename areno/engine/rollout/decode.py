@@ -11,10 +11,10 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.compiled.traced import DecodeStep
 from areno.engine.rollout.counter_rng import uniforms
-from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Prefill, Sequence
+from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, SlotCache
 
 
 class SharedPrefixes:

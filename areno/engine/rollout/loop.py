@@ -27,7 +27,6 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.routing import Routers
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, RowParameters, sampling_table
-from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
@@ -35,6 +34,7 @@ from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
 from areno.engine.rollout.sequence import DecodeOutcome, LoopCommands, Prefill, SampleGroup, Sequence, grammar_errors
+from areno.engine.rollout.slot_cache import LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.speculation import VerifyPlan, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker

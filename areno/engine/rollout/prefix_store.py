@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from areno.engine.rollout.kv_cache import Snapshot
+from areno.engine.rollout.slot_cache import Snapshot
 
 BLOCK = 16
 

@@ -7,8 +7,8 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
-from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.scheduler import COLUMN_STEP
+from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.errors import UnsupportedModelError
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from areno.engine.rollout.kv_cache import KVCache, SlotCache
 from areno.engine.rollout.scheduler import Scheduler
 from areno.engine.rollout.sequence import Sequence
+from areno.engine.rollout.slot_cache import KVCache, SlotCache
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:

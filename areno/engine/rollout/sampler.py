@@ -3,6 +3,9 @@
 Each token draws one uniform number from a counter-based generator, keyed by the sample's seed and the token's index, and
 inverts the cumulative distribution. The result therefore depends only on the seed, not on the rest of the batch,
 preemptions or restarts.
+
+Decode steps whose rows are all plain (temperature only, or greedy) may draw without this module, with the same result: see
+``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and :mod:`areno.engine.kernels.plain_draw`.
 """
 
 from __future__ import annotations

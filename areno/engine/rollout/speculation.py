@@ -13,9 +13,9 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.rollout.drafts import DraftIndex
-from areno.engine.rollout.kv_cache import READ_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Sequence
+from areno.engine.rollout.slot_cache import READ_STEP, DecodePlan, SlotCache
 
 # Maximum tokens of one verification pass over all rows: small passes are bound by reading the weights, large ones by compute.
 CALL_TOKENS = 64

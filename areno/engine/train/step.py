@@ -1,4 +1,4 @@
-"""Training: microbatches in, optimizer steps out.
+"""Training: microbatches in, optimizer steps out; includes gradient clipping and skipped updates.
 
 The gradient of an optimizer step is the gradient of the loss over all its rows at once. Each microbatch's mean is weighted by
 its share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.

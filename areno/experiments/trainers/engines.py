@@ -18,7 +18,7 @@ from areno.config.experiment.machine import Machine
 from areno.config.experiment.roles import addresses_of, server_of
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.paths import base_of
-from areno.config.update_options import ALL_LINEAR
+from areno.config.train_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig

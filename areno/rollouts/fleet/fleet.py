@@ -28,7 +28,7 @@ from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.control import ReplicaControl
-from areno.rollouts.fleet.replica_supervisor import LocalScheduler, ReplicaJob, Worker, WorkerFailedError
+from areno.rollouts.fleet.replica_supervisor import ReplicaJob, ReplicaSupervisor, Worker, WorkerFailedError
 from areno.rollouts.fleet.router import RequestRouter
 from areno.rollouts.fleet.server_weight_transfer import ServerWeightTransfer
 from areno.rollouts.fleet.tensors import rollout_specs
@@ -128,7 +128,7 @@ class RolloutFleet:
         self._transfer: WeightTransfer | ServerWeightTransfer | None = None
         self._control: ReplicaControl | None = None
         self._closed = self._keeps = False
-        self._scheduler = LocalScheduler(self._job())
+        self._supervisor = ReplicaSupervisor(self._job())
         first = self._replicas[min(self._replicas)]
         self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
         self.context_length, self.vocab_size, self.kv_tokens = first.context_length, first.vocab_size, first.kv_tokens
@@ -219,7 +219,7 @@ class RolloutFleet:
 
     def size(self) -> int:
         """Number of replicas, including those that are restarting."""
-        return len(self._scheduler.workers())
+        return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
         """Add replicas, or remove the last ones after their requests have been answered; blocks until done.
@@ -238,7 +238,7 @@ class RolloutFleet:
                 self._refuse_size(replicas)
                 if launcher is not None and replicas > self.size():
                     launcher.resize(role, replicas * self._ranks)
-                self._scheduler.resize(replicas)
+                self._supervisor.resize(replicas)
             finally:
                 after = self.size()
                 if launcher is not None and not self._closed:
@@ -279,7 +279,7 @@ class RolloutFleet:
 
     def health(self) -> FleetHealth:
         """State of all replicas, and the numbers of restarts and resubmissions."""
-        workers = self._scheduler.workers()
+        workers = self._supervisor.workers()
         return FleetHealth(
             replicas=[ReplicaHealth(worker, self._router.unfinished(n)) for n, worker in enumerate(workers)],
             version=self.version,
@@ -294,7 +294,7 @@ class RolloutFleet:
             return
         self._closed = True
         self._router.end(EngineError("the rollout fleet is closed"))
-        self._scheduler.close()
+        self._supervisor.close()
         if self._control is not None:
             self._control.close()
         with self._updating:

@@ -119,7 +119,7 @@ class _Slot:
     thread: threading.Thread | None = None
 
 
-class LocalScheduler:
+class ReplicaSupervisor:
     """Starts all replicas of a job concurrently, and returns when all are ready; the caller closes it.
 
     Raises:

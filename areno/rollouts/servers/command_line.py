@@ -1,4 +1,7 @@
-"""The inference servers of a fleet, and the command line and environment variables that start one."""
+"""The vLLM or SGLang servers of a fleet, and the command line and environment variables that start one.
+
+The options that come from a section of an experiment are built by :mod:`areno.config.experiment.server_arguments`.
+"""
 
 import importlib.util
 import os

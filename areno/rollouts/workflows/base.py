@@ -14,7 +14,7 @@ import torch
 from areno.errors import UsageError
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
-from areno.rollouts.episode_loop import EpisodeLoop
+from areno.rollouts.episode_thread import EpisodeLoop
 from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, samples_of, stack
 
 logger = logging.getLogger(__name__)

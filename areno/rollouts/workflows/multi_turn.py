@@ -1,4 +1,7 @@
-"""Several attempts at one task: after a wrong answer, the model is asked to try again."""
+"""Several attempts at one task: after a wrong answer, the model is asked to try again. No tools.
+
+For tools see :mod:`areno.rollouts.workflows.agents`, and :mod:`areno.api.agentic` for ``areno train``.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import ToolCallParser
-from areno.text.tool_calls.block import HeaderJson, block
+from areno.text.tool_calls.block_scanner import HeaderJson, block
 from areno.text.tool_calls.json_span import Verdict, load_json
 
 _HEADER = re.compile(r"\s*call:\s*([^\s{}]+)\s*")

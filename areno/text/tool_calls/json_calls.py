@@ -12,7 +12,7 @@ from typing import Any
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
-from areno.text.tool_calls.block import MAX_HEADER, raw_call
+from areno.text.tool_calls.block_scanner import MAX_HEADER, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json, skip_blank
 
 _FENCE, _FENCE_END = "```json", "```"

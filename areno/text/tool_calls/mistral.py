@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
-from areno.text.tool_calls.block import BlockBody, HeaderJson, Item, block, raw_call
+from areno.text.tool_calls.block_scanner import BlockBody, HeaderJson, Item, block, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
 
 _OPENER = "[TOOL_CALLS]"

@@ -4,9 +4,12 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.text.tool_calls.base import ToolCallParser
-from areno.text.tool_calls.block import DEEPSEEK, DEEPSEEK_V31, HARMONY, HERMES, KIMI
+from areno.text.tool_calls.deepseek import DEEPSEEK, DEEPSEEK_V31
 from areno.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA
+from areno.text.tool_calls.harmony import HARMONY
+from areno.text.tool_calls.hermes import HERMES
 from areno.text.tool_calls.json_calls import JSON, LLAMA3
+from areno.text.tool_calls.kimi import KIMI
 from areno.text.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
 from areno.text.tool_calls.pythonic import PYTHONIC
 from areno.text.tool_calls.qwen import MINICPM, QWEN, QWEN3_CODER

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, RawCall, ToolCallParser
-from areno.text.tool_calls.block import MAX_HEADER, BlockBody, Item, block
+from areno.text.tool_calls.block_scanner import MAX_HEADER, BlockBody, Item, block
 from areno.text.tool_calls.json_span import Verdict, skip_blank
 
 _KEY = re.compile(r'\s*"?([^"<>\s]+)')

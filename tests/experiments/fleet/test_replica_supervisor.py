@@ -12,8 +12,8 @@ import pytest
 
 from areno.engine.parallel.workers import WorkerGroup
 from areno.rollouts.fleet.replica_supervisor import (
-    LocalScheduler,
     ReplicaJob,
+    ReplicaSupervisor,
     WorkerCreationError,
     WorkerFailedError,
     tail,
@@ -38,20 +38,20 @@ class Holder:
 def start(tmp_path):
     started = []
 
-    def make(maker=objects.make, **more) -> LocalScheduler:
+    def make(maker=objects.make, **more) -> ReplicaSupervisor:
         settings = {"role": "echo", "replicas": 1, "log_folder": tmp_path / "logs", "backoff_s": 0.1, **more}
-        started.append(LocalScheduler(ReplicaJob(make=functools.partial(Holder, maker), **settings)))
+        started.append(ReplicaSupervisor(ReplicaJob(make=functools.partial(Holder, maker), **settings)))
         return started[-1]
 
     yield make
-    for scheduler in started:
-        scheduler.close()
+    for supervisor in started:
+        supervisor.close()
     assert workers_of(os.getpid()) == []
 
 
 def test_workers_have_ids_logs_threads_and_environments(start, tmp_path, caplog):
     made = {}
-    scheduler = start(replicas=2, threads=3, environment={"MARK": "x"}, on_start=made.__setitem__)
+    supervisor = start(replicas=2, threads=3, environment={"MARK": "x"}, on_start=made.__setitem__)
     about = made[1].workers.call("about")[0]
     assert (about["OMP_NUM_THREADS"], about["MARK"], about["LOCAL_RANK"]) == ("3", "x", "0")
     with caplog.at_level(logging.INFO, logger="areno"):
@@ -62,21 +62,21 @@ def test_workers_have_ids_logs_threads_and_environments(start, tmp_path, caplog)
         assert line in log
     assert "hello" not in (tmp_path / "logs" / "echo-0.log").read_text()
 
-    workers = scheduler.workers()
+    workers = supervisor.workers()
     assert [(w.id, w.state, w.restarts, w.error) for w in workers] == [(f"echo/{n}", "ready", 0, "") for n in (0, 1)]
     pids = [pid for worker in workers for pid in worker.pids]
     assert len(set(pids)) == 2
-    scheduler.close()
+    supervisor.close()
     assert not any(map(alive, pids))
-    assert scheduler.workers() == []
+    assert supervisor.workers() == []
 
 
 def test_a_dead_worker_is_started_again_until_its_restarts_are_used_up(start):
     lost, given_up = [], []
-    scheduler = start(restarts=2, on_lost=lost.append, on_given_up=lambda *said: given_up.append(said))
+    supervisor = start(restarts=2, on_lost=lost.append, on_given_up=lambda *said: given_up.append(said))
     for restarts in range(3):
-        wait_until(lambda: scheduler.workers()[0].state == "ready")
-        worker = scheduler.workers()[0]
+        wait_until(lambda: supervisor.workers()[0].state == "ready")
+        worker = supervisor.workers()[0]
         assert worker.restarts == restarts
         os.kill(worker.pids[0], signal.SIGKILL)
         wait_until(lambda at=restarts: len(lost) == at + 1)
@@ -84,7 +84,7 @@ def test_a_dead_worker_is_started_again_until_its_restarts_are_used_up(start):
     assert given_up[0][0] == 0
     with pytest.raises(WorkerFailedError, match=r"(?s)echo/0 failed, and its 2 restarts .*signal 9.*start 3"):
         raise given_up[0][1]
-    assert (scheduler.workers()[0].state, scheduler.workers()[0].pids) == ("failed", ())
+    assert (supervisor.workers()[0].state, supervisor.workers()[0].pids) == ("failed", ())
 
 
 def test_a_worker_that_cannot_start_shows_its_log(start):
@@ -100,11 +100,11 @@ def test_a_worker_that_cannot_start_shows_its_log(start):
 
 
 def test_closing_does_not_wait_for_a_restart(start):
-    scheduler = start(backoff_s=30.0)
-    os.kill(scheduler.workers()[0].pids[0], signal.SIGKILL)
-    wait_until(lambda: scheduler.workers()[0].state == "restarting")
+    supervisor = start(backoff_s=30.0)
+    os.kill(supervisor.workers()[0].pids[0], signal.SIGKILL)
+    wait_until(lambda: supervisor.workers()[0].state == "restarting")
     began = time.monotonic()
-    scheduler.close()
+    supervisor.close()
     assert time.monotonic() - began < 10
 
 

@@ -22,7 +22,7 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_fast_products
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
-from areno.engine.rollout.kv_cache import LayerShape
+from areno.engine.rollout.slot_cache import LayerShape
 
 # Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would inline,
 # because the model's tensors are uninitialized.

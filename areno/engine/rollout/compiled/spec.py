@@ -16,9 +16,9 @@ from areno.engine.kernels import decode_attention, plain_draw, row_product
 from areno.engine.kernels.library import processor
 from areno.engine.model import attention, causal_lm, linear, packed_model
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.rollout import inverse_cdf, kv_cache
+from areno.engine.rollout import inverse_cdf, slot_cache
 from areno.engine.rollout.compiled import traced
-from areno.engine.rollout.kv_cache import LayerShape
+from areno.engine.rollout.slot_cache import LayerShape
 
 CACHE_KIND = "decode_steps"
 # Configuration keys that do not affect what the model computes.
@@ -60,4 +60,4 @@ class StepSpec:
 # Our kernels: a step uses all of them, or PyTorch's operators if one of them cannot be built.
 _KERNEL_MODULES = (decode_attention, row_product, plain_draw)
 KERNELS = tuple(module.KERNEL for module in _KERNEL_MODULES)
-_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)
+_TRACED_SOURCES = (traced, slot_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)

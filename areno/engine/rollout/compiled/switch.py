@@ -32,8 +32,8 @@ from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep
 from areno.engine.rollout.decode import DecodeBatch, EagerDecode, StepDecode
-from areno.engine.rollout.kv_cache import LayerShape, SlotCache
 from areno.engine.rollout.sampler import Draw
+from areno.engine.rollout.slot_cache import LayerShape, SlotCache
 from areno.engine.rollout.threads import ThreadRule
 from areno.errors import EngineError
 

@@ -15,7 +15,7 @@ from areno.engine.model.attention import LayerAttention
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.token_logprobs import scale_logits
 from areno.engine.rollout import inverse_cdf
-from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, SlotCache
+from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, SlotCache
 
 
 class KernelPlan(DecodePlan):

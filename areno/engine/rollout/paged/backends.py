@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
-from areno.engine.rollout.kv_cache import decode_mask
+from areno.engine.rollout.slot_cache import decode_mask
 
 logger = logging.getLogger(__name__)
 

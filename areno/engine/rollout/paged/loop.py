@@ -7,16 +7,16 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.decode import EagerDecode
 from areno.engine.rollout.filters import Filters
-from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.graphs import DeviceDecode
+from areno.engine.rollout.paged.page_allocator import pages_for
 from areno.engine.rollout.paged.paged_kv_cache import PagedCache
-from areno.engine.rollout.paged.pages import pages_for
 from areno.engine.rollout.paged.pipeline import DecodePipeline, Landed
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.engine.rollout.sequence import SampleGroup, Sequence
+from areno.engine.rollout.slot_cache import ROW_STEP
 
 
 class PagedRolloutLoop(RolloutLoop):

@@ -1,6 +1,6 @@
 """Paged KV cache: rows of a block table instead of slots.
 
-The interface is that of :class:`~areno.engine.rollout.kv_cache.SlotCache`. Samples of one prompt share pages until they write
+The interface is that of :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share pages until they write
 (copy-on-write of the last, partly filled page). Snapshots are references to pages; a compaction moves rows of the table. A page
 is free once its last reference is dropped. The pool is allocated once at full size, so that the addresses in CUDA graphs remain
 valid.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areno.engine.rollout.kv_cache import ROW_STEP, KVCache
-from areno.engine.rollout.paged.pages import PAGE_SIZE, SPARE_PAGE, PageAllocator
+from areno.engine.rollout.paged.page_allocator import PAGE_SIZE, SPARE_PAGE, PageAllocator
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
+from areno.engine.rollout.slot_cache import ROW_STEP, KVCache
 from areno.errors import EngineError
 
 
@@ -31,7 +31,7 @@ class PagedCache(KVCache):
     """Keys and values [pages, page_size, heads, size] per layer, and the recurrent states of each row.
 
     Args:
-        pages: size of the pool; see :func:`~areno.engine.rollout.paged.pages.pages_for`.
+        pages: size of the pool; see :func:`~areno.engine.rollout.paged.page_allocator.pages_for`.
         device: device of the pool.
         page_size: tokens per page.
         rows: initial rows of the block table.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
-from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.paged.backends import gathered
 from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
+from areno.engine.rollout.slot_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from tests.support.tiny import VOCAB, tiny_module
 
 # Full attention, windows, soft-capping, windows and full, sinks, recurrent states.

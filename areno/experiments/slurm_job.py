@@ -12,7 +12,7 @@ from pathlib import Path
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.experiments.cluster import needs_of
 from areno.experiments.folders import ExperimentFolders
-from areno.launch import slurm
+from areno.launch import slurm_steps
 from areno.launch.placement import most_on_a_node, place_workers
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
@@ -85,19 +85,19 @@ def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
     script, output = folder / SCRIPT, folder / OUTPUT
     script.write_text(batch_script(config, driver_command(words)), encoding="utf-8")
     shown = output.stat().st_size if output.exists() else 0
-    job = slurm.run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+    job = slurm_steps.run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
     sys.stderr.write(f"job {job} was submitted ({script}); its output goes to {output}\n")
     try:
         code = None
         while code is None:
             time.sleep(_POLL_S)
-            code = slurm.exit_code_of(job)
+            code = slurm_steps.exit_code_of(job)
             shown = _show(output, shown)
         return code
     except KeyboardInterrupt:
-        slurm.run(["scancel", job])
+        slurm_steps.run(["scancel", job])
         sys.stderr.write(f"job {job} was cancelled; waiting until it has saved\n")
-        while slurm.exit_code_of(job) is None:
+        while slurm_steps.exit_code_of(job) is None:
             time.sleep(_POLL_S)
         _show(output, shown)
         return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Attach new or saved adapters to a model, or merge saved ones permanently."""
+"""Attach new or saved LoRA adapters to a model's linear layers, or merge saved ones permanently."""
 
 import warnings
 from collections.abc import Sequence

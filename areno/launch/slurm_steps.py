@@ -1,6 +1,6 @@
 """Tasks on the nodes of a Slurm job: each is a separate job step.
 
-The job itself is submitted by :mod:`areno.experiments.submit`.
+The job itself is submitted by :mod:`areno.experiments.slurm_job`.
 """
 
 import os

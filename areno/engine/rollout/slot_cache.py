@@ -1,4 +1,4 @@
-"""KV cache in slots, and the attention plans that read and write it.
+"""KV cache in slots, and the attention plans that read and write it. On GPUs, ``paged/`` has a cache in pages instead.
 
 Each slot holds one live sequence: ``[slots, heads, columns, size]`` per layer. Slots are compact, so a decode step reads a
 view without copying; columns grow with the sequences, so memory follows actual use, not the worst case.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, RawCall, ScanResult, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, Malformed, RawCall, ScanResult
 from areno.text.tool_calls.json_span import JsonSpan, ValueSpan, Verdict, call_of, load_arguments, load_json, skip_blank
 
 MAX_HEADER = 256
@@ -141,44 +141,7 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
     return Malformed(source) if call is None else RawCall(*call, source)
 
 
-def _headed(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
+def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
+    """Blocks whose body is a header, a regular expression, and a JSON object; see :class:`HeaderJson`."""
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))
-
-
-# Hermes: the name is in the JSON. Qwen's and MiniCPM's formats extend this one.
-HERMES = ToolCallParser(
-    "hermes",
-    (_headed("<tool_call>", ("</tool_call>",), r"\s*"),),
-    shape=CallShape('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", separator="\n"),
-)
-
-# DeepSeek: V3 writes the type, the separator, the name and a code fence; V3.1 the name, the separator and the bare object.
-_BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_DEEPSEEK = _headed(
-    _BEGIN,
-    (_END, f"```{_END}", f"```\n{_END}"),
-    rf"\s*function{_SEP}([^\s{{<]+)\s*+(?:```json)?\s*|\s*([^\s{{<]+){_SEP}\s*",
-)
-_V3_SHAPE = CallShape(
-    before=f"{_BEGIN}function{_SEP}{{bare_name}}\n```json\n",
-    after=f"\n```{_END}",
-    begin=_ALL_BEGIN,
-    separator="\n",
-    end=_ALL_END,
-)
-_V31_SHAPE = CallShape(before=f"{_BEGIN}{{bare_name}}{_SEP}", after=_END, begin=_ALL_BEGIN, end=_ALL_END)
-DEEPSEEK = ToolCallParser("deepseek", (_DEEPSEEK,), wrappers=(_ALL_BEGIN, _ALL_END), shape=_V3_SHAPE)
-DEEPSEEK_V31 = ToolCallParser("deepseek_v31", (_DEEPSEEK,), wrappers=(_ALL_BEGIN, _ALL_END), shape=_V31_SHAPE)
-
-_KIMI_HEADER = r"\s*(?:functions\.)?([^\s{<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
-KIMI = ToolCallParser(
-    "kimi",
-    (_headed("<|tool_call_begin|>", ("<|tool_call_end|>",), _KIMI_HEADER),),
-    wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-)
-
-# gpt-oss: a message part addressed to a tool, normalized to this form by the reasoning parser.
-_HARMONY_HEADER = r"\s*(?:functions\.)?([^\s{<]+)\s*+(?:<\|constrain\|>)?\s*+(?:json)?\s*<\|message\|>\s*"
-HARMONY = ToolCallParser("harmony", (_headed("<|channel|>commentary to=", ("<|call|>",), _HARMONY_HEADER),))

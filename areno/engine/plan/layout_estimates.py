@@ -1,7 +1,8 @@
 """Estimates from the sizes of a model how many bytes each rank of a training layout holds, and sends per step.
 
-These are closed-form estimates. :mod:`areno.engine.plan.memory_plan` is exact, but does not support sharded weights. The terms
-are explained in ``docs/layouts.md``.
+These are closed-form estimates, for ``areno plan --fit`` and for sharded weights.
+:mod:`areno.engine.plan.memory_plan` is exact, but does not support sharded weights. The terms are explained in
+``docs/layouts.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building blocks of the policy losses: importance ratios, clipping, averages, and the statistics of a policy step."""
+"""Importance ratios and their clipping, which all policy losses share, and the averages and statistics of a policy step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,175 @@
+"""The loop of turns and tools that is the same for all environments, and the protocol of an environment.
+
+:func:`converse` alternates between the model's answers, the tools they call, and the environment's steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from areno.api.agentic.tools import ToolResult, Toolset
+from areno.errors import UsageError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+Message = dict[str, Any]
+Observation = str | None
+Ending = Literal["over", "turn limit", "too long"]
+"""How a conversation ended: by the environment, at the turn limit, or because it exceeds the model's context."""
+
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The model's answer in one turn."""
+
+    text: str  # text without reasoning in `<think>`
+    results: Sequence[ToolResult] = ()  # tool calls in order; they are sent back unchanged
+
+
+class Environment(Protocol):
+    """A game or task. Subclass it, or implement the same methods."""
+
+    def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
+        """Start with a data row. Returns the opening: the text of a user message, or a list of messages."""
+        ...
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once after each reset."""
+        return ()
+
+    def step(self, answer: Answer) -> Observation | Awaitable[Observation]:
+        """Process the model's answer, after its tools have run.
+
+        Returns:
+            None if the game is over; otherwise the next user message. An empty string adds no message to the tool results.
+        """
+        ...
+
+    def reward(self) -> float | Awaitable[float]:
+        """Return the reward of the conversation so far."""
+        ...
+
+    def close(self) -> None:
+        """Release resources; called once, at the end."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A finished conversation."""
+
+    messages: list[Message]  # all messages, including the last answer and its tool results
+    toolset: Toolset  # tools, with the numbers of calls and errors
+    turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
+    ending: Ending = "turn limit"
+
+
+async def converse(
+    environment: Environment,
+    record: Mapping[str, Any],
+    client: AsyncOpenAI,
+    *,
+    model: str = "policy",
+    max_turns: int = 8,
+    tool_choice: str = "auto",
+    request: Mapping[str, Any] | None = None,
+) -> Conversation:
+    """Let a model play an environment on a data row, without closing it.
+
+    Args:
+        environment: the game.
+        record: the data row.
+        client: client of the model's server.
+        model: model name in requests.
+        max_turns: maximum number of answers.
+        tool_choice: ``auto``, ``required``, ``none``, or the name of the tool to call.
+        request: additional fields of the requests, such as ``temperature``.
+
+    Raises:
+        openai.OpenAIError: a request failed.
+    """
+    from openai import BadRequestError
+
+    conversation = begin_conversation(environment, record)
+    fields: dict[str, Any] = {"model": model, **(request or {})}
+    if len(conversation.toolset):
+        fields |= {"tools": conversation.toolset.schemas, "tool_choice": tool_choice_field(tool_choice)}
+    for _ in range(max_turns):
+        try:
+            response = await client.chat.completions.create(**{**fields, "messages": conversation.messages})
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            conversation.ending = "too long"
+            break
+        conversation.turns.append((len(conversation.messages), response))
+        message: Message = {"content": "", **response.choices[0].message.model_dump(exclude_none=True)}
+        if response.choices[0].finish_reason == "length" and not (message["content"] or "tool_calls" in message):
+            conversation.ending = "too long"
+            break
+        if not await take_answer(environment, conversation, message):
+            conversation.ending = "over"
+            break
+    return conversation
+
+
+async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Replay the answers of a conversation in an environment."""
+    conversation = begin_conversation(environment, record)
+    opening = sum(message["role"] == "assistant" for message in conversation.messages)
+    for message in [each for each in messages if each["role"] == "assistant"][opening:]:
+        if not await take_answer(environment, conversation, message):
+            return
+
+
+def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> Conversation:
+    """Reset an environment, and return a conversation with its opening messages."""
+    opening = environment.reset(record)
+    messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(each) for each in opening]
+    return Conversation(messages, Toolset(environment.tools()))
+
+
+async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
+    """Run the tools that an answer calls, pass it to the environment, and extend the conversation.
+
+    Returns:
+        Whether the game continues.
+
+    Raises:
+        UsageError: the environment returned an empty string after an answer without tool calls.
+    """
+    calls = message.get("tool_calls") or []
+    results = []
+    for call in calls:
+        function = call["function"]
+        results.append(await conversation.toolset.call(function["name"], function["arguments"], call.get("id") or ""))
+    conversation.messages += [dict(message), *(result.message() for result in results)]
+    text = _THINKING.sub("", message.get("content") or "").strip()
+    observation = await settled(environment.step(Answer(text, results)))
+    if observation:
+        conversation.messages.append({"role": "user", "content": observation})
+    elif observation is not None and not calls:
+        raise UsageError(
+            f"{type(environment).__name__}.step returned an empty string after an answer without tool calls; "
+            "return the next user message, or None to end"
+        )
+    return observation is not None
+
+
+def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
+    """The request's ``tool_choice`` for ``auto``, ``required``, ``none`` or the name of a tool."""
+    if tool_choice in ("auto", "required", "none"):
+        return tool_choice
+    return {"type": "function", "function": {"name": tool_choice}}
+
+
+async def settled(value: Any) -> Any:
+    """The value, awaited if it is awaitable."""
+    return await value if inspect.isawaitable(value) else value

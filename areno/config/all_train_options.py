@@ -1,0 +1,69 @@
+"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areno.config.rollout_options import RolloutOptions, TuningOptions
+from areno.config.run_options import BasicOptions, CheckpointOptions, EvaluationOptions, ObservabilityOptions
+from areno.config.train_options import LoraOptions, UpdateOptions
+from areno.errors import ArenoError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(
+    ObservabilityOptions,
+    EvaluationOptions,
+    CheckpointOptions,
+    LoraOptions,
+    UpdateOptions,
+    TuningOptions,
+    RolloutOptions,
+    BasicOptions,
+):
+    """All options of ``areno train``; change a copy with ``dataclasses.replace``.
+
+    ``explicit`` has the names of the options set by a flag or the ``--config`` file; ``extra`` has the values of the options
+    that the algorithm declares.
+    """
+
+    explicit: frozenset[str] = frozenset()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory. Raises ArenoError if it is not resolved yet."""
+        if self.run_dir is None:
+            raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
+        return Path(self.run_dir)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Parent of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
+        return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
+
+    @property
+    def events_path(self) -> Path:
+        """TensorBoard directory: ``--metrics-log-dir``, else inside the run directory."""
+        return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
+
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether activations are recomputed in backward; None lets the engine decide by free memory."""
+        undecided = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
+        return None if undecided else self.activation_checkpointing
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether rollouts run in separate processes."""
+        return self.rollout == "async" or self.rollout_backend != "areno"
+
+    @property
+    def most_behind(self) -> int:
+        """Maximum staleness of a token: number of updates between the weights that sampled it and the weights trained on it."""
+        return self.max_staleness if self.rollout == "async" else 0
+
+    @property
+    def running_sequences(self) -> int:
+        """Maximum number of sequences generated concurrently."""
+        return self.max_running_prompts or self.batch_size * self.n_samples

@@ -1,0 +1,10 @@
+"""The Hermes format: JSON with name and arguments in ``<tool_call>`` tags. Qwen's and MiniCPM's formats extend it."""
+
+from areno.text.tool_calls.base import CallShape, ToolCallParser
+from areno.text.tool_calls.block_scanner import headed_json
+
+HERMES = ToolCallParser(
+    "hermes",
+    (headed_json("<tool_call>", ("</tool_call>",), r"\s*"),),
+    shape=CallShape('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", separator="\n"),
+)

@@ -1,0 +1,11 @@
+"""Kimi K2's format: ``functions.NAME:INDEX`` and a JSON object between tokens of their own."""
+
+from areno.text.tool_calls.base import ToolCallParser
+from areno.text.tool_calls.block_scanner import headed_json
+
+_HEADER = r"\s*(?:functions\.)?([^\s{<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
+KIMI = ToolCallParser(
+    "kimi",
+    (headed_json("<|tool_call_begin|>", ("<|tool_call_end|>",), _HEADER),),
+    wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
