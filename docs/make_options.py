@@ -46,7 +46,7 @@ def _of_algorithms() -> Iterator[str]:
         for spec in own:
             plain = AlgorithmSpec("", options=declaration).own_options()
             for entry in (each for each in spec.own_options() if each not in plain):
-                yield f"`--algo {spec.name}` has `{entry.flag}` at {str(entry.default).lower()}.\n"
+                yield f"With `--algo {spec.name}`, `{entry.flag}` defaults to {str(entry.default).lower()}.\n"
 
 
 def _section(title: str, entries: Iterable[Option]) -> str:

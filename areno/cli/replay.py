@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     path = Path(arguments.run).expanduser()
     if not is_run(path):
         raise UsageError(
-            f"{path} is not a run directory; pass the folder that contains config.yaml (runs/<name>) first, as in "
-            "areno replay RUN --step 12"
+            f"{path} is not a run directory; pass the folder that contains config.yaml (runs/<name>) as the "
+            "first argument: areno replay RUN --step 12"
         )
     for name, least in (("step", 0), ("updates", 1)):
         if getattr(arguments, name) < least:

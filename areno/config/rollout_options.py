@@ -204,5 +204,5 @@ class TuningOptions:
         0.9, above=0, maximum=1, help="Fraction of memory that tuning may fill, including memory already in use."
     )
     tune_max_samples: int = _tuning(
-        256, minimum=1, help="Maximum concurrent sequences and rows per step that tuning chooses."
+        256, minimum=1, help="Largest number of concurrent sequences, and of rows per step, that tuning may choose."
     )

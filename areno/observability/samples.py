@@ -101,7 +101,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8)
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number the rows whose tokens will be recorded, so that the engine keeps what training computes for them.
+    """Assign numbers to the rows whose tokens will be recorded, so that the engine keeps what training computes for them.
 
     Args:
         prompts: the prompt of each sample.

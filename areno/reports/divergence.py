@@ -239,7 +239,7 @@ def _samples(run: RunData, step: int) -> _Samples:
 
 
 def _ranked(samples: _Samples) -> _Samples:
-    """Number prompts from 0 within the step: an experiment numbers those of the whole run."""
+    """Renumber the prompts from 0 within the step, because an experiment numbers them over the whole run."""
     ranks = {prompt: rank for rank, prompt in enumerate(sorted({prompt for prompt, _ in samples}))}
     return {(ranks[prompt], sample): record for (prompt, sample), record in samples.items()}
 

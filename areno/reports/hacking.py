@@ -21,7 +21,7 @@ MOST = 0.5
 MORE = 0.3
 """By how much that fraction must have grown since the start; what is so from the start is due to the model or the task."""
 SHORT_ANSWER = 20
-"""Characters up to which equal answers to different prompts are usual, as yes and no, unless nearly all are equal."""
+"""Length in characters up to which equal answers, such as yes or no, are normal unless nearly all answers are equal."""
 NEARLY_ALL = 0.9
 
 

@@ -56,7 +56,7 @@ def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
 
 
 def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str, str] | None = None) -> str:
-    """Draw one chart per metric, below each other, as an SVG document.
+    """Draw one chart per metric, one below the other, as an SVG document.
 
     Args:
         runs: the curves; one of several runs is their mean.

@@ -35,11 +35,11 @@ ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 CLIPPED = 0.3
 """Fraction of clipped tokens above which an update loses much of its gradient; it is usually below 0.1."""
 STALE = 4.0
-"""Mean staleness in updates from which the samples are those of a clearly different policy."""
+"""Mean staleness, in updates, above which the samples are those of a clearly different policy."""
 FAILED = 0.05
-"""Fraction of failed rewards that distorts which answers are learned from."""
+"""Fraction of failed rewards above which the failures bias which answers are learned from."""
 EPISODES_FAILED = 0.2
-"""Fraction of failed episodes that does; some prompts defeat an agent."""
+"""The same for failed episodes; higher, because some prompts defeat an agent."""
 SHOWN = 3
 """Samples named for a problem."""
 

@@ -126,7 +126,7 @@ class RunData:
         return read_entries(self.files.samples_path)
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """The record of an index entry, on request without its ``rows``."""
+        """The record of an index entry; without its ``rows`` if ``tokens`` is False."""
         return read_sample(self.files.samples_path, entry, tokens=tokens)
 
     def series(self, key: str) -> Series:

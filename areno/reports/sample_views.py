@@ -24,7 +24,7 @@ TEXT_CHARS = 2000
 NAME_CHARS = 200
 """Characters of a name, such as that of a role or of a part of the reward."""
 GAP = 0.1
-"""Difference of the log-probs in sampling and training, in nats, from which a token is marked."""
+"""Difference between the log-probs in sampling and training, in nats, above which a token is marked."""
 
 
 @dataclass(frozen=True, slots=True)

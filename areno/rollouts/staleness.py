@@ -38,8 +38,8 @@ class StalenessManager:
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: number of versions by which training may be ahead of the start of an episode; 0: synchronous
-            training.
+        max_head_offpolicyness: by how many versions the weights may advance from the start of an episode until it is trained
+            on; 0: synchronous training.
         replaces_rejected: start another episode for each rejected one; False if dynamic batches count rejected episodes.
 
     Raises:

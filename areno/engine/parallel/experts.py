@@ -133,9 +133,9 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):
         raise UsageError(
-            f"LoRA on the experts of {type(module).__name__}, which {channel.size} ranks would divide: adapters of experts are "
-            "not divided; leave e (expert parallelism) out, or name layers of attention alone as --lora-target-modules "
-            "(target_modules)"
+            f"LoRA on the experts of {type(module).__name__} with expert parallelism over {channel.size} ranks: adapters of "
+            "experts cannot be divided; leave e (expert parallelism) out, or list only attention layers in "
+            "--lora-target-modules (target_modules)"
         )
     mixtures = [child for child in module.modules() if is_experts(child)]
     if not mixtures:

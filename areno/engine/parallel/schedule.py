@@ -24,7 +24,7 @@ def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = 
     """Return the schedule of ``stages`` with ``chunks`` model chunks each. Without ``backward`` it has forward passes only.
 
     Chunk i belongs to stage i % ``stages``. Each stage takes microbatches in groups of ``stages``: a whole group goes through
-    one of its chunks before the next. An incomplete last group is ordered like a full one.
+    one chunk of the stage, then through the next one. An incomplete last group is ordered like a full one.
     """
     filled = -(-microbatches // stages) * stages
     schedule = []

@@ -13,7 +13,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Grouped matrix product of experts; PyTorch supports fake tensors in bf16 only."""
+    """Grouped matrix product of experts, computed in bf16: PyTorch supports it for fake tensors of this type only."""
     first, second, *rest = args
     product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
     return product.to(first.dtype)

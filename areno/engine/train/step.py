@@ -362,7 +362,7 @@ class TrainStep:
     def _recomputes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> bool:
-        """Whether to recompute layers; by default, unless a CPU's free memory can hold the activations."""
+        """Whether to recompute layers; if not configured: yes, except on a CPU with enough free memory for the activations."""
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
         if chosen is not None or self.model.device.type != "cpu" or not measurable:

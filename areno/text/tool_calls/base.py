@@ -87,7 +87,7 @@ class PlainText:
 class ScanResult:
     """The result of a scanner: the text from its opening marker up to ``end`` consists of ``items``.
 
-    If ``items`` is empty, the text was only a wrapper around calls: it is dropped beside a call and kept before text.
+    If ``items`` is empty, the text is only a wrapper around calls: it is emitted if text follows, and dropped next to a call.
     """
 
     end: int
