@@ -6,5 +6,8 @@ The flags of commands with many flags are declared outside this package:
 - ``eval``, ``export``: ``areno/config/eval_options.py``; ``serve``, ``chat``: ``areno/config/serve_options.py``.
 - ``run``, ``launch``: settings of YAML files, in ``areno/config/experiment/*_sections.py``.
 
-The modules of other commands (``check``, ``env``, ``inspect``, ``convert``, ``scale``, ``quickstart``) declare their own.
+The modules of other commands declare their own:
+
+- a machine, or a configuration: ``check``, ``env``, ``convert``, ``scale``, ``quickstart``, ``completion``.
+- recorded runs: ``inspect``, ``report``, ``explain``, ``plot``, ``diff``, ``replay``, ``view``.
 """

@@ -3,5 +3,5 @@
 - ``run_experiment``: runs an experiment from its command line; ``trainers``: the training steps.
 - ``replay``: ``areno replay`` of experiments.
 - ``checks``: validates names in a configuration; ``folders``: the directories of a run; ``plan``: plans the memory of a run.
-- ``cluster``: workers on Ray and Slurm; ``submit``: submission to Slurm; ``launch_text``: ``areno launch``.
+- ``cluster``: workers on Ray and Slurm; ``slurm_job``: submission to Slurm; ``launch_text``: ``areno launch``.
 """

@@ -33,7 +33,8 @@ def step_scalars(
     Args:
         train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: number of prompts skipped in this step because they are too long; ``total_``: since the epoch started.
+        skipped_long: prompts that were skipped in this step because they are too long.
+        total_skipped_long: the same since the start of the run.
         rewards: one per sample; None if there are none.
     """
     scalars = {

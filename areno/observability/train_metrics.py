@@ -1,5 +1,7 @@
 """The metrics of ``areno train`` with unit and meaning; the tables of ``docs/run-directory.md`` are generated from them.
 
+This module only describes the names; :mod:`areno.observability.scalars` says where each one is made.
+
 A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` and ``pass@K`` match any name and number.
 What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
 """

@@ -1,7 +1,9 @@
 """On-disk state of a run: its directory and lock, checkpoints, and the path tables of both front ends. No torch.
 
 - ``run_layout``: paths of each front end, and a run's newest model; ``run_dir``: the files of a run directory.
-- ``run_lock``: one writer per run.
+- ``run_lock``: one writer per run; ``run_status``: how the run ended.
+- ``json_lines``: reads and writes ``.jsonl`` files; ``metric_columns``: ``metrics.jsonl`` as columns; ``sample_index``: the
+  index of ``samples.jsonl``.
 - ``checkpoint_folder``: folders of checkpoints, each complete or absent; ``contents``: their state and checksums.
 - ``rollout_files``: saved training rows.
 - ``gguf``: GGUF files as checkpoint folders.

@@ -47,6 +47,13 @@ NAMED_AS_TEXT = {
 }
 
 
+PACKAGES_WITH_LISTS = [
+    path.parent
+    for path in sorted((REPO / "areno").rglob("__init__.py"))
+    if "\n- ``" in path.read_text(encoding="utf-8")
+]
+
+
 def sources() -> list[Path]:
     return sorted((REPO / "areno").rglob("*.py"))
 
@@ -202,3 +209,10 @@ def test_everything_public_has_a_docstring():
 def test_no_code_is_left_for_later():
     marks = re.compile(r"\b(TODO|FIXME|XXX)\b")
     assert [name_of(path) for path in sources() if marks.search(path.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES_WITH_LISTS, ids=lambda path: path.relative_to(REPO).as_posix())
+def test_the_list_of_a_package_names_all_its_modules(package):
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    assert modules - set(re.findall(r"``(\w+)``", docstring)) == set()

@@ -6,6 +6,6 @@
 - ``memory_probe``: free memory, and current and peak use of this process.
 - ``gpu_memory``: divides a GPU's memory between training and the KV cache.
 - ``tuner``: ``--tune-params`` finds batch sizes that fit; ``trial``: what each rank runs for ``tuner`` and ``layout_trial``.
-- ``layouts``: bytes held and sent in each layout; ``fit``: ``areno plan --fit``, which compares layouts.
+- ``layout_estimates``: bytes held and sent in each layout; ``fit``: ``areno plan --fit``, which compares layouts.
 - ``layout_trial``: measures layouts, for ``areno plan --fit --try``.
 """
