@@ -22,7 +22,7 @@ from areno.storage.run_status import recorded_status
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep
 from areno.training.replay import RecordedStep
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.types import TrainSequence
 
 

@@ -24,7 +24,7 @@ from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep
 from areno.training.objectives.policy import Prepared
 from areno.training.replay import RecordedStep
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.types import TrainSequence
 
 _NOT_REPEATED = (

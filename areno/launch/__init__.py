@@ -1,4 +1,4 @@
-"""Starts the worker processes of an experiment on this machine, on a Ray cluster, or on the nodes of a Slurm job.
+"""Starts worker processes: on this machine, on a Ray cluster, or on the nodes of a Slurm job.
 
 - ``launcher``: the interfaces; ``local``, ``ray_cluster`` and ``slurm_steps``: their implementations.
 - ``links``: signed connections of workers on other machines; ``placement``: which worker goes to which node.

@@ -1,4 +1,4 @@
-"""Reports the statistics of a step: as a table in the log, in ``metrics.jsonl`` and to tracking services.
+"""Writes the statistics of a step of ``areno run``: as a table in the log, in ``metrics.jsonl`` and to tracking services.
 
 The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. All durations
 come from one clock and continue after a recovery. A service that fails is disabled, because training must not depend on

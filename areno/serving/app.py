@@ -1,4 +1,4 @@
-"""The HTTP application: routes and middleware.
+"""The HTTP application: routes, their handlers, and middleware.
 
 The same application serves ``areno serve`` and, inside a process, the agents of a rollout session.
 """

@@ -32,7 +32,7 @@ from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
-from areno.training.report import Reporter, StepOutcome
+from areno.training.reporter import Reporter, StepOutcome
 from areno.training.saved_rows import arrays_of
 from areno.training.saving import Saver
 from areno.training.state import RunState

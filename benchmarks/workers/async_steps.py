@@ -23,7 +23,7 @@ from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rlvr import input_ids_of
 from areno.training.frequency import StepInfo
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 
 
 class ToolEpisodes(RolloutWorkflow):

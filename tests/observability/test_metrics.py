@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno.api.trainers.report import StepReporter
+from areno.api.trainers.step_reporter import StepReporter
 from areno.config.all_train_options import TrainOptions
 from areno.errors import ArenoError
 from areno.observability.health import HealthMonitor
@@ -20,7 +20,7 @@ from areno.observability.scalars import step_scalars
 from areno.observability.tensorboard import EventWriter
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.training.state import RunState
 from areno.types import TrainSequence, WeightedReward
 

@@ -18,7 +18,6 @@ from rich.console import Console
 from areno.observability.display import LiveProgress, memory_use
 from areno.observability.health import HealthMonitor
 from areno.observability.screen import RunHeading, ScreenState, ShownSample, Trend, frame
-from areno.training import report
 from tests.experiments.trainer_stage import run_kind
 
 GAP_LIMIT = 0.05
@@ -217,7 +216,7 @@ def test_an_experiment_shows_its_statistics_under_the_same_labels(tmp_path, tiny
             super().stop()
 
     monkeypatch.setattr(
-        report, "create_progress", lambda: Kept(Console(file=io.StringIO(), force_terminal=True, width=90, height=40))
+        reporter, "create_progress", lambda: Kept(Console(file=io.StringIO(), force_terminal=True, width=90, height=40))
     )
     run = run_kind("rl", tiny_checkpoint, tmp_path, {"total_train_steps": 2})
     lines = {line.split()[0]: line for line in shown[0] if line.strip()}

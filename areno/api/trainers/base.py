@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areno.api.trainer import Trainer
-from areno.api.trainers.report import StepReporter
+from areno.api.trainers.step_reporter import StepReporter
 from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
 from areno.engine.rollout.counter_rng import epoch_order

@@ -56,7 +56,7 @@ from areno.training.checkpoints import rollout_state
 from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, TrainSequence
 
 

@@ -36,7 +36,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     training_layout,
 )
-from areno.experiments.trainers.experiment_report import ExperimentReporter
+from areno.experiments.trainers.experiment_reporter import ExperimentReporter
 from areno.experiments.trainers.row_source import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler

@@ -52,7 +52,7 @@ from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, Prepared
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.types import PARTS, TrainSequence, part_columns
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from areno.training.objectives.base import Examples, Objective, RowBounds, seque
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
-from areno.training.report import StepOutcome
+from areno.training.reporter import StepOutcome
 from areno.types import TrainSequence, tightest
 
 _log = logging.getLogger(__name__)

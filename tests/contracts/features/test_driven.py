@@ -26,10 +26,10 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.role import Role
 from areno.observability.display import LiveProgress
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
-from areno.training import report
+from areno.training import reporter
 from areno.training.frequency import FrequencyControl
 from areno.training.loop import TrainingLoop
-from areno.training.report import Reporter, StepOutcome
+from areno.training.reporter import Reporter, StepOutcome
 from docs.make_front_ends import FEATURES
 from tests.agentic.agents import THREE_TURNS, write_agent
 from tests.contracts.features.driven import EVIDENCE, ROWS, Driven, shows
@@ -344,7 +344,7 @@ def test_features(name, run, files, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(FrequencyControl.__init__, "__defaults__", (itertools.count(0, 10).__next__,))
     if "terminal" in name:
         console = Console(file=io.StringIO(), force_terminal=True)
-        monkeypatch.setattr(report, "create_progress", lambda: LiveProgress(console))
+        monkeypatch.setattr(reporter, "create_progress", lambda: LiveProgress(console))
     drive(run, command, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
     assert [feature for feature in names(features) if not shows(run, feature)] == []

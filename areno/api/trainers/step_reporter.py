@@ -17,7 +17,7 @@ from areno.observability.tensorboard import EventWriter
 from areno.observability.tracking_services import RunName, ServiceGroup, open_services
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
-from areno.training.report import Reporter, StepOutcome
+from areno.training.reporter import Reporter, StepOutcome
 from areno.training.state import RunState
 
 

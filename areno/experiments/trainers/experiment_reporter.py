@@ -13,7 +13,7 @@ from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
-from areno.training.report import Reporter, StepOutcome
+from areno.training.reporter import Reporter, StepOutcome
 from areno.training.state import RunState
 
 _SHOWN = {
