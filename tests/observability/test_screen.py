@@ -18,6 +18,7 @@ from rich.console import Console
 from areno.observability.display import LiveProgress, memory_use
 from areno.observability.health import HealthMonitor
 from areno.observability.screen import RunHeading, ScreenState, ShownSample, Trend, frame
+from areno.training import reporter
 from tests.experiments.trainer_stage import run_kind
 
 GAP_LIMIT = 0.05
