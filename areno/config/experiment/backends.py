@@ -59,7 +59,10 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     if rollout.speculate:
         yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove the setting"
     if rollout.return_routed_experts:
-        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; remove the setting"
+        yield (
+            f"rollout.return_routed_experts true {where}: areno does not read expert routing from servers; remove the "
+            "setting"
+        )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
         yield f"rollout.api_url lists {len(addresses)} servers {where}: set {replicas}, comma-separated"
