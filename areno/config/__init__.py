@@ -18,7 +18,8 @@ For all of them:
 
 - ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
 - ``hooks``: users' functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
-- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks them.
+- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks
+  secrets.
 - ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
 - ``saved_rollouts``: how many steps keep their rows.
 """

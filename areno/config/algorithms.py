@@ -58,8 +58,9 @@ class AlgorithmSpec:
         loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
             that need more than parameters by name.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits it.
-        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. An optional field
-            with a dataclass adds its options, prefixed with the field's name; it is created when one of them is set.
+        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field whose
+            type is a dataclass or None adds the options of that dataclass, prefixed with the field's name; the field is None
+            unless one of them is set.
         uses: options of built-in algorithms that this algorithm reads too, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.

@@ -21,8 +21,8 @@ Words = list[str]
 class Rule:
     """The equivalent of a setting: an option with its value, or a note if there is no single ``option`` for it.
 
-    ``value`` converts the value, given all settings; True gives a switch, None omits the option. ``together`` marks a setting
-    that determines options only in combination with other settings.
+    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, None to omit
+    the option. ``together`` marks a setting that determines options only in combination with other settings.
     """
 
     option: str = ""
@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A command of areno, and the settings that it does not include."""
+    """A command of areno, and notes on the settings that it does not include."""
 
     words: Words
     notes: list[str]
@@ -120,7 +120,7 @@ TRL: dict[str, Rule] = {
     "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo; token is --algo grpo"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean: grpo is sequence, dapo and bnpo are token, dr_grpo is dr_grpo; for DPO --dpo-loss-type",
+        note="--grpo-loss-mean: sequence for grpo, token for dapo and bnpo, dr_grpo for dr_grpo; for DPO --dpo-loss-type",
     ),
     "scale_rewards": Rule(
         "--advantage",
@@ -143,7 +143,7 @@ TRL: dict[str, Rule] = {
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
-        note="--attn-backend: flash uses FlashAttention if the device supports it, native the kernels of PyTorch"
+        note="--attn-backend: flash uses FlashAttention if the device supports it, native uses PyTorch's kernels"
     ),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
     "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),

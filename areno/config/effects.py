@@ -77,7 +77,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         if options.rollout_backend != "areno":
             yield (
                 "return_routed_experts",
-                "has no effect on servers, whose routing areno does not read; remove the option",
+                "has no effect with servers, from which areno does not read expert routing; remove the option",
             )
         if options.rollout_url:
             for name in servers[1:]:

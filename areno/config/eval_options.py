@@ -42,7 +42,7 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration, for all algorithms, with changed metadata or default."""
+    """Copy an option of another declaration with changed metadata or default, and without its restriction to algorithms."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)

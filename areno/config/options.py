@@ -39,11 +39,13 @@ class OptionInfo:
 
     Attributes:
         stored: written to ``config.yaml``; False for options of one invocation or of the run's location.
-        path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; existing paths are stored as absolute paths.
+        path: ``place`` if the value may be a file or folder, ``python`` if it may be a ``file.py:name``; paths that exist are
+            stored as absolute paths.
         inherits: dotted path of the setting whose value, if any, an unset or empty setting takes.
-        inner: for a section, ``inherits`` of some of its fields, by name; overrides the field's own. An empty path inherits
-            nothing.
-        documented: default in the documentation of the format, if areno's default differs; treated like an unset value.
+        inner: for a section, the ``inherits`` of some of its fields, by field name, in place of the one that the field
+            declares; an empty path inherits nothing.
+        documented: default in the documentation of the format, if areno's default differs; a setting with this value is
+            treated as unset.
     """
 
     help: str  # one or two sentences for ``--help``

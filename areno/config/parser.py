@@ -84,7 +84,7 @@ class TypedParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` instead of exiting."""
 
     shown: "ClassVar[TypedParser | None]" = None
-    """The parser that formatted a help last, from which ``areno completion`` learns the options of a command."""
+    """The parser whose help was formatted last; from it, ``areno completion`` learns the options of a command."""
 
     def format_help(self) -> str:
         """Format the help."""

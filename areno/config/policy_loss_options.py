@@ -31,16 +31,19 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Decoupled PPO: clip against the proximal policy (before the update), and correct for the behavior policy.",
+        help="Decoupled PPO: clip against the proximal policy (the policy before the update), and correct for the behavior "
+        "policy.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Proximal log-probs of the decoupled loss: from a forward pass (recompute, or metrics to report the error "
-        "of the others), interpolated (loglinear or linear), or from the rollout.",
+        help="Source of the decoupled loss's proximal log-probs: a forward pass (recompute; metrics also reports the errors "
+        "of the other methods), interpolation (loglinear or linear), or the rollout.",
     )
     m2_threshold: float | None = option(
-        None, above=0, help="M2PO: mask tokens with the largest squared log-ratio until its mean is at most this."
+        None,
+        above=0,
+        help="M2PO: mask the tokens with the largest squared log-ratio until the mean over the other tokens is below this.",
     )
 
     @property

@@ -71,8 +71,8 @@ def check_workflow(reference: str) -> None:
             signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
         except TypeError as error:
             raise UsageError(
-                f"--workflow {reference}: the class can only take gconfig and tokenizer: {error}; give other parameters "
-                "defaults"
+                f"--workflow {reference}: the class is constructed with gconfig and tokenizer only: {error}; give other "
+                "parameters defaults"
             ) from error
     if hasattr(workflow, "arun_episode"):
         return

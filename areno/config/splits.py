@@ -47,7 +47,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split, judging by file names; empty if it may have."""
+    """Return why a data reference has no rows of a split, judging by file names; empty if it may have some."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):
@@ -79,7 +79,7 @@ def explicit_split(reference: str) -> str | None:
 
 
 def row_sources(reference: str, split: str) -> frozenset[str]:
-    """Return identifiers of the files or splits that a reference reads: two references with a common one share rows."""
+    """Return identifiers of the files or splits that a reference reads; references with a common identifier share rows."""
     path = Path(reference).expanduser()
     if not path.exists():
         name, config, explicit = (*reference.split(":"), "", "")[:3]

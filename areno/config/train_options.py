@@ -37,7 +37,7 @@ class UpdateOptions:
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute a prompt that several answers share only once per update; results are the same up to rounding.",
+        help="If several answers share a prompt, compute it only once per update; results are the same up to rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
@@ -146,9 +146,9 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For answers truncated at --max-new-tokens, bootstrap the return with the critic's value of the rest. "
-        "Disable this if most answers are truncated: the reward already scores the truncated text, and values "
-        "would grow without bound.",
+        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of the "
+        "missing rest (bootstrapping). Disable this if most answers are truncated: the reward already scores the "
+        "truncated text, and values would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
@@ -188,7 +188,7 @@ class LoraOptions:
         path="place",
         metavar="PATH",
         unset="a new adapter",
-        help="Start from this PEFT adapter of --ckpt, with its rank, alpha and layers.",
+        help="Start from this PEFT adapter for the model --ckpt; the adapter sets rank, alpha and layers.",
     )
     load_in_4bit: bool = _lora(
         False, help="Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."

@@ -62,7 +62,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
-        "--return-routed-experts has no effect on servers, whose routing areno does not read; remove the option",
+        "--return-routed-experts has no effect with servers, from which areno does not read expert routing; remove the option",
     ),
     (
         [*SFT, "--return-routed-experts"],
@@ -133,7 +133,7 @@ TRAIN = [
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
     (
         [*BASE, "--workflow", "greedy.py:Greedy"],
-        "the class can only take gconfig and tokenizer: missing a required argument",
+        "the class is constructed with gconfig and tokenizer only: missing a required argument",
     ),
     ([*BASE, "--workflow", "reward.py:reward_fn"], "it has neither `async def arun_episode(self, engine, data)`"),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; set --tune-params too"),

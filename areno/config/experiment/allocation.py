@@ -80,9 +80,9 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Expert-parallel size for experts with the tensor size of the other layers; 0 if it is not an integer.
+        """Devices per stage of one copy of the experts, divided by the tensor size of the other layers; 0 if not an integer.
 
-        Experts with their own tensor size occupy the same number of devices.
+        If the experts have that tensor size too, this is their expert-parallel size.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
@@ -141,7 +141,8 @@ class ModelAllocation:
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
                 f"{spec!r}: {parallel.world_size} devices cannot be divided by p x t x e = {parallel.pipeline} x "
-                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} of the experts; make it a divisor"
+                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} of the experts; make "
+                f"the product a divisor of {parallel.world_size}"
             )
         return cls(backend, parallel, match["square"] or match["round"] or name)
 
@@ -284,7 +285,7 @@ class AllocationMode:
             if engine.world_size != first.world_size:
                 raise InvalidAllocationModeError(
                     f"{text!r}: {engine} takes {engine.world_size} devices and {first} {first.world_size}; engines that share "
-                    "devices must have as many"
+                    "devices must take the same number"
                 )
 
 

@@ -24,7 +24,7 @@ _ARCHON = "Setting of Archon with this name."
 _archon = partial(setting, help=_ARCHON, no_effect=OWN_ENGINE)
 _MEGATRON = "Setting of Megatron-Core with this name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
-_fp8 = partial(setting, no_effect=OWN_ENGINE, help="Setting of Transformer Engine's FP8 with this name.")
+_fp8 = partial(setting, no_effect=OWN_ENGINE, help="FP8 setting of Transformer Engine with this name.")
 
 NO_STAGES = "there is one stage, because backend has no p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
@@ -161,21 +161,28 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With p: 1F1B has one model chunk per stage, the others have two. The zero-bubble schedules run as Interleaved1F1B.",
+        "With pipeline parallelism: 1F1B has one model chunk per stage, the others have two. The zero-bubble schedules "
+        "run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
-        None, "With p: layers per model chunk; null lets the schedule decide.", minimum=1
+        None, "With pipeline parallelism: layers per model chunk; null lets the schedule decide.", minimum=1
     )
     pp_first_stage_less_layers: int = setting(
-        1, "With p: by how many layers the first model chunk is shorter, to compensate for the embedding.", minimum=0
+        1,
+        "With pipeline parallelism: by how many layers the first model chunk is shorter, to compensate for the embedding.",
+        minimum=0,
     )
     pp_last_stage_less_layers: int = setting(
-        1, "With p: by how many layers the last model chunk is shorter, to compensate for the output layer.", minimum=0
+        1,
+        "With pipeline parallelism: by how many layers the last model chunk is shorter, to compensate for the output "
+        "layer.",
+        minimum=0,
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether sharded layers are freed between forward and backward; default frees them only without p.",
+        "Whether sharded layers are freed between forward and backward; default frees them only without pipeline "
+        "parallelism.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
@@ -266,7 +273,7 @@ class MegatronEngineConfig:
     )
     virtual_pipeline_parallel_size: int = setting(
         1,
-        "With p: model chunks (ranges of consecutive layers) per stage.",
+        "With pipeline parallelism: model chunks (ranges of consecutive layers) per stage.",
         minimum=1,
     )
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)

@@ -59,7 +59,10 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     if rollout.speculate:
         yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove the setting"
     if rollout.return_routed_experts:
-        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; remove the setting"
+        yield (
+            f"rollout.return_routed_experts true {where}: areno does not read expert routing from servers; remove the "
+            "setting"
+        )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
         yield f"rollout.api_url lists {len(addresses)} servers {where}: set {replicas}, comma-separated"
@@ -93,7 +96,10 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):
             if getattr(actor, name):
-                yield f"actor.{name} with {where}: pipeline parallelism needs full training from a checkpoint; remove p"
+                yield (
+                    f"actor.{name} with {where}: pipeline parallelism only trains full weights that are loaded from a "
+                    "checkpoint; remove p"
+                )
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
                 f"rollout and training alternate, but with {where} the actor cannot generate: its layers are on several "
@@ -114,11 +120,11 @@ def unshardable(config: Any) -> Iterator[str]:
     if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and not shards_tensor_parallel():
-        yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
+        yield f"with actor.backend {config.actor.backend}: t with sharding needs transformers 5.23 or newer; {remedy}"
     if config.actor.load_in_4bit:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
-        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or only d"
+        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or d without t"
 
 
 def _unsupported(allocation: ModelAllocation, role: str) -> str:
@@ -130,7 +136,7 @@ def _unsupported(allocation: ModelAllocation, role: str) -> str:
 
 
 def _replacement(allocation: ModelAllocation, name: str = "") -> str:
-    """Return a supported backend with as many devices."""
+    """Return a supported backend with the same number of devices."""
     tensor = allocation.parallel.tensor
     data = allocation.world_size // tensor
     backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")

@@ -28,7 +28,7 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Short names of settings."""
 
-_REJECTION = "is now rejection_sampling.upper; set that in the section of this key"
+_REJECTION = "is now rejection_sampling.upper; set that in the same section"
 _PROGRAM = "is a setting of the program that the file was written for; remove the key"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
@@ -52,7 +52,7 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Last names of keys of earlier versions of the format, and of programs for which published files were written."""
+"""Last part of a key of an earlier format version, or of a program that published files were written for -> message."""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -62,7 +62,7 @@ def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> 
     """Build a configuration from raw values, without checking combinations (see `areno.config.experiment.checks`).
 
     Args:
-        given: nested dicts from YAML; not changed.
+        values: nested dicts from YAML; not changed.
         config_cls: class of the experiment.
         problems: receives unknown, missing, ill-typed and out-of-bounds settings, and invalid interpolations.
 
@@ -120,7 +120,7 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 
 
 def nearest_path(path: str, candidates: list[str]) -> str:
-    """Return the candidate most similar to ``path``, else the shortest one with the same last name, else ""."""
+    """Return the candidate most similar to ``path``, else the shortest one with the same last part, else ""."""
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
     same = [other for other in candidates if other.rpartition(".")[2] == last]

@@ -66,7 +66,10 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             better = value.translate(str.maketrans(dict.fromkeys(forbidden, instead)))
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
-            yield f"{name} {value!r} names a folder: it must not start with a dot, nor contain line breaks or outer spaces"
+            yield (
+                f"{name} {value!r} names a folder: it must not start with a dot, contain line breaks, or begin or end with a "
+                "space"
+            )
     root = config.cluster.fileroot
     for path, _, value in walk(config):
         section, _, name = path.rpartition(".")

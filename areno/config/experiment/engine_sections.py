@@ -52,9 +52,9 @@ class OptimizerConfig:
     )
     lr: float = setting(0.001, "Peak learning rate.", above=0)
     weight_decay: float = setting(0.01, "Decoupled weight decay.", minimum=0)
-    beta1: float = setting(0.9, "Decay of the first moment; adam and adam_bf16.", minimum=0, below=1)
-    beta2: float = setting(0.999, "Decay of the second moment; adam and adam_bf16.", minimum=0, below=1)
-    eps: float = setting(1e-08, "Added to the square root of the second moment; adam and adam_bf16.", above=0)
+    beta1: float = setting(0.9, "Decay of the first moment (all types but sgd).", minimum=0, below=1)
+    beta2: float = setting(0.999, "Decay of the second moment (all types but sgd).", minimum=0, below=1)
+    eps: float = setting(1e-08, "Added to the square root of the second moment (all types but sgd).", above=0)
     min_lr_ratio: float = setting(
         0.0, "Final learning rate of a linear or cosine schedule, as a fraction of lr.", minimum=0, maximum=1
     )
@@ -64,12 +64,12 @@ class OptimizerConfig:
     warmup_steps_proportion: float = setting(
         0.001, "Fraction of all steps for linear warmup from 0 to lr.", minimum=0, maximum=1
     )
-    initial_loss_scale: float = setting(float(2**32), "Initial loss scale; dtype float16.", above=0)
-    min_loss_scale: float = setting(1.0, "Minimum loss scale; dtype float16.", above=0)
+    initial_loss_scale: float = setting(float(2**32), "Initial loss scale (dtype float16 only).", above=0)
+    min_loss_scale: float = setting(1.0, "Minimum loss scale (dtype float16 only).", above=0)
     loss_scale_window: float = setting(
-        5.0, "Steps without overflow before the loss scale is doubled; dtype float16.", above=0
+        5.0, "Steps without overflow before the loss scale is doubled (dtype float16 only).", above=0
     )
-    hysteresis: int = setting(2, "Overflows before the loss scale is halved; dtype float16.", minimum=1)
+    hysteresis: int = setting(2, "Overflows before the loss scale is halved (dtype float16 only).", minimum=1)
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
         False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."
@@ -160,7 +160,7 @@ class FSDPEngineConfig:
     shard_weights: bool | None = setting(
         None,
         "Shard weights and gradients across the d replicas (FSDP2); false shards only optimizer states (ZeRO-1).",
-        shown="true for fp32 AdamW on d2 or more without t and LoRA, else false",
+        shown="true for fp32 AdamW without LoRA on d2 or more (with t from transformers 5.23 on), else false",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
@@ -227,7 +227,8 @@ class TrainEngineConfig:
     )
     disable_dropout: bool = setting(
         False,
-        "Train without dropout. areno always does: rollouts have no dropout, so with it importance ratios would be noise.",
+        "Train without dropout. areno always does: rollouts have no dropout, so training with it would add noise to the "
+        "importance ratios.",
         no_effect="training never uses dropout, because rollouts do not",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
@@ -280,7 +281,7 @@ class TrainEngineConfig:
         False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "Compute a prefix that rows of a micro-batch share only once.")
+    enable_tree_training: bool = setting(False, "If rows of a micro-batch share a prefix, compute it only once.")
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of this model's workers; one or two entries.")
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
@@ -322,7 +323,7 @@ class TrainEngineConfig:
                 "on a model that is not trained; remove the setting, or set actor.fsdp.offload_params",
             )
         if not self.gradient_checkpointing:
-            because = "without gradient_checkpointing, whose layer inputs are what it offloads; set gradient_checkpointing too"
+            because = "without gradient_checkpointing, which keeps the layer inputs to offload; set gradient_checkpointing too"
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
             remedy = "set mb_spec.packing_algorithm to ffd, or remove it"
@@ -379,13 +380,13 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         False, "Recompute log-probs with the weights before the update, instead of using the log-probs of the rollout."
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, "Bounds on the importance weight of the decoupled loss; null does not bound it."
+        None, "Bounds on the importance weight of the decoupled loss; null: no bounds."
     )
     log_agent_stats: bool = setting(False, "Report the statistics that agents return.")
-    log_agent_stats_keys: list[str] = setting([], "Names of these statistics to report; empty means all.")
+    log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty means all.")
     max_new_tokens: int = setting(
         1024,
-        "Maximum tokens of an answer, the limit of the overlong penalty.",
+        "Maximum tokens of an answer: the length limit of the overlong penalty.",
         minimum=1,
         inherits="gconfig.max_new_tokens",
         shown="gconfig.max_new_tokens",
@@ -464,7 +465,7 @@ class TeacherConfig:
     """A teacher model for on-policy distillation."""
 
     engine_type: str = setting(
-        "rollout", "Whether an inference or a training engine scores.", choices=("rollout", "train")
+        "rollout", "Kind of engine that scores: inference (rollout) or training (train).", choices=("rollout", "train")
     )
     rollout: InferenceEngineConfig | None = section(
         None,

@@ -70,7 +70,7 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on ``given``, the settings of file and overrides; both by dotted path."""
+        """Return defaults that depend on ``values``, the settings of file and overrides; the keys of both are dotted paths."""
         return {}
 
 
@@ -114,7 +114,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """``reward``; if a subclass redefines it, the default section, with a string as its function."""
+        """The section ``reward``; a string, which a subclass may use instead, becomes the section's ``fn``."""
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value

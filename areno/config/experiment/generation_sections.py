@@ -43,7 +43,7 @@ class GenerationHyperparameters:
     max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
     min_new_tokens: int = setting(
         0,
-        "Minimum tokens of an answer: end-of-sequence and stop tokens are excluded before.",
+        "Minimum tokens of an answer: end-of-sequence and stop tokens are excluded until then.",
         minimum=0,
     )
     max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
@@ -113,7 +113,7 @@ class AgentConfig:
     )
     admin_api_key: str = setting(
         "",
-        "Key that manages sessions at the proxy. It is not accepted for completions.",
+        "Key for managing the sessions of the proxy. It is not accepted for completions.",
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and ends sessions, which needs no key",
     )
@@ -249,7 +249,7 @@ class InferenceEngineConfig:
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
-        "Addresses of running servers of the backend, one per replica, separated by commas; null starts them.",
+        "Addresses of running servers of the backend, one per replica, separated by commas; null starts servers.",
     )
     provider_api_key: str | None = setting(None, "API key of the servers at api_url.")
 

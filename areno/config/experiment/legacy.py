@@ -60,11 +60,11 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb",
-        "The same when the actor scores; the smaller of the two values applies.",
+        "Maximum tokens of a micro-batch when the actor scores; the smaller of this and the value for training applies.",
         "no limit",
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        "ref.mb_spec.max_tokens_per_mb", "The same when the reference scores.", "no limit"
+        "ref.mb_spec.max_tokens_per_mb", "Maximum tokens of a micro-batch when the reference scores.", "no limit"
     ),
     "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
     "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per batch.", "4"),

@@ -193,7 +193,7 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree; with a class, check that their first name is one of its settings."""
+    """Apply the overrides to the tree; with a class, check that the first part of each key is one of its settings."""
     problems = Problems()
     for text in args.overrides:
         try:

@@ -73,7 +73,7 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 
 
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
-    """Return ``cluster.n_gpus_per_node``; None (the machine's GPUs) for null, the documented default, and on clusters."""
+    """Return ``cluster.n_gpus_per_node``; None (all GPUs) if it is null or the documented default, or on a cluster."""
     if config.scheduler.type in CLUSTERS:
         return None
     documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented

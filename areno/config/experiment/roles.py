@@ -24,7 +24,7 @@ def takes_turns(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the product of the inference servers; empty for areno's engine, no rollout, or a malformed backend."""
+    """Return the kind of inference server, vllm or sglang; empty for areno's engine, no rollout, or a malformed backend."""
     if not isinstance(config, PPOConfig):
         return ""
     try:

@@ -198,7 +198,7 @@ class SessionTracerConfig:
     """Traces of rollout sessions."""
 
     enabled: bool = setting(False, "Write sessions.jsonl.")
-    flush_threshold: int = setting(256, "Write after every this many finished sessions; values below 1 mean 1.")
+    flush_threshold: int = setting(256, "Write finished sessions in batches of this many; values below 1 mean 1.")
 
 
 @dataclass

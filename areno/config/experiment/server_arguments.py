@@ -49,7 +49,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
     Args:
         section: the settings.
         dtype: dtype of the trainer, used unless the section sets another one.
-        context_length: context length of the model; vLLM does not start with more.
+        context_length: context length of the model; vLLM does not start if ``max_model_len`` is larger.
         gpu: whether the server runs on GPUs.
 
     Raises UsageError: a setting is invalid.

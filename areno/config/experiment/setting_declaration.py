@@ -17,14 +17,14 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Problems: pairs of a setting's name within its section and a text."""
+"""Problems: pairs of the name of a setting within its section, and the text of the problem."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
 
 @dataclass(frozen=True, slots=True)
 class Setting(Option):
-    """A declared field; ``kind`` is the type of one value or the class of a section (``default``: an instance or None)."""
+    """A declared field; ``kind`` is the type of one value, or a section's class (then ``default`` is an instance or None)."""
 
     shape: Shape
     nullable: bool
@@ -78,7 +78,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
     """Declare a section as a dataclass field.
 
     Args:
-        factory: creates the default: the section's class, or a function for a list of sections; None for no section.
+        factory: what creates the default: the section's class, or a function that returns a list of sections; None if the
+            default is no section.
         help: one or two sentences.
         **info: other fields of `OptionInfo`.
     """

@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers that read a setting, by the reason why it has no effect with others."""
+"""Reasons why a setting has no effect, each with the schedulers that do read the setting."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -34,7 +34,7 @@ class NameResolveConfig:
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder of the files of nfs, shared by all machines.",
+        "Folder for the files of type nfs; all machines must share it.",
         documented="/tmp/areal/name_resolve",
         shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: the folder name_resolve below cluster.fileroot)",
     )
@@ -95,7 +95,7 @@ class SchedulingSpec:
         shown="this machine's share (node: 8)",
     )
     gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
-    mem: int = _cluster(32, "Memory in GB per GPU; 32 requests a proportional part of the node.", minimum=1)
+    mem: int = _cluster(32, "Memory in GB per GPU; 32 (default): a proportional part of the node's memory.", minimum=1)
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
     image: str = _slurm("", "Container image; empty runs on the node itself.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))

@@ -140,7 +140,7 @@ def test_what_is_not_in_the_grammar_is_named(text, words):
     ("text", "words"),
     [
         ("sglang:d4|fsdp:d4", "shares devices but has no name"),
-        ("sglang:d4|fsdp[actor]:d2", "must have as many"),
+        ("sglang:d4|fsdp[actor]:d2", "must take the same number"),
         ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
         ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more parts must all be named"),
         ("fsdp:d1++areno:d1", "the backend is empty"),

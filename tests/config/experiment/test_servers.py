@@ -14,7 +14,7 @@ from tests.config.experiment.samples import accepted, refused
         ({"rollout.backend": "vllm:d1", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend vllm:d1"),
         (
             {"rollout.backend": "sglang:d1", "rollout.return_routed_experts": True},
-            "rollout.return_routed_experts true with rollout.backend sglang:d1: areno does not read the routing of servers",
+            "rollout.return_routed_experts true with rollout.backend sglang:d1: areno does not read expert routing",
         ),
         ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
         ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is for inference servers"),
