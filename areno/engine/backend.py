@@ -130,7 +130,7 @@ class Backend(Generator, Protocol):
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write the resume state beyond the actor: optimizers, and the models of other trainable roles."""
+        """Write what a resume needs besides the actor's model: optimizer states, and the models of other trainable roles."""
 
     def load_state(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint whose weights the actor has already loaded.

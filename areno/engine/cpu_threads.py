@@ -52,7 +52,7 @@ class CpuThreads:
         self.adapts = False
 
     def begin(self) -> None:
-        """Start to follow the load. Call before loading a model: the load while it is loaded decides the first count.
+        """Start to follow the load. Call before loading a model: the CPU load during loading decides the first count.
 
         The calling thread's count, within the process's CPU limit, is the maximum. Further calls have no effect.
         """

@@ -309,7 +309,7 @@ class Engine:
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Adapter options of another trainable role: those of the actor."""
+        """Adapter options of a trainable role other than the actor: the actor's, for a new adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
@@ -394,8 +394,8 @@ class Engine:
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """See :meth:`Backend.save_state`: ``trainer_state/optimizer/``; of a critic, the Hugging Face checkpoint ``critic/``
-        and ``trainer_state/critic_optimizer/``.
+        """Write ``trainer_state/optimizer/``, and for a critic ``trainer_state/critic_optimizer/`` and the Hugging Face
+        checkpoint ``critic/``; see :meth:`Backend.save_state`.
         """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)  # any rank may be first

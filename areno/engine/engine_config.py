@@ -16,7 +16,8 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """How an engine loads, generates and trains.
 
-    ``trains``: ``reward`` is a sequence classifier, which cannot generate; ``nothing`` is a generate-only policy.
+    ``trains``: ``policy`` trains the actor as a policy; with ``reward`` it is a sequence classifier, which cannot generate;
+    with ``nothing`` it is a policy that only generates.
     ``decode``: ``auto`` compiles the decode step in the background if the run is long enough, and loads it from disk if an
     earlier run has compiled it; ``compiled`` compiles before the first token; ``eager`` never compiles.
     """

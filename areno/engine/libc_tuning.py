@@ -89,7 +89,7 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Size in bytes of the heap's resident part; malloc also counts trimmed pages as free."""
+    """Size in bytes of the heap's resident part; malloc's own count of free bytes also includes trimmed pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:

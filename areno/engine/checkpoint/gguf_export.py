@@ -26,8 +26,8 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     """Write a ``transformers`` model with matrices of type f32, f16, bf16 or q8_0 and float32 vectors.
 
-    Raises UsageError, before the folder is created, if the architecture, its positions or layers, or the tokenizer is
-    unsupported.
+    Raises UsageError, before the folder is created, if the architecture, its rotary embeddings, its layers or the tokenizer
+    are unsupported.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -63,7 +63,7 @@ def _shape(config: Any) -> dict[str, Any]:
     window, gemma = getattr(config, "sliding_window", None), config.model_type in _GEMMA
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] not in ("default", "llama3"):
-        raise _unsupported(f"positions of type {rope['rope_type']}")
+        raise _unsupported(f"rotary embeddings of type {rope['rope_type']}")
     if gemma:  # llama.cpp assumes the values of the published models
         period = 2 if config.model_type == "gemma2" else 6
         if any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(config.layer_types, 1)):

@@ -120,7 +120,7 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Reason why nothing can be compiled on this machine; "" if it can."""
+    """Reason why this machine cannot compile C++; "" if it can."""
     compiler = _compiler()
     if shutil.which(compiler):
         return ""

@@ -121,7 +121,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
-    """Reject adapters that are not LoRA, change the base model, or need unsharded weights of the base model."""
+    """Reject adapters that are not LoRA, that change the base model, or that need its weights unsharded."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")

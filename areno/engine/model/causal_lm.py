@@ -83,7 +83,7 @@ class CausalLM(PackedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return :meth:`logprobs`, the entropy [N] of each distribution, and its minimum and maximum logit [N, 2].
 
-        The latter two have no gradient, and are empty if not requested.
+        Entropies and logits have no gradient, and are empty if not requested.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

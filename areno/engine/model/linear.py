@@ -38,7 +38,10 @@ def use_fast_products(module: nn.Module) -> None:
 
 
 def _gains(weight: Tensor, least: int) -> bool:
-    """Whether a weight [O, C] benefits. All do, but with a minimum size ``least`` only those of large output layers."""
+    """Whether :class:`FastLinear` is faster for a weight [O, C].
+
+    It is for every weight if ``least`` is 0, else for those with at least that many elements and far more outputs than inputs.
+    """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 

@@ -348,7 +348,7 @@ def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: Pret
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly, except of a scalar head."""
+    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly; a scalar head is exempt."""
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
     problems = [text for text in problems if not text.startswith("score.")]

@@ -110,7 +110,7 @@ class SlotStates:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer that this module can pack."""
+    """Whether a module is a recurrent layer of a kind that can run over packed sequences."""
     return type(module).__name__.endswith("GatedDeltaNet") and hasattr(module, "layer_idx")
 
 

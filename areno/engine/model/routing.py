@@ -1,9 +1,9 @@
 """Routing replay for mixture-of-experts models: record expert choices in rollouts, and replay them in training.
 
 Rollout and training compute router scores with different kernels, and after an update with different weights. If two scores are
-close, training may choose other experts than the rollout, and their log-probs then differ by far more than rounding. Replaying
-the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights still come from the
-router's current scores, so the router is trained.
+close, training may choose other experts than the rollout, and the log-probs of training and rollout then differ by far more
+than rounding. Replaying the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights
+still come from the router's current scores, so the router is trained.
 
 This module is model-agnostic: during the forward pass of an MoE layer, a :class:`Routing` replaces the result of its ``topk``
 over all experts; the model computes weights from scores. :mod:`areno.engine.model.routers` finds the MoE layers.

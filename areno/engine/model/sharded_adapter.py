@@ -157,7 +157,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """This rank's shard. ``gradient`` is the placement of its gradient, by default that of the tensor."""
+    """This rank's shard. ``gradient`` is the placement of the shard's gradient; None: the same as the tensor's."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -65,7 +65,7 @@ class StageLayers:
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with the layers of one chunk (the last one with the final norm); None omits all layers and the norm."""
+        """The body with the layers of one chunk, and the final norm if it is the last chunk; None omits layers and norm."""
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
         partial._modules = dict(body._modules)

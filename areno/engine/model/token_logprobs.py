@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _SharedTokenLogprobs(torch.autograd.Function):
-    """The same from this rank's slice of each row; all ranks make the same calls and get the same results."""
+    """:class:`_TokenLogprobs` from this rank's slice of each row; all ranks make the same calls and get the same results."""
 
     @staticmethod
     def forward(

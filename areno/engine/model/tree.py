@@ -3,8 +3,8 @@
 A token attends to itself and its ancestors, which are exactly the tokens before it in every sequence that contains it. Its
 position is its depth. So hidden states, log-probs and gradients equal those of separate sequences.
 
-Each sequence adds nodes for its last tokens, those that no earlier sequence has in common with it. So attention is computed for
-these last tokens only, over the full sequence.
+Each sequence adds nodes only for its last tokens: those after the longest prefix that it shares with an earlier sequence. So
+attention is computed for these last tokens only, over the full sequence.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Critics and reward models: a body, and a linear head applied to each token, of whose outputs the last one is used.
+"""Critics and reward models: a body, and a linear head applied to each token; if it has several outputs, the last is used.
 
 The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. Its head comes from the
 checkpoint, under any of the common names; without one, it is initialized to zero.

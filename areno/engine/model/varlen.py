@@ -45,7 +45,9 @@ class VarlenKernel:
         longest: tuple[int, int],
         layer: LayerAttention,
     ) -> Tensor:
-        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D]; in each sequence the last ones align.
+        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
+
+        The last query of each sequence is at the position of its last key.
 
         ``starts`` are the start of each sequence and the total, int32 [N + 1]; ``longest`` are the maximum lengths; both are
         pairs, for queries and for keys.
@@ -96,9 +98,10 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
     if layer.explicit or q.device.type != "cuda":
         return None
     if q.dtype not in _HALF:
-        _warn_once(f"the model computes in {q.dtype} and fused kernels in bfloat16 or float16")
+        _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
-        _warn_once(f"its heads have {q.shape[-1]} and {v.shape[-1]} features (at most {_MAX_HEAD_SIZE}, equal)")
+        sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
+        _warn_once(f"its heads have {sizes}; kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:

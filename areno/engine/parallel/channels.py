@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a group; on the CPUs of one machine, gradients and weights in shared memory.
+"""Collectives among the ranks of a group; on the CPUs of one machine, those of gradients and weights use shared memory.
 
 With shared memory nothing is sent. Each rank accumulates into its own buffer, which the others can read. Then each rank reduces
 its shard over the buffers: its own entries first, then those of the others in rank order, so equal inputs give equal sums. One
@@ -35,7 +35,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.traffic: Counter[str] = Counter()
-        """Bytes that this rank has sent by operation, counted as for a ring algorithm."""
+        """Bytes that this rank has sent, per operation; counted as for a ring algorithm."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -218,7 +218,10 @@ class SharedGroup(RankGroup):
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map on all ranks a segment of ``sizes[i]`` bytes of each rank i. Returns an empty list if a rank cannot map one."""
+        """Map one segment per size on all ranks; rank i provides the one of ``sizes[i]`` bytes.
+
+        Returns an empty list if a rank cannot map one of them.
+        """
         segment: Segment | None = None
         with suppress(OSError):
             segment = Segment(sizes[self.rank]) if ANONYMOUS and self.rank < len(sizes) and sizes[self.rank] else None

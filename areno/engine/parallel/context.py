@@ -56,7 +56,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks. All ranks compute the same from the sum, so its gradient is also the gradient of each term."""
+    """Sum over the ranks. All ranks compute the same loss from it, so the sum's gradient is also the gradient of each term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:

@@ -145,7 +145,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     counts = {int(cast(Any, child).num_experts) for child in mixtures}
     if wrong := sorted(count for count in counts if count % channel.size):
         raise UnsupportedModelError(
-            f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; make e "
+            f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; set e to "
             f"{_below(wrong[0], channel.size)}"
         )
     return [ExpertParallelExperts(child, mesh, channel) for child in mixtures]

@@ -150,7 +150,7 @@ def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
-    """Receive a module's parameters, except the ``known``, from the rank that read them."""
+    """Receive a module's parameters from the rank that read them, except those whose ids are ``known``."""
     for parameter in part.parameters():
         if id(parameter) not in known:
             peers.broadcast_from_reader(parameter.detach())

@@ -166,7 +166,7 @@ class EngineGroup:
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks, after which the weights may be sharded again."""
+        """Call a method on all ranks; it may leave the weights sharded, so the next rollout gathers them again."""
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)

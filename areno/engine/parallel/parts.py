@@ -44,7 +44,7 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return, for each dimension, the indices [entries] in the unsharded tensor of this rank's shard."""
+    """Return, for each dimension, the indices [entries] that this rank's shard has in the unsharded tensor."""
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(indices)
@@ -61,7 +61,7 @@ def positions(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this is the first rank of the tensor's mesh that holds its shard."""
+    """Whether no earlier rank of the tensor's mesh holds the same shard as this one."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

@@ -278,7 +278,7 @@ class WorkerGroup:
             with self._lock:
                 _, future = rank.waiting.pop(message.number, ("", None))
                 if future is None and self._failure is None:
-                    raise ValueError(f"an answer to call {message.number}, which it was not asked")
+                    raise ValueError(f"an answer to call {message.number}, which is not pending")
             if future is None:  # the group has failed meanwhile
                 return
             if message.error is None:

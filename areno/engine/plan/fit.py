@@ -100,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
     if options.tried < 0:
-        raise UsageError(f"--try {options.tried}: use the number of layouts to measure")
+        raise UsageError(f"--try {options.tried}: give the number of layouts to measure, or omit --try")
     for name in (*("devices", "device_memory", "per_node", "tokens", "microbatches"), *_RATES):
         if getattr(options, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use at least 1")

@@ -230,7 +230,7 @@ class _Tuner:
         return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
-        """Compute the gradients of two largest microbatches on every replica, without an update."""
+        """Compute the gradients of up to two microbatches of maximum size on every replica, without an update."""
         sizes = self._sizes(candidate)
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
         rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]

@@ -315,7 +315,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill: while nothing runs everything that fits, else a bounded number of tokens."""
+        """Prefill everything that fits if no sequence is running, else a bounded number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:

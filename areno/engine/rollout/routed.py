@@ -8,7 +8,7 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Append to a sample the recorded choices of those of its tokens that have none yet.
+    """Append expert choices from the cache to a sample, for those of its tokens for which the sample has none yet.
 
     A token that is recomputed, under new weights or after a preemption, keeps its first record, from the pass that sampled the
     next token. The last token has not been fed to the model. ``slot`` is the sample's former slot, if the sample no longer has

@@ -235,7 +235,7 @@ class PrefillPlan(PackedPlan):
         return self._attend_pieces(layer, q, contexts)
 
     def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend per span; ``contexts`` holds keys and values [1, heads, tokens, size] up to the end of each."""
+        """Attend per span; ``contexts`` holds keys and values [1, heads, tokens, size] up to each span's end."""
         outputs = []
         for span, queries, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._causal_mask(span.offset, span.length, layer.window, q)

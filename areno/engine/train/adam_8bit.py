@@ -4,9 +4,9 @@ A block of 256 numbers shares one fp32 scale, the number of largest magnitude. E
 of 256 multiples of the scale. The multiples are between -1 and 1 (0 and 1 for the second moment), dense near 1, and reach down
 to 1e-6. This implementation differs from others in three ways.
 
-*The square root of the second moment is stored*, not the moment itself. The root spans half as many decades, so a weight whose
-gradients are a thousandth of the largest in its block keeps a denominator, and a positive number is never rounded to zero.
-Otherwise a first moment that is not rounded to zero would be divided by epsilon alone.
+*The square root of the second moment is stored*, not the moment itself, and a positive root is never rounded to zero,
+because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the moment, so a
+weight whose gradients are a thousandth of the largest in its block still has a usable denominator.
 
 *Codes come from a table instead of a search*: the upper half of an fp32 number (sign, exponent and seven bits of mantissa) is
 the index into the table. That is several times faster than a binary search, and its resolution is finer than that of the codes.
@@ -63,7 +63,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 class Quantised:
     """Quantized numbers: codes uint8 [blocks, 256], see :func:`dynamic_values`, and scales fp32 [blocks].
 
-    A scale is the number of largest magnitude of its block, with its sign: the codes have no -1.
+    A scale is the number of largest magnitude of its block, with its sign, because there is a code for 1 but none for -1.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -79,7 +79,7 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize numbers [N], fp32. Numbers that were decoded from the same blocks get the same codes again."""
+        """Quantize numbers [N], fp32. Numbers decoded from blocks with the same boundaries get their former codes again."""
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
             part = numbers[begin : begin + size]

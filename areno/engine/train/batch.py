@@ -123,7 +123,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Number of units (tokens, sequences or pairs) of some rows over which a loss averages."""
+    """Number of units in some rows that a loss averages over: tokens, sequences or pairs."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

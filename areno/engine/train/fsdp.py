@@ -1,8 +1,8 @@
 """AdamW over fully sharded weights (FSDP2): each rank updates its shard of every tensor.
 
-The shards are the fp32 master weights. Each backward pass leaves their gradients reduced over the replicas; weights are not
-gathered after an update, because the next pass does so layer by layer. Each rank saves its shards, and any layout resumes from
-them.
+The shards are the fp32 master weights. Each backward pass already reduces their gradients over the replicas; weights are not
+gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout resumes
+from them.
 """
 
 import math
@@ -141,7 +141,7 @@ class FullyShardedAdamW(Optimizer):
         return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and masters unless the weights are fp32, without shards that an earlier rank holds."""
+        """Yield moments, and masters unless the weights are fp32; skips shards that an earlier rank also holds."""
         for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
             if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
                 continue

@@ -22,7 +22,7 @@ class LossScale:
 
     @property
     def may_fall(self) -> bool:
-        """Whether the scale can be reduced, so that it may be the cause of a non-finite gradient."""
+        """Whether the scale can still be reduced; only then may it be the cause of a non-finite gradient."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:

@@ -61,7 +61,7 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Add each block, sorted by the tokens of first rows, to the tree with room to which it adds the fewest tokens."""
+        """Add blocks, in the order of their first rows' tokens, each to the tree that grows least among those with room."""
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
         trees: list[TokenTree] = []

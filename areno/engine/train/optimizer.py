@@ -94,7 +94,7 @@ class GradientStats:
     total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
-        """The statistics under the names of train statistics."""
+        """The statistics by the names under which training reports them."""
         share = self.nonzero / self.total if self.total else 0.0
         return {
             "grad_norm": self.norm,
@@ -239,7 +239,10 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
-        """Load a saved head after checking that it matches the parameters, of which a pipeline stage has a subset."""
+        """Load the saved fields of :meth:`_head` after checking that they match the parameters.
+
+        A pipeline stage has only some of the saved parameters.
+        """
         current, saved = set(names), set(head["names"])
         if not (current <= saved if self.is_part else current == saved) or masters != head["masters"]:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
@@ -370,7 +373,7 @@ def master_key(name: str) -> str:
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
 ) -> dict[str, Any]:
-    """Load the optimizer state of the part of a parameter with this index."""
+    """Load the optimizer state of the part of a parameter that ``index`` selects."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
@@ -379,9 +382,9 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of a part, of its shape, in the form of :func:`adam_8bit.moments_in`.
+    """Load both moments of the part that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
 
-    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else decoded.
+    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else as numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

@@ -89,7 +89,7 @@ def recompute_layers(
 ) -> None:
     """Enable or disable activation checkpointing, under the name that this release of ``transformers`` gives it.
 
-    ``keeping``: how the inputs of layers, which are all that is kept, are stored; None leaves them where they are. ``contexts``
+    ``keeping``: how to store the inputs of layers, the only tensors kept; None leaves them where they are. ``contexts``
     creates the contexts of a layer's forward pass and of its recomputation.
     """
     name = (
@@ -109,6 +109,9 @@ def recompute_layers(
 
 
 def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a layer under activation checkpointing. ``keeping`` stores only its inputs: what is inside has its own hooks."""
+    """Run a layer under activation checkpointing.
+
+    ``keeping`` stores only the layer's inputs, because inside the layer the hooks of activation checkpointing apply instead.
+    """
     with keeping():
         return run(*arguments, **options)

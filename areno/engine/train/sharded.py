@@ -104,7 +104,10 @@ class ZeroAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """Yield the tensors to update, whether quantized, and their place: the shard, or with 8 bits each parameter's part."""
+        """Yield each tensor to update, whether its moments are in 8 bits, and its place in this rank's shard.
+
+        With 8-bit moments there is one tensor per parameter, otherwise one for the whole shard.
+        """
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
             return
@@ -347,7 +350,10 @@ class ZeroAdamW(Optimizer):
         return self._head(names, dict.fromkeys(counted, self.steps), self._weight_dtype != torch.float32)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shard of moments, and of masters unless the weights are fp32, without copies of earlier ranks."""
+        """Yield this rank's shard of moments, and of masters unless the weights are fp32.
+
+        Skips what an earlier rank also holds.
+        """
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
             piece = next(pieces)[0] if self.config.adam_8bit else self._master

@@ -6,7 +6,7 @@
 The files are PyTorch distributed checkpoints in safetensors format: ``torch.distributed.checkpoint`` reads them with its
 ``HuggingFaceStorageReader``. A file's metadata has the offset of each shard in its tensor. A file holds one shard per tensor; a
 rank with several writes several files. PyTorch's own writer is not used: it needs one process group of all ranks, and mistakes
-strided shards for contiguous ones. Its default format is pickle; reading these files cannot run code.
+strided shards for contiguous ones. Its default format is pickle, which can run code when it is read; safetensors cannot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEAD = "state.json"
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 Index = tuple[Tensor, ...]
-"""For each dimension, the indices in the unsharded tensor of a shard's entries."""
+"""For each dimension, the indices that a shard's entries have in the unsharded tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the heads of all pipeline stages, which have different parameters; a tied parameter is on two stages."""
+    """Merge the ``state.json`` fields of all pipeline stages: their parameters differ, but a tied one is on two stages."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
 

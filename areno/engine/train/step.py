@@ -198,7 +198,7 @@ class TrainStep:
         rows: Sequence[TrainSequence],
         tree: bool,
     ) -> tuple[float, Sums]:
-        """Accumulate over this replica's rows ``mine``, out of all ``rows``."""
+        """Accumulate loss, statistics and gradient over this replica's rows ``mine``, out of all ``rows``."""
         if tree and self.kind == "reward":
             raise ValueError("reward models do not support tree training; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
@@ -250,7 +250,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages. Only the first ``weighing`` passes count; the last stage measures them."""
+        """Run the passes through all stages. Only the first ``weighing`` passes count; the last stage measures their loss."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]

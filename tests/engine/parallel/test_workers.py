@@ -109,7 +109,7 @@ def test_a_closed_group_says_so_instead_of_waiting(group):
     ("method", "text", "reason"),
     [
         ("garble", b"garbage", "sent data that is not a message"),
-        ("send_text", cloudpickle.dumps(CallResult(99)), "an answer to call 99, which it was not asked"),
+        ("send_text", cloudpickle.dumps(CallResult(99)), "an answer to call 99, which is not pending"),
     ],
     ids=["garbage", "forged"],
 )

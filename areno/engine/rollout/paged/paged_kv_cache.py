@@ -39,7 +39,7 @@ class PagedCache(KVCache):
 
     Attributes:
         table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or spare.
-        epoch: incremented when a tensor that captured graphs read moves.
+        epoch: incremented when a tensor that is read by captured graphs moves to other memory.
     """
 
     def __init__(
