@@ -32,7 +32,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Settings that a replay does not take over: it neither evaluates nor reports, and writes elsewhere."""
+"""Settings that override those of the run: a replay neither evaluates nor reports, and writes elsewhere."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",
@@ -66,7 +66,7 @@ class ReplayPPOTrainer(PPOTrainer):
         ExperimentTrainer.load_part_states(self, parts, checkpoint)
 
     def prepare(self) -> None:
-        """Continue with the step of the rows, whatever the step of the weights."""
+        """Continue from the step of the recorded rows, even if the weights are from another step."""
         self.state.step = self.replay.step
 
     def total_steps(self) -> int:
@@ -87,7 +87,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows])
 
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
-        """Add what the loss needs before the first update; advantages are computed if the replay says so."""
+        """Before the first update, add what the loss needs; advantages are recomputed if the replay requires it."""
         if self.state.step == self.replay.step:
             has_all = self.config.critic is None or all(row.returns for row in rows)
             if self.replay.reshapes or not has_all:
@@ -97,7 +97,7 @@ class ReplayPPOTrainer(PPOTrainer):
 
 
 def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) -> tuple[PPOConfig, PPOConfig]:
-    """Load the configuration of a run, and that of its replay below ``out`` with changed ``settings``.
+    """Load the configuration of a run and that of its replay, which has changed ``settings`` and writes below ``out``.
 
     Raises UsageError: a setting is invalid, or the experiment has no rollout.
     """
@@ -106,7 +106,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
     if not issubclass(kind, PPOConfig):
         raise UsageError(
             f"{run} trains on its data set, so there are no samples to replay; to repeat steps with other settings, start an "
-            "experiment with the model before them as actor.path"
+            "experiment with a model saved before those steps as actor.path"
         )
     recorded, _ = load_expr_config(words, kind)
     replayed, _ = load_expr_config([*words, *settings, *_NOT_REPEATED, *(() if keeps else _KEEPS_NOTHING)], kind)
@@ -117,7 +117,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
 
 
 def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
-    """Fit a replay to changed settings. Raises UsageError: they need what was not recorded."""
+    """Fit a replay to changed settings. Raises UsageError: the settings need data that was not recorded."""
     before, after = (config.reward_section.weights for config in (recorded, replayed))
     replay = replay.weighed(after) if after != before else replay
     for section, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):

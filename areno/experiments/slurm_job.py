@@ -53,7 +53,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
             "#!/bin/bash",
             *lines,
             f"cd {shlex.quote(os.getcwd())}",
-            "# A separate step, so that scancel and requeueing send it SIGTERM, on which it saves.",
+            "# The run is a separate step, so that scancel and requeueing send it SIGTERM, and it saves before it ends.",
             f'{shlex.join(driver)} --nodelist="$SLURMD_NODENAME" {shlex.join(command)} &',
             "step=$!",
             "# SIGTERM to srun itself would kill the step.",

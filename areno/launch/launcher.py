@@ -18,7 +18,7 @@ from areno.launch.links import Connection, Listener
 from areno.name_resolve import NameOptions
 
 NODE = "ARENO_NODE"
-"""Environment variable of a worker with the name of its machine."""
+"""Environment variable with the name of a worker's machine."""
 
 _POLL_S, _AT_ONCE = 0.05, 32
 

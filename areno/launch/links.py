@@ -26,7 +26,7 @@ an inherited socket, and no key.
 """
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
-"""Environment variable that a worker sets: the address of its machine for other machines."""
+"""Environment variable that a worker sets: the address at which other machines reach its machine."""
 
 _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3

@@ -1,8 +1,8 @@
 """Tasks on a Ray cluster: each is a process started by an actor on the node where Ray has placed it.
 
-Each role has its own placement groups. A task is a separate process, not the actor itself: so Ray's threads and pickling do not
-affect it, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output goes to Ray's
-logs, and to its log file if the folder of that file exists on its node.
+Each role has its own placement groups. A task is a separate process, not the actor itself, so that Ray's threads and pickling
+do not affect it, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output goes
+to Ray's logs, and to its log file if the folder of that file exists on its node.
 """
 
 import logging
@@ -183,7 +183,7 @@ class RayLauncher(RemoteLauncher):
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(
-                f"{workers} workers of {role}: these workers share the {need.workers} places of {need.beside}"
+                f"{workers} workers of {role} are too many: they run in the {need.workers} places of {need.beside}"
             )
         with self._lock:
             groups = self._further.setdefault(role, [])
@@ -240,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        There is one group for the role, or with ``separate`` and ``deferred`` one per engine.
+        There is one group per engine, or one for the role with ``ray_placement_strategy=shared`` and engines of one worker.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

@@ -131,7 +131,7 @@ class SlurmLauncher(RemoteLauncher):
         placed = place_workers(listed, self._nodes, self._gpus_per_node)
         if len(placed[role]) < workers:
             raise UsageError(
-                f"{workers} workers of {role}: these workers share the {len(placed[role])} places of another role"
+                f"{workers} workers of {role} are too many: they run in the {len(placed[role])} places of another role"
             )
         self._placed = placed
 

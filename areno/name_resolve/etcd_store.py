@@ -1,7 +1,7 @@
 """Names in etcd, through its HTTP gateway; each value with a time to live has its own lease.
 
-Leases of etcd have whole seconds, at least 2, and a value exists up to half a second longer than its lease. After a restart the
-etcd server still has its values, and restarts all leases.
+An etcd lease lasts a whole number of seconds, at least 2, and a value exists up to half a second longer than its lease. After
+a restart the etcd server still has its values, and restarts all leases.
 """
 
 import json

@@ -41,7 +41,7 @@ def connect(setting: str) -> Any:
 
 
 class RayStore:
-    """See :class:`NameStore`. The actor continues to exist without users. If Ray restarts it, it is empty, and the next
+    """See :class:`NameStore`. The actor outlives the processes that use it. If Ray restarts it, it is empty, and the next
     :meth:`touch` writes the values of this process again. Raises UsageError if there is no Ray cluster.
     """
 

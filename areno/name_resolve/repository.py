@@ -89,7 +89,7 @@ class Repository:
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Return the names that have a value, of the name itself and all names below it, sorted."""
+        """Return, sorted, all names with a value that are ``name_root`` or below it."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:

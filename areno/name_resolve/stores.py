@@ -29,7 +29,7 @@ class NameStore(Protocol):
         """Delete a value; returns whether there was a value."""
 
     def under(self, root: str) -> list[str]:
-        """Return the names that have a value, of ``root`` and all names below it."""
+        """Return all names with a value that are ``root`` or below it."""
 
     def touch(self, name: str, ttl: float) -> bool:
         """Renew the time to live of a value written by this process; returns whether the value still exists."""
@@ -49,7 +49,7 @@ class MemoryStore:
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
-        """Return a unique id, which changes when an actor is restarted (and empty)."""
+        """Return a unique id; a restarted actor, which is empty, has a new one."""
         return self._identity
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:

@@ -2,8 +2,8 @@
 
 Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
 :mod:`episode_thread`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
-shuffles them. Every wait reports what it waits for, ends when no more results can arrive, and stops a run in which no
-episodes are accepted, with the first exception.
+shuffles them. Every wait reports what it waits for, and ends when no more results can arrive. If no episodes are accepted, it
+ends the run with the first exception.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following ones.
 
-        All trajectories of the batch use the workflow and the filter of this call: waiting rows adopt them; started rows with
-        others are run again (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in the
-        caller's thread.
+        All trajectories of the batch use the workflow and the filter of this call: waiting rows adopt them; rows started
+        with others are run again (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in
+        the caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
@@ -217,8 +217,8 @@ class BatchDispatcher:
     def export_state(self) -> dict[str, Any]:
         """State for recovery, between two batches: waiting and running rows, unused trajectories, and counters.
 
-        Running rows are saved as waiting, and restart in their original order. Together with the saved position in the data,
-        every row is used in exactly one batch.
+        Running rows are saved as waiting, and restart in their original order. With this state and the saved position in the
+        data, a resumed run uses every row in exactly one batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
@@ -284,7 +284,7 @@ class BatchDispatcher:
             self._workflows.append(plan.workflow)
 
     def _adopt(self, plan: EpisodePlan) -> None:
-        """Use this plan from now on, and run rows with another plan again."""
+        """Use this plan from now on, and restart the rows that were started with another plan."""
         with self._changed:
             self._use(plan)
             again = []

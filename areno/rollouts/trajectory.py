@@ -134,7 +134,10 @@ def check_trajectory(trajectory: Any) -> None:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Return each row without padding, under the same keys: lists; numbers for keys of shape ``[n]``; arrays for more axes."""
+    """Yield each row without padding, under the same keys.
+
+    Values are lists, numbers for keys of shape ``[n]``, and arrays for keys with more than two axes.
+    """
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
         yield {name: _of_row(values[index], keep) for name, values in tensors.items()}

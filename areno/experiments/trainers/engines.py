@@ -186,7 +186,10 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
 
 
 def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
-    """Microbatching options. ``together`` adjacent rows stay in one microbatch; with ``tree``, rows share common prefixes."""
+    """Microbatching options.
+
+    Groups of ``together`` adjacent rows stay in one microbatch; with ``tree``, rows share common prefixes.
+    """
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(
         n_mbs=spec.n_mbs,

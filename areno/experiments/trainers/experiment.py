@@ -124,11 +124,11 @@ class ExperimentTrainer(TrainingLoop):
         """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Maps names of statistics in health monitor and display to names in the experiment."""
+        """Maps the statistics' names in the health monitor and the display to their names in the experiment."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped")}
 
     def _set_environment(self) -> None:
-        """Set environment variables, which ranks inherit, and PyTorch threads of the training process."""
+        """Set the environment variables, which ranks inherit, and the number of PyTorch threads of the training process."""
         spec = self.config.actor.scheduling_spec[0]
         variables = spec.environment()
         before = {name: os.environ.get(name) for name in variables}
@@ -305,7 +305,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Raise UsageError if the trial has run before, and drop the records of an attempt without a checkpoint."""
+        """Raise UsageError if the trial has run before, and drop the records of an attempt that left no checkpoint."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

@@ -23,7 +23,7 @@ _SHOWN = {
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",
 }
-"""Statistics that only the display uses, by its names."""
+"""Statistics that only the display uses, under the display's names."""
 
 
 class ExperimentReporter(Reporter):
@@ -60,7 +60,7 @@ class ExperimentReporter(Reporter):
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
 
     def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """Also the statistics that only the display uses, and the trained tokens per second of the whole step."""
+        """The known statistics, those that only the display uses, and the trained tokens per second of the whole step."""
         stats = outcome.stats
         shown = {known: stats[name] for known, name in _SHOWN.items() if name in stats}
         tokens = next((value for name, value in stats.items() if name.endswith("/n_valid_tokens")), None)
@@ -78,12 +78,15 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """On a terminal, show the step; elsewhere the table shows it."""
+        """On a terminal, show the step; elsewhere, the table in the log shows it."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """Before the first step, drop the records of an attempt without a checkpoint; later, loading the state does it."""
+        """Before the first step, drop the records of an attempt that left no checkpoint.
+
+        When a run resumes from a checkpoint, :meth:`load_state_dict` drops the later records.
+        """
         if state.step == 0:
             self._stats_logger.reset()
 

@@ -65,7 +65,7 @@ _TIMED = {
     ("train", ACTOR): "train_step",
     ("train", update.CRITIC): "critic_train_step",
 }
-"""Timer names of an update's stages; log-probs of other roles use the role's name."""
+"""Timer names of an update's stages; the log-probs of other roles are timed as ``{role}_logp``."""
 _EVAL_AHEAD = 10**12
 
 
@@ -309,7 +309,7 @@ class PPOTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the rewards of the reward model, if there is one."""
+        """Set the rewards with the reward model, if there is one."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]
@@ -318,7 +318,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Names of statistics: of the update and of the rollout."""
+        """Names of the statistics of the update and of the rollout."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "logp_abs_diff_mean")
         }
@@ -359,7 +359,10 @@ class PPOTrainer(ExperimentTrainer):
         return self.objective.prepare(rows)
 
     def update(self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int]) -> dict[str, float]:
-        """Run the update of a step and record samples, given the prompts of groups; return the documented statistics."""
+        """Run the update of a step and record samples; return the documented statistics.
+
+        ``prompts`` has the prompt index of each group.
+        """
         self.display.phase("train")
         observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
         numbers = self._update(rows, at)

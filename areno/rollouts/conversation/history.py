@@ -39,7 +39,7 @@ def same_answer(original: Message, returned: Message) -> bool:
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of the tool calls of a message, of those that have one."""
+    """Ids of a message's tool calls, leaving out calls without an id."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 

@@ -27,7 +27,7 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """The conversations of one API key; implements :class:`areno.serving.recording.Tape`.
 
-    ``seed`` is the base of the seeds of its requests; ``session`` is the traced session in which it was created.
+    ``seed`` is the base of the seeds of its requests; ``session`` is the traced session in which the recorder was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:

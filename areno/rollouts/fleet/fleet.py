@@ -355,7 +355,7 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """The broadcast channel, for servers that this fleet starts and that receive all weights."""
+        """The broadcast channel; None if the servers were joined, receive only an adapter, or cannot receive broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None
@@ -363,6 +363,6 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """End the fleet when a replica used up its restarts, or, without restarts, when no replica is left."""
+        """End the fleet when a replica has used up its restarts or, if restarts are disabled, when no replica is left."""
         if self.options.restart or not self._up():
             self._router.end(error)

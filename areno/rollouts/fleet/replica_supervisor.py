@@ -120,7 +120,9 @@ class _Slot:
 
 
 class ReplicaSupervisor:
-    """Starts all replicas of a job concurrently, and returns when all are ready; the caller closes it.
+    """Supervises the replicas of a job; must be closed.
+
+    The constructor starts all replicas concurrently, and returns when all are ready.
 
     Raises:
         UsageError: a replica's arguments are invalid.

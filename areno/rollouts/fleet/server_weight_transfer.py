@@ -48,7 +48,7 @@ class ServerWeightTransfer:
     def deliver(
         self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
     ) -> UpdateReport:
-        """Transfer the trainer's weights to all servers; verify the first transfer, and every one with ``verify``.
+        """Transfer the trainer's weights to all servers; verify the first transfer, or with ``verify`` every one.
 
         Raises:
             EngineError: the weights did not arrive, or cannot be written.

@@ -1,8 +1,8 @@
 """The weights of an engine as named full tensors, independent of the layout of its ranks.
 
 The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
-is transferred; if only the sender has one, it sends the merged weights. Values are rounded to the receiver's dtype by
-``Tensor.copy_``, like the optimizer's master weights.
+is transferred; if only the sender has one, it sends the merged weights. ``Tensor.copy_`` rounds values to the
+receiver's dtype, as the optimizer does with its master weights.
 """
 
 import hashlib

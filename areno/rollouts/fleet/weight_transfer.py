@@ -86,8 +86,8 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives; if
-    None, a private folder, and shared memory on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
+    None: a private folder, because the trainer and all replicas are on one machine and share memory.
     """
 
     def __init__(

@@ -283,7 +283,7 @@ class DialledStore:
         """Do nothing: members are not announced."""
 
     def members(self, name: str) -> int:
-        """Return a number that is always enough: creating the group waits for its members."""
+        """Return a number above any group size: members are not counted here, because creating the group waits for them."""
         return 2**31
 
     def call_off(self, name: str) -> None:

@@ -46,7 +46,7 @@ class ServerAnswer:
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
-            counts = f"{len(self.logprobs)} log-probs and the weight versions of {len(self.versions)}"
+            counts = f"{len(self.logprobs)} log-probs and {len(self.versions)} weight versions"
             raise EngineError(f"{len(self.tokens)} tokens came with {counts}")
 
     def sequence(self, sampling: SamplingParams, text: str) -> RolloutSequence:

@@ -1,6 +1,6 @@
 """Broadcasts weights from a trainer to vLLM servers through vLLM's weight transfer calls, with areno's transfer engine.
 
-Tensors have the names of the checkpoint. So if the checkpoint's names differ from those of the parameters, weights are sent as
+vLLM expects tensors under the names of the checkpoint. If the trainer's parameters have other names, weights are sent as
 folders instead.
 """
 

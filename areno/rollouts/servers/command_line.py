@@ -35,7 +35,7 @@ class ServerOptions:
 
     Attributes:
         arguments: command-line arguments, from the settings section of the product.
-        command: command that starts a server; empty: the product's command on PATH, or with this Python.
+        command: starts a server; empty: ``vllm`` beside this Python or on PATH, or this Python's ``sglang`` module.
         addresses: running servers to join, one per replica, instead of starting them.
         adapter: name of the trainer's adapter; empty without one.
     """
@@ -101,7 +101,7 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Default environment variables of a server; None for ``devices`` if a launcher assigns them."""
+    """Default environment variables of a server; ``devices`` is None if a launcher assigns them."""
     chosen = {}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)

@@ -42,8 +42,8 @@ class AgentWorkflow(RolloutWorkflow):
         agent: has ``async run(data, **extra)``. ``extra`` contains ``base_url``, ``api_key`` and, in mode ``inline``,
             ``http_client``. A ``run`` without ``**extra`` gets only those it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, address and key are in its environment (``OPENAI_BASE_URL``,
-            ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
+        options: how the agent is run. In mode ``subproc``, address and key are in the agent's environment
+            (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
         model_name: the model's name in requests.
 
     Raises:
