@@ -1,6 +1,6 @@
 """Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
 
-An evaluation uses the same trainer as training, which loads prompts and computes rewards, but takes no training steps.
+An evaluation uses the policy trainer to load prompts and compute rewards, and takes no training steps.
 """
 
 import logging
