@@ -1,7 +1,7 @@
 """Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-A sample's seed depends only on the run's seed, the prompt and the sample index, in a separate stream of random numbers. So
-evaluations of different checkpoints can be compared sample by sample, and an evaluation does not affect training.
+A sample's seed depends only on the run's seed, the prompt and the sample index, so evaluations of different checkpoints can be
+compared sample by sample. The seeds are separate from those of training, so an evaluation does not affect training.
 """
 
 import math

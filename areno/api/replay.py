@@ -33,17 +33,17 @@ class ReplayTrainer(RolloutTrainer):
     keeps: bool  # write a checkpoint after the last update
 
     def load_models(self) -> None:
-        """Load the models of the algorithm; rewards are known."""
+        """Load the models of the algorithm, but no reward model: the rewards are recorded."""
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and continue with the step of the rows, whatever the step of the weights."""
+        """Create the objective, and count steps from that of the rows, even if the weights are from an earlier step."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the number of steps after the last update."""
+        """Return the number of completed steps when the last update is done."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
@@ -88,12 +88,12 @@ class ReplayTrainer(RolloutTrainer):
 
 
 def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
-    """Fit a replay to changed options. Raises UsageError: they need what was not recorded."""
+    """Fit a replay to changed options. Raises UsageError: the options need something that was not recorded."""
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
     if not issubclass(kind, RolloutTrainer):
         raise UsageError(
-            f"--algo {config.algo}: its trainer {kind.__name__} trains on no rollouts that could be replayed"
+            f"--algo {config.algo}: its trainer {kind.__name__} does not train on rollouts, so there is nothing to replay"
         )
     if config.reward_weights != recorded.reward_weights:
         replay = replay.weighed(config.reward_weights)
@@ -102,7 +102,7 @@ def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
     if not options.changes_advantages:
         return replay
     if config.turn_discount is not None:
-        raise UsageError("with --turn-discount advantages follow from rewards of turns, which are not recorded")
+        raise UsageError("--turn-discount computes advantages from the rewards of turns, which are not recorded")
     return replay.reshaped(", ".join(options.changes), by_group=issubclass(kind, PolicyOnlyTrainer))
 
 
@@ -111,7 +111,7 @@ def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[
 
     Args:
         config: the options of the replay.
-        replay: the rows and the start.
+        replay: the recorded rows, and the checkpoint to start from.
         keeps: write a checkpoint after the last update.
 
     Raises StopRequested: a signal ended it.

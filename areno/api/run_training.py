@@ -1,6 +1,6 @@
 """Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
 
-An evaluation uses the policy trainer for its rewards and prompts, without training.
+An evaluation uses the policy trainer to load prompts and compute rewards, and takes no training steps.
 """
 
 import logging

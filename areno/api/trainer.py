@@ -47,7 +47,7 @@ class Trainer(Sampler):
         super().__init__(world_size, model_path, backend_type, custom_config)
         self._events = EventWriter(metrics_log_dir) if metrics_log_dir else None
         self._steps = 0
-        self._skipped = [0, 0]  # number of too long prompts: since the last step, and in total
+        self._skipped = [0, 0]  # number of prompts that were too long: since the last step, and in total
 
     def load_prompt_batches(
         self,

@@ -49,7 +49,7 @@ _LISTS = {
     "packed_logprobs": (
         "logprobs",
         "for rollouts use [0.0] * len(prompt) + sequence.resp_logprobs; for other rows, "
-        "trainer.score_logprobs('actor', token_rows) computes the policy's own before the update",
+        "trainer.score_logprobs('actor', token_rows) computes those of the policy before the update",
     ),
     "packed_advantages": ("advantages", "areno.compute_group_advantages computes them from rewards"),
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes them"),

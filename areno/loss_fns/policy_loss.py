@@ -32,8 +32,8 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 @dataclass
 class PolicyLossConfig(PolicyLossOptions):
-    """Settings of :func:`policy_loss_fn`; they can be pickled. With ``m2_threshold`` the rows have the token selection as
-    ``packed_keep``.
+    """Settings of :func:`policy_loss_fn`; they can be pickled. With ``m2_threshold`` the data pack must have
+    ``packed_keep``, True for the tokens that M2PO keeps.
 
     Raises:
         ValueError: a setting is out of range, contradicts another, or would have no effect.
@@ -194,7 +194,9 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
     remedy = "give every row the versions that the engine recorded for its tokens"
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
-        raise ValueError("an approximation of the proximal policy needs version, one more than the engine's version")
+        raise ValueError(
+            "an approximation of the proximal policy needs the argument version, one more than the engine's version"
+        )
     return versions, version
 
 

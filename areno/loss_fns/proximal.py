@@ -61,8 +61,8 @@ def approximation_metrics(
 ) -> dict[str, Range]:
     """Errors of each approximation against the proximal log-probs of a forward pass, over the tokens of ``mask``.
 
-    Names are ``compute_logp/...``. Besides :func:`divergences`, they cover the errors of the log-prob and of the two ratios
-    computed from it.
+    Names are ``compute_logp/...``. The metrics include :func:`divergences`, and for each approximation the errors of
+    the log-prob and of the two ratios computed from it.
     """
     behaviour, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behaviour, current, proximal))
     d = behaviour - proximal

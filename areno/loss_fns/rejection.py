@@ -22,7 +22,7 @@ MIN_PROBABILITY = 1e-8
 
 @dataclass
 class RejectionSampling(RejectionSamplingConfig):
-    """Bounds on the divergence between the proximal and the behaviour policy, by a metric.
+    """Bounds on the divergence between the proximal and the behaviour policy, as measured by a metric.
 
     With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
     larger of the two KL divergences between the token's Bernoulli distributions.

@@ -26,7 +26,7 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
     if scores.shape != (sequences,):
         raise ValueError(
             f"reward_model_loss_fn needs one score for each of {sequences} sequences, got shape {tuple(scores.shape)}; "
-            "train it on a reward model, not on a policy"
+            "use this loss to train a reward model, not a policy"
         )
     chosen, rejected = split_pairs(in_float(scores), "reward_model_loss_fn")
     margin = chosen - rejected

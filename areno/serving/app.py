@@ -1,6 +1,6 @@
 """The HTTP application: routes, their handlers, and middleware.
 
-The same application serves ``areno serve`` and, inside a process, the agents of a rollout session.
+The same application serves the clients of ``areno serve`` and, in the process of a trainer, the agents of a rollout session.
 """
 
 from collections.abc import Callable
@@ -153,7 +153,7 @@ async def _chat(
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """Make the checks that need no preparation. Raises ApiError."""
+    """Check the server's state, the model name and the amount of text, before the prompt is prepared. Raises ApiError."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)

@@ -108,5 +108,5 @@ def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-prob that JSON can represent; -9999 stands for minus infinity, as at OpenAI."""
+    """A log-prob that JSON can represent; -9999 stands for minus infinity, as in OpenAI's API."""
     return max(logprob, -9999.0)

@@ -72,7 +72,7 @@ class CheckpointFolder:
         return self.path(step) if step in self.steps() else None
 
     def newest_until(self, step: int) -> tuple[int, Path] | None:
-        """The undamaged checkpoint with the most completed steps, at most ``step``, after these; changes no file."""
+        """The newest undamaged checkpoint with at most ``step`` completed steps, and their number; changes no file."""
         checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
         with suppress(DamagedCheckpointError):
             if (best := self.best_step()) is not None:

@@ -20,7 +20,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def as_float(value: Any) -> float:
-    """A number of a record; NaN for what is no number."""
+    """A value of a record as a float; NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl`` into columns, and follows the file while a run writes it.
 
-Ten thousand steps of sixty numbers take about 10 MB and a second.
+Ten thousand steps of sixty numbers take about 10 MB of memory, and a second to read.
 """
 
 from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on

@@ -104,8 +104,8 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
 
-        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped. Also deletes the
-        saved rollouts of later steps.
+        Evaluated answers are numbered by completed steps, as evaluations are, so those after ``step + 1`` are dropped. Also
+        deletes the saved rollouts of later steps.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

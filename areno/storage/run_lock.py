@@ -1,7 +1,7 @@
 """Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process ends.
 
 The lock belongs to the open file, which child processes do not inherit, so the lock is released even if the process is killed.
-The lock file remains; while the lock is held, it names the holder.
+The lock file remains after the run; while the lock is held, the file names the holder.
 """
 
 import errno

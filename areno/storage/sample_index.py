@@ -1,7 +1,7 @@
-"""The index of ``samples.jsonl``: one fixed-size entry per sample, so that a million samples open without reading them.
+"""The index of ``samples.jsonl``: one fixed-size entry per sample, so that a file of a million samples opens at once.
 
-The writer appends to ``samples.index`` after each append to ``samples.jsonl``. A reader covers what an index lacks (a run
-killed between the two appends, or one written without an index) by scanning the rest of the samples.
+The writer appends to ``samples.index`` after each append to ``samples.jsonl``. If the index lacks entries
+(because a run was killed between the two appends, or wrote no index), a reader scans the rest of the samples.
 """
 
 import json
@@ -29,7 +29,7 @@ ENTRY = np.dtype(
 )
 """An entry of the index; little-endian, without padding."""
 FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
-"""Bits of ``flags``: why the sample was recorded, that its response was truncated, that its tokens are recorded."""
+"""Bits of ``flags``: why the sample was recorded, whether its response was truncated, whether its tokens are recorded."""
 Entries = NDArray[np.void]
 """Entries [samples] of type ``ENTRY``, in file order."""
 
@@ -42,7 +42,7 @@ def index_path(samples: Path) -> Path:
 def append_entries(samples: Path, records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
     """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
 
-    An index that does not end there is rebuilt first, from the samples before them.
+    An index that does not end at ``offset`` is first rebuilt from the samples before it.
     """
     path = index_path(samples)
     entries = _entries(records, lines, offset)
@@ -68,7 +68,7 @@ def read_entries(samples: Path) -> Entries:
 
 
 def keep_entries(samples: Path, step: int) -> None:
-    """Follow a truncation of ``samples`` to the steps up to ``step``."""
+    """Drop entries after ``step``, once the same lines have been dropped from ``samples``."""
     path = index_path(samples)
     if not path.exists():
         return

@@ -72,7 +72,7 @@ def tool_call_constraint(
         tool_choice: ``required``, or the one tool to call.
 
     Raises:
-        UsageError: the format cannot be enforced, there are no tools, or a reason of :func:`json_schema_constraint`.
+        UsageError: the format cannot be enforced, there are no tools, or as for :func:`json_schema_constraint`.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)

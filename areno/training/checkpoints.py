@@ -49,7 +49,7 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None without checkpoints.
 
         Raises:
-            CheckpointError: checkpoints exist, but none is usable, one is unreadable, or other users can write to them.
+            CheckpointError: checkpoints exist but none is usable; one is unreadable; or other users can write to them.
         """
         if not self.spec.enabled:
             return None

@@ -203,7 +203,7 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Whether a limit of the run is reached; :meth:`steps` ends after the last epoch itself."""
+        """Whether a limit of the run is reached; the number of epochs is enforced by :meth:`steps`."""
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
         return any(limit is not None and reached >= limit for limit, reached in limits)

@@ -27,7 +27,7 @@ class RecordedStep:
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        start: steps completed by the starting weights; equal to ``step`` if the step itself began with these weights.
+        start: number of completed steps when the starting weights were saved; ``step`` if the step itself began with them.
         checkpoint: the checkpoint with the starting weights; None for the initial model.
         reshapes: whether to compute advantages from the rewards instead of using the recorded advantages.
     """
@@ -46,7 +46,7 @@ class RecordedStep:
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
     def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
-        """Replace rewards by weighted sums of their parts. Raises UsageError: they have none."""
+        """Replace rewards by weighted sums of their parts. Raises UsageError: the rewards have no parts."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
             raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
         parts = RewardParts(weights)
@@ -60,7 +60,7 @@ class RecordedStep:
             setattr(row, column, [])
 
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
-        """Compute advantages. Raises UsageError: they compare the samples of a group, and some were not recorded."""
+        """Compute advantages. Raises UsageError: they compare all samples of a prompt, but some samples were not recorded."""
         if by_group and not self.complete:
             raise UsageError(
                 f"{because}: advantages compare all samples of a prompt, and only some were recorded; train with "
@@ -69,7 +69,7 @@ class RecordedStep:
         return replace(self, reshapes=True)
 
     def described(self, base: str) -> list[str]:
-        """Sentences on rows and weights; ``base`` is the initial model."""
+        """Describe rows, weights and advantages; ``base`` is the initial model."""
         kind = (
             "all rows of the step"
             if self.complete
@@ -102,8 +102,8 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
         saved = rows_of_samples(samples, temperature)
         if not saved.rows:
             with_rows = sorted({*files.steps(), *entries["step"][(entries["flags"] & FLAGS["rows"]) > 0].tolist()})
-            known = f"steps {with_rows[0]} to {with_rows[-1]}" if with_rows else "none"
-            raise UsageError(f"--step {step}: {run.path} has no rows of that step; recorded are {known}")
+            known = f"steps {with_rows[0]} to {with_rows[-1]}" if with_rows else "no step"
+            raise UsageError(f"--step {step}: {run.path} has no rows of that step; it recorded rows of {known}")
     newest = CheckpointFolder(checkpoints_of(run.path, "areno replay")).newest_until(step)
     start, checkpoint = newest if newest is not None else (0, None)
     return RecordedStep(step, updates, saved, complete, start, checkpoint)

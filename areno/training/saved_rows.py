@@ -74,7 +74,7 @@ def _numbers(values: list[float]) -> NDArray[Any]:
 
 
 def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
-    """Records of all tokens; those of rows without one hold the number that stands for none."""
+    """Routing records of all tokens; a row without a record is filled with :func:`no_expert`."""
     like = next(row.routed_experts for row in rows if row.routed_experts is not None)
 
     def record(row: TrainSequence) -> NDArray[Any]:
@@ -102,9 +102,9 @@ def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
 
 
 def rows_of_samples(samples: Iterable[Mapping[str, Any]], temperature: float) -> SavedRows:
-    """The rows of recorded samples (``samples.jsonl``) that have them.
+    """The training rows in recorded samples (``samples.jsonl``); samples recorded without rows are skipped.
 
-    Log-probs and advantages are rounded to six decimals there. ``temperature`` is that of the run.
+    In that file, log-probs and advantages are rounded to six decimals. ``temperature`` is that of the run.
     """
     rows, owners = [], []
     for number, sample in enumerate(samples):

@@ -24,7 +24,7 @@ def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """The record of a row of ``tokens``, from the records of requests of which each extends the tokens of the previous one.
+    """Join the records of successive requests, each extending the tokens of the previous one, to one record of ``tokens``.
 
     The first record of a token counts: it is from the pass that sampled the next token. None if there is no record.
     """

@@ -77,7 +77,7 @@ class SamplingParams:
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, besides the model's EOS ids.
-        ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still end).
+        ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still apply).
         skip_special_tokens: remove special tokens from the decoded text.
         max_prompt_len: reject prompts longer than this, in tokens.
         seed: makes this request reproducible; None derives a seed from the engine's seed.
@@ -87,7 +87,7 @@ class SamplingParams:
         repetition_penalty: positive logits of tokens in prompt or response are divided by it, negative ones multiplied.
         logit_bias: numbers to add to the logits of single tokens, by token id.
         top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
-        min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still end.
+        min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still apply.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -145,7 +145,7 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 means no penalty")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
         for name, least in (("max_context_len", 2), ("max_prompt_len", 1)):

@@ -113,7 +113,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What the policy's update computed for each token of a row in the first forward pass with it.
+    """What the policy's update computed for each token of a row, in the first forward pass over this row.
 
     Later passes see a policy that has moved. Entries outside the loss mask are 0 and False.
     """
@@ -132,7 +132,8 @@ class ModelRole:
         trainable: whether the role has an optimizer.
         optimizer_lr: learning rate of a trainable role; None: the rate in ``optimizer``, or its default.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
-            sequence); ``auto`` decides by the name: critic... or value..., reward..., otherwise policy.
+            sequence); ``auto``: ``value`` if the name starts with ``critic`` or ``value``,
+            ``reward`` if it starts with ``reward``, otherwise ``policy``.
         optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:

@@ -236,7 +236,7 @@ def test_a_kept_replay_is_a_run_that_can_be_continued(runs, tmp_path):
 
 
 PROBLEMS = {
-    "a step that is not there": (["--step", "9"], "has no rows of that step; recorded are steps 0 to 2"),
+    "a step that is not there": (["--step", "9"], "has no rows of that step; it recorded rows of steps 0 to 2"),
     "a negative step": (["--step", "-1"], "--step -1: use at least 0"),
     "no update": (["--step", "2", "--updates", "0"], "--updates 0: use at least 1"),
     "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect on an update"),

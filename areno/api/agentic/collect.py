@@ -167,7 +167,7 @@ class AgentRunner:
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
         """Run the agent over a batch; ``session.proxy`` is the server of an open session.
 
-        Raises UsageError: the policy trains on context, but the tokenizer cannot distinguish the parts of the context.
+        Raises UsageError: the loss mask policy trains on context whose parts the tokenizer cannot distinguish.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0

@@ -56,7 +56,7 @@ class AgentContext:
             if turn is not None:
                 return turn
         raise ValueError(
-            "the response is not from this call's session; return the responses of ctx.get_base_url() unchanged"
+            "the response is not from this call's session; return the responses from ctx.get_base_url() unchanged"
         )
 
     def close(self) -> None:

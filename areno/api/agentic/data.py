@@ -125,7 +125,7 @@ class AgentTrajectoryTurn:
 
 @dataclass(slots=True)
 class AgentTrajectory:
-    """A list of turns; turns of different items may be mixed."""
+    """A list of turns, which may belong to different tasks."""
 
     turns: list[AgentTrajectoryTurn] = field(default_factory=list)
 

@@ -1,7 +1,7 @@
 """Demonstrations: an expert plays an environment, and every answer becomes a row for supervised training.
 
-Reinforcement learning needs a model that succeeds occasionally. Rows are rendered by the model's chat template, including
-tools, so that supervised training uses the same tokens as agents.
+Reinforcement learning needs a model that already succeeds occasionally; training on demonstrations provides one. Rows are
+rendered by the model's chat template, including tools, so that supervised training uses the same tokens as agents.
 """
 
 import asyncio

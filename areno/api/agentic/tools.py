@@ -296,7 +296,7 @@ def _array(kind: Any, arguments: Sequence[Any], place: str) -> ValueType:
 def _fixed_array(items: Sequence[ValueType]) -> ValueType:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, list) or len(value) != len(items):
-            raise ToolError(f"{where} must be an array of {len(items)}, not {_shown(value)}")
+            raise ToolError(f"{where} must be an array of length {len(items)}, not {_shown(value)}")
         return tuple(
             item.read(each, f"{where}[{index}]") for index, (item, each) in enumerate(zip(items, value, strict=True))
         )

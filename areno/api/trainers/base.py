@@ -29,7 +29,7 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Last step of a run that ends with its rows; unknown in advance, because too long rows are skipped."""
+"""Last step of a run that ends with its rows; unknown in advance, because rows that are too long are skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:

@@ -82,7 +82,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return the rewards of parts of each sample's rows; None uses the rewards of the rows."""
+        """Return rewards of segments, such as turns, which replace those of the rows; None: use those of the rows."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -180,7 +180,7 @@ class RolloutTrainer(DatasetTrainer):
         return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
-        """Yield tokenized prompt batches; too long prompts are skipped and counted."""
+        """Yield tokenized prompt batches; prompts that are too long are skipped and counted."""
         batches = iter_prompt_batches(
             self.dataset,
             self.instance.get_tokenizer(),

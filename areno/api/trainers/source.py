@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """Generates the samples of each step; must be closed. ``version`` is the number of steps of the trainer's weights."""
+    """Generates the samples of each step; must be closed. ``version`` of the weights: number of completed steps."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -108,7 +108,7 @@ class SampleSource:
         }
 
     def complete(self, step: int) -> dict[str, float]:
-        """Finish a trained step: drop its samples, and generate with its weights."""
+        """Finish a trained step: drop its samples, and send its weights to the rollout processes, if any."""
         self._ahead.complete(step)
         return self.deliver(step + 1)
 

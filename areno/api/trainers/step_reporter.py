@@ -83,7 +83,7 @@ class StepReporter(Reporter):
             sink.log(step, scalars)
 
     def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
-        """Open and return the sinks of scalars; a resumed run overwrites events from ``step``, the first one, on."""
+        """Open and return the sinks of scalars; a resumed run replaces its earlier events from ``step`` on."""
         if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, asdict(config))

@@ -82,8 +82,8 @@ class Objective:
 
     Attributes:
         build: returns the sequences of each usable example, and the number of dropped rows.
-        held_out: further statistics that ``areno train`` reports for held-out rows: short names, and names of statistics of the
-            loss.
+        held_out: further statistics that ``areno train`` reports for held-out rows; maps a short name to the name of a
+            statistic of the loss.
     """
 
     needs: Needs  # the columns that a row must have
