@@ -1,6 +1,7 @@
 """``areno completion``: prints a script with which a shell completes commands, options, choices and files.
 
-The script is made from the parsers of all commands: each prints its help, and the parser that formatted it is read.
+The script is made from the parsers of all commands: each command is called with ``--help``, and its options are taken from
+the parser that prints the help.
 """
 
 import argparse
@@ -77,7 +78,10 @@ def run(argv: list[str]) -> int:
 
 
 def _command(name: str) -> _Command:
-    """Read the options of a command from its help; options of algorithms in files of their own would load torch."""
+    """Read the options of a command from its parser.
+
+    The options that files in ``areno/algorithms`` add are left out, because reading them would import torch.
+    """
     module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
     options: dict[str, _Value] = {}
     TypedParser.shown = None

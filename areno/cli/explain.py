@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
         "metric",
         metavar="METRIC",
         nargs="?",
-        help="A metric by full name or short name, such as reward; none lists all.",
+        help="A metric by full name or short name, such as reward; omit it to list all.",
     )
     parser.add_argument("--run", metavar="RUN", help="Also show its course in this run directory.")
     arguments = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """The name under which a run recorded a metric; of a statistic's numbers the one in the query, or the mean."""
+    """The name under which a run recorded a metric: that of the number in the query, or of a statistic's mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

@@ -1,6 +1,6 @@
 """``areno inspect``: shows what a run sampled and trained on: a list, a conversation turn by turn, a sample token by token.
 
-It only reads the samples that it shows, so it works on a run in progress and on a run of another machine.
+It only reads the samples that it shows, so it works on a run in progress and on a run from another machine.
 """
 
 import json
@@ -113,7 +113,7 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]], in_full: bool) -> Iterator[str]:
-    """Show messages as turns, with the calls of tools and their results."""
+    """Show messages as turns, with tool calls and their results."""
     if messages:
         yield ""
         yield f"conversation of {len(messages)} messages"

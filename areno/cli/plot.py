@@ -89,7 +89,7 @@ def _check(arguments: Namespace, suffix: str) -> None:
         )
     if suffix != ".svg" and (arguments.smooth > 1 or arguments.mean_over or arguments.x != "step"):
         raise UsageError(
-            f"--smooth, --mean-over and --x act on .svg files; {suffix} has the recorded values: omit them"
+            f"--smooth, --mean-over and --x apply to .svg files only; omit them: {suffix} gets the recorded values"
         )
 
 

@@ -24,10 +24,10 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno replay",
         usage=_USAGE,
-        description="Train on the rows that a step of a run has recorded, with the run's configuration and any changes of the "
+        description="Train again on the rows recorded in a step of a run, with the run's configuration and any changes to the "
         "loss, the advantages or the optimizer, such as --lr 1e-6; compare the statistics with the recorded ones. Uses the "
         "rows of --save-rollouts if there are any, else the recorded samples, and starts from the newest checkpoint "
-        "up to the step. Nothing is generated, and nothing is written to the run directory.",
+        "saved before the step. Nothing is generated, and nothing is written to the run directory.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

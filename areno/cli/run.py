@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """Return the run directory in ``--resume`` and the other arguments; None if ``areno run`` did not write it."""
+    """Return the run directory that ``--resume`` names, and the other arguments; None unless ``areno run`` wrote it."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:
         return None

@@ -51,7 +51,7 @@ _EPISODES: _Rows = (
     ("rejected", "prompts so far that failed or were filtered out"),
     ("failed", "those of the rejected whose workflow raised"),
     ("filtered", "those of the rejected that the filter refused"),
-    ("stale", "prompts so far whose episodes had become too old when they would have been used"),
+    ("stale", "prompts so far whose episodes were too old by the time a batch could use them"),
 )
 _LAG: _Rows = (
     ("staleness", "versions between the weights of the oldest token of each episode and those being trained"),
@@ -128,8 +128,8 @@ _LOGP: _Rows = (
 )
 _APPROXIMATED: _Rows = (
     ("approx_logp", "proximal log-prob approximated by this method"),
-    ("behave_imp_weight", "resulting ratio of the proximal policy to the behavior policy"),
-    ("importance_weight", "resulting ratio of the policy to the proximal policy"),
+    ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, from approx_logp"),
+    ("importance_weight", "ratio of the policy to the proximal policy, from approx_logp"),
     ("abs_error", "absolute error of approx_logp"),
     ("rel_error", "relative error of approx_logp"),
     ("squared_error", "squared error of approx_logp"),

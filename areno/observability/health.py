@@ -1,8 +1,8 @@
 """Early warnings when a run cannot learn, each with its cause and a remedy.
 
-A warning is issued once per episode. An episode starts when its condition has held long enough and ends after ``window``
-steps without it, so an intermittent condition does not flood the log. The state is plain JSON in the checkpoint: a
-resumed run warns exactly as an uninterrupted one.
+A warning is issued when its condition has held long enough, and again only after ``window`` consecutive steps without the
+condition, so an intermittent condition does not flood the log. The state is plain JSON in the checkpoint: a resumed run
+issues the same warnings as an uninterrupted one.
 """
 
 import math
@@ -41,8 +41,8 @@ class HealthMonitor:
     """Watches the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps with equal rewards before a warning. A warning is repeated only after as many steps
-            without its cause.
+        window: number of consecutive steps with equal rewards before a warning. Any warning is repeated only after as many
+            steps without its cause.
         logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
         grouped: advantages are relative to the group, so that they sum to zero.
         max_new_tokens: response length limit; None if unknown.
@@ -132,7 +132,7 @@ class HealthMonitor:
         self._parts.extend(state.get("parts", []))
 
     def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
-        """Advance one condition's episode by one step."""
+        """Record whether a condition held in a step; return its warning if it is due."""
         if holds is None:
             return []
         episode = self._episodes.setdefault(name, _Episode())

@@ -34,7 +34,7 @@ class MemoryProfiler:
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Record the block's memory if its step is selected; a step that fails, such as out of memory, is recorded too."""
+        """Record the block's memory if its step is selected; a failed step is recorded too, such as one out of memory."""
         if global_step not in self._steps:
             yield
             return

@@ -81,19 +81,21 @@ ADVICE: dict[str, Advice] = {
         "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",
         "Near 0: easier prompts, or SFT first. Near 1: the task is solved; use harder prompts",
     ),
-    "rollout/advantages_mean": Advice("near 0 if advantages are relative to the group; longer answers count more"),
+    "rollout/advantages_mean": Advice(
+        "near 0 if advantages are relative to the group; not exactly 0, as it averages over tokens"
+    ),
     "rollout/logprobs_mean": Advice(
         "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary's size for a random one",
         "Far below -2 with a pretrained model: check chat template and tokenizer",
     ),
     "rollout/response_len_mean": Advice(
         "drifts slowly, well below --max-new-tokens",
-        "At the limit: as for truncated_ratio. Collapsing: the reward may favour short answers; lower --lr",
+        "At the limit: see truncated_ratio. Collapsing: the reward may favour short answers; lower --lr",
     ),
     "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
         "near 0 and without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
-        "With a policy, look at the reward instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
+        "With RL, look at the reward instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
         "jumps, lower it",
     ),
     "train/policy_loss": Advice("without a trend: it does not measure success", "Look at the reward instead"),
@@ -109,7 +111,9 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),
-    "train/clip_fraction": Advice("0 with one optimizer step per rollout; higher for GSPO", _OFF_POLICY, 0, 0.2),
+    "train/clip_fraction": Advice(
+        "0 with one optimizer step per rollout; otherwise higher for GSPO than for GRPO", _OFF_POLICY, 0, 0.2
+    ),
     "train/pg_clipfrac": Advice("0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.2),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
     "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
@@ -133,7 +137,7 @@ ADVICE: dict[str, Advice] = {
         "at most --grad-clip-norm; equal to it in every step if all gradients are clipped"
     ),
     "train/grad_zero_ratio": Advice(
-        "below 0.5; higher if only few rows of a large embedding are used", "Near 1: check loss masks", 0, 0.9
+        "below 0.5; higher if only a few rows of a large embedding are used", "Near 1: check loss masks", 0, 0.9
     ),
     "train/update_skipped": Advice("", _NON_FINITE, 0, 0),
     "train/loss_scale": Advice(
@@ -162,7 +166,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
-        "0 without --top-k and --top-p; below 1 - top_p with it",
+        "0 without --top-k and --top-p; below 1 - top_p with --top-p alone",
         "Training assumes the full distribution: use a higher --top-p, or none",
         0,
         0.2,
@@ -180,7 +184,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
-    "train/step_wall_time_s": Advice("the sum of the stages (time/*), with some reporting", _SLOWER),
+    "train/step_wall_time_s": Advice("the sum of the stages (time/*), plus a little for reporting", _SLOWER),
     "train/weight_update_time_s": Advice(
         "small compared with the step", "docs/fleet.md compares the ways to deliver weights"
     ),
@@ -201,23 +205,23 @@ ADVICE: dict[str, Advice] = {
         1,
     ),
     "train/critic_value_loss": Advice(
-        "falls during the warm-up, then follows the policy", "As for critic_explained_variance"
+        "falls during the warm-up, then follows the policy", "See critic_explained_variance"
     ),
     "train/critic_value_clipfrac": Advice("", "Lower --critic-lr, or raise --value-clip-eps", 0, 0.2),
     "train/normalized_advantage_std": Advice("1 with --whiten-advantages", "", 0.9, 1.1),
     "train/actor_train_skipped": Advice("1 in the first --critic-warmup-steps steps, then 0"),
     "eval/rewards_mean": Advice(
-        "rises with the reward of training, somewhat lower",
-        "If it falls while the reward of training rises, the policy memorizes or exploits the training prompts: stop at the "
-        "best (--keep-best, --early-stop-patience), or use more prompts",
+        "rises with the training reward, but stays somewhat lower",
+        "If it falls while the training reward rises, the policy memorizes or exploits the training prompts: stop at the "
+        "best evaluation (--keep-best, --early-stop-patience), or use more prompts",
     ),
     "eval/loss": Advice(
         "falls, slightly above the training loss",
         "If it rises while the training loss falls: stop earlier, or add data",
     ),
-    "eval/accuracy": Advice("rises", "As for eval/rewards_mean"),
+    "eval/accuracy": Advice("rises", "See eval/rewards_mean"),
     "eval/pass@K": Advice(
-        "rises with K", "If pass@1 rises while a larger K falls, diversity is lost: see train/entropy", 0, 1
+        "rises with K", "If pass@1 rises while pass@K falls for a larger K, diversity is lost: see train/entropy", 0, 1
     ),
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
     "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers cost most"),
@@ -248,12 +252,12 @@ _LIKE = {
     "time/reward": ("train/reward_score_time_s",),
     "train/weight_update_time_s": ("timeperf/update_weights", "train/rollout_pause_time_s", "timeperf/rollout_pause"),
 }
-"""Metrics that the advice of another also holds for."""
+"""Maps a metric to others for which the same advice holds."""
 _LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
 
 
 def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
-    """The advice for a metric by full name, for an ``experiment`` with its settings; None if there is none."""
+    """The advice for a metric by full name, naming settings instead of options if ``experiment``; None if there is none."""
     source = _LIKE_OF.get(name, name)
     advice = ADVICE.get(source) or next((ADVICE[key] for key in ADVICE if matches(key, source)), None)
     if advice is None or not experiment:

@@ -106,7 +106,7 @@ def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Seq
     Args:
         prompts: the prompt of each sample.
         rewards: the reward of each sample.
-        rows: the training rows of each sample; ``observed`` of some is set.
+        rows: the training rows of each sample; sets ``observed`` of those that will be recorded.
     """
     picked = [rows[i] for i in sorted(pick(prompts, rewards))]
     sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)

@@ -1,8 +1,9 @@
 """What the live display shows, laid out as lines of styled text for any size of terminal.
 
-:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal is too low, the least important lines are left
-out; a line that is too narrow drops its last pieces and shortens its first one. All texts of a run (answers, prompts,
-names, warnings) are reduced to printable characters, so that none of them can control the terminal.
+:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines are
+left out; if it is too narrow for a line, the last pieces of the line are left out and its first one is shortened. All
+texts of a run (answers, prompts, names, warnings) are reduced to printable characters, so that none of them can control
+the terminal.
 """
 
 import math
@@ -84,7 +85,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes that the run uses (``what`` says how they are counted), and free and all bytes of the machine or device."""
+    """Bytes that the run uses (``what`` says how they are counted), and free and total bytes of the machine or device."""
 
     used: int
     free: int
@@ -117,15 +118,15 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that are kept or left out together, from the first one on; the lowest ``rank`` is kept longest."""
+    """Lines that belong together: on a small terminal the last ones are left out, or the block; low ``rank``s stay longest."""
 
     rank: int
     lines: list[Line]
-    least: int = 1  # lines below which the block is left out
+    least: int = 1  # if there is room for fewer lines, the whole block is left out
 
 
 def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) -> list[Line]:
-    """Lay out at most ``height`` lines of at most ``width`` cells; without ``unicode`` in ASCII."""
+    """Lay out at most ``height`` lines of at most ``width`` cells, in ASCII unless ``unicode``."""
     blocks = list(_Layout(state, width, unicode).blocks())
     if sum(len(block.lines) for block in blocks) > height:
         blocks = list(_Layout(state, width, unicode, is_tight=True).blocks())
@@ -262,7 +263,7 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """The problem and its remedy, which is what follows the first sentence, each on a few lines."""
+        """The problem (the first sentence of the text) and the remedy (the rest), each on a few lines."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
         first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
@@ -319,7 +320,7 @@ class _Layout:
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Break a text at spaces, and words that are too long anywhere, into at most ``limit`` lines beside the labels."""
+        """Break a text into at most ``limit`` lines beside the labels, at spaces and within words longer than a line."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

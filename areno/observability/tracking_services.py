@@ -264,7 +264,7 @@ class _MLflowRun:
 
 
 def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
-    """MLflow: a server, or a database such as ``sqlite:///mlflow.db``; a restart resumes the run with the same id in a tag."""
+    """MLflow: a server, or a database such as ``sqlite:///mlflow.db``; a restart resumes the run whose tag has its id."""
     # By default a server that is gone is called for four minutes, while the training waits.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

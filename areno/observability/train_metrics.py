@@ -18,7 +18,7 @@ _GRADIENT = "grad_{zero,nonzero,total}"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A documented metric; ``unit`` is empty if the meaning has it."""
+    """A documented metric; ``unit`` is empty if the meaning states it."""
 
     name: str
     unit: str
@@ -114,7 +114,7 @@ _UPDATE: _Rows = (
     (
         "tree_token_ratio",
         "fraction",
-        "tokens that are computed, in passes whose rows share prompts or earlier turns",
+        "computed tokens out of all, in passes whose rows share prompts or earlier turns, which are computed once",
     ),
     (
         "routed_experts_changed",
@@ -238,6 +238,6 @@ def documented() -> Iterator[tuple[str, Metric]]:
 
 
 def matches(documented_name: str, name: str) -> bool:
-    """Whether a documented name, in which ``NAME`` and ``K`` stand for any, is that of a metric."""
+    """Whether a metric's name matches a documented one, in which ``NAME`` stands for any name and ``K`` for any number."""
     pattern = re.escape(documented_name).replace("NAME", "[^/]+").replace("@K", "@[0-9]+")
     return re.fullmatch(pattern, name) is not None

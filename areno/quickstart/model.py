@@ -26,7 +26,7 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer, which encodes any text.
 
     Args:
-        words: regular expression for pre-tokenization; no token crosses its matches.
+        words: regular expression for pre-tokenization; no token extends over two of its matches.
         special_tokens: starts with the padding and the end-of-turn token.
         template: chat template.
     """

@@ -8,7 +8,7 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Speaks of options by their name in ``areno train``, and writes them as the run's front end does."""
+    """Takes options by their ``areno train`` names; writes them as the run's own front end does."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
@@ -46,7 +46,7 @@ class OptionAdvice:
 
     @property
     def kl(self) -> str:
-        """A KL term against the initial model that the algorithm has."""
+        """The option that adds a KL term against the initial model, for the algorithm of the run."""
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"
         options = ("--kl-coef", "--kl-loss-coef", "--kl-reward-coef")

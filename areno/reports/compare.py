@@ -70,7 +70,7 @@ _RUNS_ALIKE = re.compile(
     r"|scheduling_(spec|strategy)"
 )
 _MODEL = r"ckpt|(^|\.)path$|dtype|device|attn|lora|world_size|tp_size|fsdp|backend|kernels|4bit|eager|compile"
-# Settings that act in a phase; all act in the update.
+# Settings that affect a phase; all affect the update.
 _ACTS_IN = {
     "prompts": r"seed|shuffle|dataset|batch_size|max_prompt|max_sequences|thinking|tokenizer|filter|workflow|ckpt|(^|\.)path$",
     "sampled tokens": rf"seed|n_samples|temperature|top_|greedy|tokens|stop|eos|penalty|context|rollout|gconfig|agent|{_MODEL}",
@@ -116,11 +116,11 @@ class RunComparison:
     curves: list[CurveDifference]
     divergence: Divergence
     causes: list[SettingDifference]
-    """Differences that act in the first phase that differs."""
+    """Differences that can affect the first phase that differs."""
 
     @property
     def equal(self) -> bool:
-        """Whether the runs have the same results so far: the same steps, values and settings that change results."""
+        """Whether the runs have the same results so far: equal steps, values and result-changing settings."""
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
         return not decisive and len(lengths) == 1 and self.divergence.different is None
@@ -157,7 +157,7 @@ def _described(run: RunData) -> dict[str, Any]:
 
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    """Settings whose values differ, once for each pair of values that a name has at several places."""
+    """Settings whose values differ; one stands for all of the same name, in several sections, with the same two values."""
     first, second = _flat(a.config), _flat(b.config)
     if a.is_experiment != b.is_experiment:
         options, experiment = (second, first) if a.is_experiment else (first, second)
@@ -237,7 +237,7 @@ def _mean(values: np.ndarray) -> float:
 def _causes(
     result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Differences that act in the first phase that differs; after the first step any setting may act, through the weights."""
+    """Differences that can affect the first phase that differs; after the first step, all can, through the weights."""
     if result.different is None:
         return []
     phase, earlier = result.different.phase, result.unequal is not None and result.unequal.step < result.different.step

@@ -68,10 +68,10 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
         causes = "; ".join(
             f"{cause.name} {_value(cause.values[0])} and {_value(cause.values[1])}" for cause in comparison.causes
         )
-        yield f"  What differs and acts here: {causes}"
+        yield f"  What differs and affects this phase: {causes}"
     elif different.phase in _NO_CAUSE:
         reason = _ROUNDING if rounding else _NO_CAUSE[different.phase]
-        yield f"  No setting that acts here differs: {reason}"
+        yield f"  No setting that affects this phase differs: {reason}"
     if different.metrics:
         yield f"  Metrics of this step ({len(different.metrics)} differ):"
         rows = [

@@ -1,7 +1,7 @@
 """Where two runs first differ, and in which phase of that step: prompts, sampled tokens, rewards, advantages, update.
 
-Metrics say at which step; the recorded samples of that step say what came first: the same prompt, the same tokens, the same
-log-probs, the same rewards. A later phase that differs follows from the earlier one.
+The metrics show which step differs first. The recorded samples of that step show which phase does: their prompts, tokens,
+log-probs and rewards are compared in this order. If later phases differ too, they follow from the first one.
 """
 
 import re
@@ -268,7 +268,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
     if first == second:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
-        return f"different numbers of prompts: {len(first)} and {len(second)} are recorded, the shared ones equal"
+        return f"different numbers of prompts: {len(first)} and {len(second)} are recorded; those in both are equal"
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the same prompts in a different order"
     index = next(key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key))
@@ -314,7 +314,7 @@ def _logprobs_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) ->
     key = max(gaps, key=gaps.__getitem__)
     return (
         f"the same prompts, but the log-probs of the same tokens differ by up to {gaps[key]:.1e} (sample "
-        f"{sample_id(a[key])}): weights, dtype, temperature or numerics"
+        f"{sample_id(a[key])}), because of weights, dtype, temperature or numerics"
     )
 
 
@@ -331,7 +331,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
     if earliest is not None:
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
-        before = f", although {count} log-probs before agree to {max(gap, 1e-6):.0e}" if count else ""
+        before = f", although the log-probs of {count} equal tokens agree to {max(gap, 1e-6):.0e}" if count else ""
         return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:

@@ -85,7 +85,7 @@ def _since_last_step(run: RunData) -> str:
     age = time.time() - times[-1] if times else 0.0
     usual = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else age
     return (
-        f"; its last record is {age / 60:.0f} minutes old, unlike the {usual:.0f} s between earlier ones"
+        f"; its last record is {age / 60:.0f} minutes old, although earlier ones came every {usual:.0f} s"
         if age > max(60, 20 * usual)
         else ""
     )
@@ -107,7 +107,7 @@ def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
     if patience and (waited := _evaluations_since_best(run)) >= patience:
         setting = advice.assign("--early-stop-patience", int(patience))
         return (
-            f"early stop after {_steps(done)}, because {waited} evaluations in a row were not the best one ({setting})"
+            f"early stop after {_steps(done)}, because the last {waited} evaluations did not improve on the best ({setting})"
         )
     if limit and done >= limit:
         return f"all {_steps(done)} of {advice.assign('--max-steps', int(limit))} are done"

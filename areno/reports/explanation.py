@@ -1,7 +1,7 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
 Both front ends are covered: the metrics of ``areno train``, and the statistics of experiments. Losses report under the
-same short names in both, so ``ppo_actor/update/entropy`` and ``train/entropy`` explain each other.
+same short names in both, so ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
 """
 
 import re
@@ -23,8 +23,8 @@ class Explanation:
     """What a metric is.
 
     Attributes:
-        name: full name; for a statistic without ``/avg``, ``/min`` and ``/max``.
-        unit: empty if the meaning has it.
+        name: full name; that of a statistic has no ``/avg``, ``/min`` or ``/max``.
+        unit: empty if the meaning states it.
         section: title of the section that lists it.
         advice: what is normal, and what to do if it is not; None for a metric that only informs.
     """

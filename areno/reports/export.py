@@ -33,7 +33,7 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
 
     Args:
         runs: the runs by their name in the table.
-        metrics: names of metrics; those of ``KEYS`` select what a run calls so.
+        metrics: names of metrics; a name of ``KEYS`` selects the metric that each run has for it.
         path: a ``.csv`` or ``.parquet`` file, which is replaced.
 
     Raises:

@@ -13,7 +13,7 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, trend_of
 
 REPETITIVE = 0.3
-"""A text repeats itself if a smaller fraction of its four-character sequences is distinct; prose has about 0.8."""
+"""A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
 AT_COST = 0.2
 """Fraction of a part of the reward that must be lost before its fall counts as a cost."""
 MOST = 0.5
@@ -93,7 +93,7 @@ def _against_evaluation(evidence: Evidence) -> RunProblem | None:
 
 
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answers to prompts of one end of the run, with a reward above its median."""
+    """The best answer to each early or late prompt; of these, those with at least the median reward."""
     samples = evidence.samples
     among = samples.flagged("best", samples.late if late else samples.early)
     if len(among):

@@ -13,11 +13,11 @@ from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
 from areno.storage.metric_columns import Series
 
 MIN_STEPS = 8
-"""Steps before which an unclear result says nothing: the ends that are compared have fewer than four steps each."""
+"""With fewer steps, the answer is unknown rather than no: each of the two ends that are compared has fewer than four."""
 LOST = 0.5
 """Fraction of a rise that is lost again before the result counts as lost."""
 FOLLOWS = 0.5
-"""Change on held-out data, as a fraction of that in training, that confirms it although few rows leave it unclear."""
+"""Change on held-out data, as a fraction of the change in training, that confirms it even if it is not itself clear."""
 LOSS_NOISE = 0.002
 """Relative noise of a held-out loss, which is measured on the same rows each time."""
 
@@ -91,7 +91,7 @@ class Progress:
 
     @cached_property
     def fell_at_start(self) -> bool:
-        """Whether the reward of the first step was lost within the steps whose mean is compared, before a trend shows it."""
+        """Whether the reward fell so soon after the first step that the first mean of the trend already includes the fall."""
         train, values = self.train, finite(self.run.series("reward"))[1]
         deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
         if train is None or not deviation or not samples or len(values) < MIN_STEPS:
@@ -100,7 +100,7 @@ class Progress:
         return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Standard error of the difference of two evaluations, at most: the prompts are the same."""
+        """Upper bound of the standard error of the difference of two evaluations; equal prompts make the true one smaller."""
         values = finite(series)[1]
         if not self.by_reward:
             return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf
@@ -133,7 +133,7 @@ def learned(progress: Progress) -> Learned:
 
 
 def _follows(held_out: SeriesTrend | None, train: SeriesTrend | None) -> bool:
-    """Whether held-out data, if any, changed in the same direction by as much, though it may be too little to be clear."""
+    """Whether held-out data, if any, confirms the change in training (see :data:`FOLLOWS`)."""
     return held_out is None or (train is not None and held_out.change / train.change >= FOLLOWS)
 
 

@@ -59,7 +59,7 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
     """Draw one chart per metric, one below the other, as an SVG document.
 
     Args:
-        runs: the curves; one of several runs is their mean.
+        runs: the curves; a curve of several runs is their mean.
         metrics: names of metrics, or of ``KEYS``.
         layout: how to draw.
         size: width and height of the document with units; None takes those of the layout in px.

@@ -31,7 +31,7 @@ GROWTH = 10.0
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Change of the answers' length, as a factor, that a task rarely needs."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
-"""Change of the entropy, as a factor: almost deterministic; much less certain than the initial model."""
+"""Changes of the entropy, as factors: to an almost deterministic policy, and to one much less certain than at the start."""
 CLIPPED = 0.3
 """Fraction of clipped tokens above which an update loses much of its gradient; it is usually below 0.1."""
 STALE = 4.0
@@ -210,11 +210,11 @@ def _equal_rewards(evidence: Evidence) -> RunProblem | None:
             f"{evidence.advice.scaled('--lr', 0.1)}.",
             samples,
         )
-    tests = "Call the reward function (--reward-fn-path) on a correct answer: it should be higher than on a wrong one."
+    tests = "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong one."
     return RunProblem(
         "equal_rewards",
         f"{'All' if always else 'All late'} rewards are {value}, so all advantages are zero and nothing can be learned.",
-        f"{tests} If it is, take easier problems, a better initial model (SFT first) or a larger --n-samples.",
+        f"{tests} If it does, take easier problems, a better initial model (SFT first) or a larger --n-samples.",
         samples,
     )
 

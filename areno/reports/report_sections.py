@@ -21,7 +21,7 @@ from areno.storage.json_lines import as_float
 from areno.storage.metric_columns import Series
 
 EXTREMES = 4
-"""Best and worst samples that are shown, of each."""
+"""Best samples that are shown, and as many worst ones."""
 CHANGES = 2
 """Prompts whose early and late answers are shown token by token."""
 COMPARED = 8
@@ -29,9 +29,9 @@ COMPARED = 8
 ANSWER_CHARS = 800
 """Characters of each of these answers."""
 MAX_PARTS = 8
-"""Parts of a reward, or phases of a step, in one chart."""
+"""Curves in one chart, of the parts of a reward or the phases of a step."""
 MAX_LINES = 500
-"""Warnings, and settings of the configuration, that are listed."""
+"""Warnings that are listed, and as many settings of the configuration."""
 VALUE_CHARS = 300
 """Characters of a setting's value."""
 WARNING_CHARS = 1000
@@ -207,7 +207,7 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
         note = f"Held-out prompts in the first and in the last evaluation, at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "Training prompts that were sampled in several steps: the first answer in the first and in the last of them."
+        note = "Training prompts that were sampled in several steps: their first answers in the first and the last such step."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 
@@ -252,7 +252,7 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
 
 
 def settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings of a configuration, those with a value, by dotted name."""
+    """The settings of a configuration that have a value, by dotted name."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from settings(value, f"{prefix}{name}.")

@@ -64,7 +64,7 @@ class RunSamples:
         return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
 
     def flagged(self, flag: str, among: Indices) -> Indices:
-        """Those of some samples that were recorded for a reason of ``FLAGS``, or have that attribute."""
+        """The samples in ``among`` that have a flag of ``FLAGS``: the reason why they were recorded, or an attribute."""
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
@@ -126,7 +126,7 @@ class RunSamples:
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
-        """For prompts that were sampled in several steps the first answer in the first and in the last of these steps.
+        """Pairs of answers to one prompt, from the first and the last step in which it was sampled: the first answer of each.
 
         Prompts are compared by their text, in the first and the last samples of a run only.
         """

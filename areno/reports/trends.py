@@ -10,7 +10,7 @@ from areno.reports.svg import short
 from areno.storage.metric_columns import Series
 
 CLEAR = 3.0
-"""Standard errors that a clear change has at least; noise alone reaches that in one of 700 runs."""
+"""A change is clear above this many standard errors; noise alone exceeds that in one of 700 runs."""
 SHARE = 10
 """The ends that are compared are a tenth of a run each, ..."""
 AT_LEAST = 5
@@ -55,7 +55,7 @@ class SeriesTrend:
         return self.clear(-self.change)
 
     def clear(self, change: float) -> bool:
-        """Whether a change of such a mean is larger than noise."""
+        """Whether a rise from one such mean to another is larger than noise."""
         return change > max(CLEAR * self.noise, 1e-9 * max(abs(self.first), abs(self.last)), 1e-12)
 
     def __str__(self) -> str:
@@ -99,8 +99,9 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 def _noise(values: NDArray[np.float64], width: int) -> float:
     """Standard error of the difference of the means of two windows; infinite with fewer than four values.
 
-    The standard deviation of a value is that of successive differences, in which a trend does not count, or that within the
-    two windows if it is larger: an estimate from few values may be too small, for which the last factor allows as well.
+    The standard deviation of a value is estimated from successive differences, which a trend hardly changes, and from the
+    spread within the two windows; the larger one counts, because an estimate from few values may be too small. The last
+    factor allows for that too.
     """
     if len(values) < 4:
         return math.inf

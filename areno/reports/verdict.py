@@ -95,7 +95,7 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]
             "collapse",
             f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; nothing "
             "else that is recorded explains it.",
-            f"Take the checkpoint before it got worse (--keep-best keeps the best one), and lower the learning rate, "
+            f"Take a checkpoint from before it got worse (--keep-best keeps the best one), and lower the learning rate, "
             f"{advice.scaled('--lr', 0.3)}" + (f", or add {advice.kl}." if progress.by_reward else "."),
             evidence.ids(evidence.samples.spread(late, 3)),
         )

@@ -86,7 +86,7 @@ class RecordedStep:
 
 
 def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) -> RecordedStep:
-    """Read the rows of a step, and find the newest checkpoint up to it.
+    """Read the rows of a step, and find the newest checkpoint saved before it.
 
     Raises:
         UsageError: nothing was recorded for that step.

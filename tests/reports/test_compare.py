@@ -105,7 +105,7 @@ def advantage(record):
         (set_prompt, 0, "prompts", r"different prompts: prompt 0 is 'Question 0' and 'Another question'"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: tokenizer or chat template"),
         (logprobs, 0, "log-probs", r"log-probs of the same tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
-        (tokens, 0, "sampled tokens", "differ, from token 2 of sample 2/0/0 on, although 14 log-probs before agree to 1e-06"),
+        (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of 14 equal tokens agree"),
         (reward, 0, "rewards", r"the same answers, but the reward of sample 2/0/0 is 0 and 0\.5 \(short: 0\.0 and 0\.5\)"),
         (advantage, 0, "advantages", r"answers and rewards, but the advantage of sample 2/0/0 is -0\.5 and 0\.75"),
     ],
@@ -171,7 +171,7 @@ def test_without_an_earlier_phase_in_the_samples_the_metrics_say_which(values, c
     other = write_run(tmp_path / "b", config=config, metrics=from_step(0, **values))
     code, text, data = diff(capsys, write_run(tmp_path / "a"), other)
     assert (code, data["divergence"]["different"]["phase"], data["divergence"]["different"]["step"]) == (1, phase, 0)
-    assert f"What differs and acts here: {cause}\n" in text  # and not eval_interval
+    assert f"What differs and affects this phase: {cause}\n" in text  # and not eval_interval
 
 
 def test_settings_are_split_by_whether_they_change_results(tmp_path, capsys):

@@ -201,7 +201,7 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
         (["--out", "x.svg", "--metric", "rewrd"], r"--metric rewrd was not recorded \(did you mean reward\?\)"),
         (["--out", "x.svg", "--smooth", "0"], "--smooth 0: use at least 1"),
         (["--out", "x.svg", "--width", "6cm"], "--width 6cm: use 100 to 10000 px"),
-        (["--out", "x.csv", "--smooth", "3"], "act on .svg files"),
+        (["--out", "x.csv", "--smooth", "3"], "apply to .svg files only"),
         (["--out", "x.svg", "--samples"], "--samples writes samples to"),
         (["--out", "x.svg", "--mean-over", "a"], "--mean-over a: write NAME=RUN,RUN"),
         (["--out", "no/folder/x.svg"], "--out no/folder/x.svg cannot be written: No such file"),

@@ -410,7 +410,7 @@ def test_an_early_stop_is_named(tmp_path):
     config = {**OPTIONS, "early_stop_patience": 3, "max_steps": 1000}
     run = Prepared(policy_metrics(rng_of(), STEPS), config, evaluations)
     ending = verdict_of(RunData(run.write(tmp_path / "run").path)).ending
-    assert "3 evaluations in a row were not the best one (--early-stop-patience 3)" in ending.text
+    assert "the last 3 evaluations did not improve on the best (--early-stop-patience 3)" in ending.text
 
 
 def test_a_run_in_progress_has_not_ended(tmp_path):
