@@ -7,9 +7,9 @@
 
 Each layout trains the same random model on the same rows, in processes of its own. ``sent`` is what all ranks have sent over
 the loopback interface in a step (not measured on GPUs), ``ideal`` the sum of
-:func:`areno.engine.plan.layout_estimates.sent_bytes`. ``held`` is the peak of the fullest rank
-over what a rank with next to no model holds, ``planned`` that of :func:`areno.engine.plan.layout_estimates.rank_bytes`. The step
-of one process with all cores is the unit of time.
+:func:`areno.engine.plan.layout_estimates.sent_bytes`. ``held`` is the peak of the
+fullest rank over what a rank with next to no model holds, ``planned`` that of
+:func:`areno.engine.plan.layout_estimates.rank_bytes`. The step of one process with all cores is the unit of time.
 """
 
 from __future__ import annotations

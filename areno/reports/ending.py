@@ -106,9 +106,7 @@ def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
     patience, limit = advice.number("--early-stop-patience"), advice.number("--max-steps")
     if patience and (waited := _evaluations_since_best(run)) >= patience:
         setting = advice.assign("--early-stop-patience", int(patience))
-        return (
-            f"early stop after {_steps(done)}, because the last {waited} evaluations did not improve on the best ({setting})"
-        )
+        return f"early stop after {_steps(done)}, because the last {waited} evaluations did not improve on the best ({setting})"
     if limit and done >= limit:
         return f"all {_steps(done)} of {advice.assign('--max-steps', int(limit))} are done"
     epochs, most = (
