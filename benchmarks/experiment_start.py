@@ -72,10 +72,10 @@ def first_log_s(command: list[str], number: int) -> float:
 def error_s(command: list[str], number: int) -> float:
     """Seconds to the end of a process with an unknown setting."""
     began = time.perf_counter()
-    with start([*command, "actor.optimiser.lr=1"], number) as process:
+    with start([*command, "actor.optimizer.lr=1"], number) as process:
         output = process.communicate()[0]
         seconds = time.perf_counter() - began
-    if process.returncode == 0 or b"actor.optimiser" not in output:
+    if process.returncode == 0 or b"actor.optimizer" not in output:
         raise SystemExit(f"{' '.join(command)} did not refuse an unknown setting:\n{output.decode()}")
     return seconds
 

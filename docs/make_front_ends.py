@@ -72,7 +72,7 @@ FEATURES = (
     Feature("label smoothing of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("weights of a reward's parts", ("--reward-weights",), ("reward.weights",)),
-    Feature("normalised parts of a reward", ("--reward-normalize-parts",), ("reward.normalize_parts",)),
+    Feature("normalized parts of a reward", ("--reward-normalize-parts",), ("reward.normalize_parts",)),
     Feature("reward model", ("--reward-ckpt",), ("reward.path",)),
     Feature("handling of failing rewards", ("--on-reward-error",), ("reward.on_error",)),
     Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),

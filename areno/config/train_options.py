@@ -130,7 +130,7 @@ class UpdateOptions:
     dpo_beta: float = _dpo(0.1, above=0, help="Inverse temperature of the preference margin.")
     dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
     dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")
-    dpo_length_normalised: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
+    dpo_length_normalized: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
     use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference.")
     kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
     kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term.")

@@ -44,7 +44,7 @@ class EngineConfig:
     use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
     deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
-    neighbours: int = 1  # number of engines of this kind on this machine, each with its own ranks
+    neighbors: int = 1  # number of engines of this kind on this machine, each with its own ranks
     shares_device: bool = False  # whether another process uses the same GPU
     peers: RankContext = field(default_factory=RankContext)  # ranks of the same configuration, which get the same calls
 

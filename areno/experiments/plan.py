@@ -162,7 +162,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     on_cpu = engine.device.type == "cpu"
     together = on_cpu or "colocation" in (actor.scheduling_strategy.type, config.rollout.scheduling_strategy.type)
     running = _running(config, parallel.data)
-    engine = engines.engine_config(actor, trains="nothing", neighbours=parallel.data, shares_device=together, **running)
+    engine = engines.engine_config(actor, trains="nothing", neighbors=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available
     generates = plan_sizes(ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True), left)
     titles = (titles[0], f"each of {parallel.data} rollout replicas, {config.rollout.backend}")

@@ -13,16 +13,16 @@ from areno.types import part_columns
 
 
 def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> list[float]:
-    """Standardise the rewards of one prompt's samples: (r - mean) / (std + eps), with the population std.
+    """Standardize the rewards of one prompt's samples: (r - mean) / (std + eps), with the population std.
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Equal rewards give exactly zero.
     """
-    centred = _centred(rewards)
-    deviation = math.hypot(*centred) / math.sqrt(max(len(centred), 1))
-    return [c / (deviation + eps) for c in centred]
+    centered = _centered(rewards)
+    deviation = math.hypot(*centered) / math.sqrt(max(len(centered), 1))
+    return [c / (deviation + eps) for c in centered]
 
 
-def _centred(rewards: Sequence[float]) -> list[float]:
+def _centered(rewards: Sequence[float]) -> list[float]:
     """Rewards minus their mean; exactly zero if all are equal."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
@@ -32,7 +32,7 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 def _leave_one_out(rewards: Sequence[float]) -> list[float]:
     others = max(len(rewards) - 1, 1)
-    return [c * len(rewards) / others for c in _centred(rewards)]
+    return [c * len(rewards) / others for c in _centered(rewards)]
 
 
 def _per_group(
@@ -59,7 +59,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """r - mean over the prompt's samples, not divided by std (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
-    return _per_group(rewards, groups, _centred)
+    return _per_group(rewards, groups, _centered)
 
 
 def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
@@ -68,11 +68,11 @@ def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[flo
 
 
 def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """Standardise over all samples of the step (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    """Standardize over all samples of the step (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
     return _per_group(rewards, [0] * len(groups), compute_group_advantages)
 
 
-def normalised_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
+def normalized_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
     """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of part k over the prompt's samples.
 
     Followed by :func:`batch_advantages` this is GDPO (Liu et al. 2026, arXiv:2601.05242).

@@ -31,11 +31,11 @@ def dpo_loss_fn(
     *,
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
-    length_normalised: bool = False,
+    length_normalized: bool = False,
 ) -> dict[str, Quantity]:
     """L = mean over pairs of (1 - eps) l(D) + eps l(-D), D = log-ratio of the chosen answer - log-ratio of the rejected one.
 
-    The log-ratio of an answer is sum_t m_t (log pi - log pi_ref), or its mean with ``length_normalised``; eps is
+    The log-ratio of an answer is sum_t m_t (log pi - log pi_ref), or its mean with ``length_normalized``; eps is
     ``label_smoothing``, the assumed share of swapped labels (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf). l(D) is
     -log sigmoid(beta D) for ``sigmoid``; (D - 1 / (2 beta))^2 for ``ipo`` (Azar et al. 2023, arXiv:2310.12036);
     max(0, 1 - beta D) for ``hinge`` (SLiC, Zhao et al. 2023, arXiv:2305.10425).
@@ -46,7 +46,7 @@ def dpo_loss_fn(
         beta: sharpness of the margin, above 0.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
-        length_normalised: compare means over tokens instead of sums, so that long answers do not weigh more than short ones.
+        length_normalized: compare means over tokens instead of sums, so that long answers do not weigh more than short ones.
 
     Returns:
         Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward
@@ -66,7 +66,7 @@ def dpo_loss_fn(
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
     # Subtract per token and sum in float64: the two sums are large and nearly equal, so their difference cancels digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
-    per_sequence = (sequence_means if length_normalised else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
+    per_sequence = (sequence_means if length_normalized else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")
     delta, shape = chosen - rejected, _SHAPES[loss_type]
     margin = beta * chosen - beta * rejected

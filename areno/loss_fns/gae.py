@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
+"""Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
 Computes in Python floats, that is float64: each advantage sums over thousands of later tokens.
 """
@@ -85,7 +85,7 @@ def fill_gae(
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
-    """Standardise over all unmasked tokens: (x - mean) / std, with the population std.
+    """Standardize over all unmasked tokens: (x - mean) / std, with the population std.
 
     If the std is at most 1e-6, only the mean is subtracted; equal values give exactly zero.
 

@@ -1,4 +1,4 @@
-"""GRPO: group-relative policy optimisation with token-level importance ratios (Shao et al. 2024, arXiv:2402.03300)."""
+"""GRPO: group-relative policy optimization with token-level importance ratios (Shao et al. 2024, arXiv:2402.03300)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""GSPO: group sequence policy optimisation with one importance ratio per sequence (Zheng et al. 2025, arXiv:2507.18071)."""
+"""GSPO: group sequence policy optimization with one importance ratio per sequence (Zheng et al. 2025, arXiv:2507.18071)."""
 
 from typing import Any
 

@@ -71,7 +71,7 @@ class RowData(dict[str, Any]):
 def reduces_over(
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction], *, entropy: bool = False, bounds: bool = False
 ) -> Callable[[F], F]:
-    """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighbouring rows).
+    """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighboring rows).
 
     Args:
         unit: the unit, or a function of the keyword arguments bound with ``functools.partial`` that returns it.

@@ -76,26 +76,26 @@ class Norm:
                 "normalization needs finite numbers; the model or function that computes the rewards or advantages has diverged"
             )
         return torch.zeros_like(x).masked_scatter(
-            keep, self._normalise(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
+            keep, self._normalize(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
         )
 
-    def _normalise(self, x: Tensor, groups: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor, groups: Tensor) -> Tensor:
         one_group = torch.zeros_like(groups)
-        centred = x
+        centered = x
         if self.mean_level is not None:
-            centred = self._centred(x, groups if self.mean_level == "group" else one_group)
+            centered = self._centered(x, groups if self.mean_level == "group" else one_group)
         if self.std_level is None:
-            return centred
+            return centered
         ids = groups if self.std_level == "group" else one_group
-        counts, squares = _sums(torch.ones_like(x), ids), _sums(centred.square(), ids)
+        counts, squares = _sums(torch.ones_like(x), ids), _sums(centered.square(), ids)
         if self.std_unbiased:
             sigma = torch.where(counts > 1, (squares / (counts - 1).clamp(min=1)).sqrt(), 1.0)
         else:
             sigma = (squares / counts).sqrt()
         divisor = sigma + self.eps
-        return torch.where(divisor > 0, centred / divisor, 0.0)
+        return torch.where(divisor > 0, centered / divisor, 0.0)
 
-    def _centred(self, x: Tensor, groups: Tensor) -> Tensor:
+    def _centered(self, x: Tensor, groups: Tensor) -> Tensor:
         """Return x - mu, computed from the distances to the minimum of each group."""
         counts = _sums(torch.ones_like(x), groups)
         minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]

@@ -26,7 +26,7 @@ from areno.loss_fns.clipping import (
 from areno.loss_fns.kl import reference_kl
 from areno.loss_fns.loss_interface import DataPack, in_float, reduces_over, required
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
-from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
+from areno.loss_fns.rejection import BehaviorWeights, RejectionSampling, behavior_weights
 from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 
@@ -39,7 +39,7 @@ class PolicyLossConfig(PolicyLossOptions):
         ValueError: a setting is out of range, contradicts another, or would have no effect.
     """
 
-    rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behaviour of the decoupled loss
+    rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behavior of the decoupled loss
     rl_loss_weight: float = 1.0  # weight of the policy loss in addition to distillation; 0: distillation only
     distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 disables distillation
 
@@ -79,9 +79,9 @@ class _Terms:
 
     mask: Tensor
     new: Tensor
-    behaviour: Tensor
+    behavior: Tensor
     proximal: Tensor
-    weights: BehaviourWeights
+    weights: BehaviorWeights
     ratio: Tensor
     advantage: Tensor
 
@@ -105,12 +105,12 @@ def policy_loss_fn(
     - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
     - CISPO: -sg[clip(rho, ...)] A log pi.
 
-    pi_p is the behaviour policy, which sampled the tokens. In the decoupled loss it is the proximal policy, and each token
-    has the weight w = pi_p / pi_behaviour, with or without ``rejection_sampling``. A token masked by rejection sampling or
+    pi_p is the behavior policy, which sampled the tokens. In the decoupled loss it is the proximal policy, and each token
+    has the weight w = pi_p / pi_behavior, with or without ``rejection_sampling``. A token masked by rejection sampling or
     by M2PO has w = 0 and still counts in N.
 
     Distillation adds distill_loss_weight times the mean over all response tokens of
-    (pi / pi_behaviour) sg[log pi - log pi_teacher]. This score-function term has the unbiased gradient of the per-token
+    (pi / pi_behavior) sg[log pi - log pi_teacher]. This score-function term has the unbiased gradient of the per-token
     reverse KL divergence to the teacher. The KL term adds kl_coef times the mean over all response tokens of the KL
     divergence to the reference.
 
@@ -150,11 +150,11 @@ def policy_loss_fn(
     metrics |= _statistics(data_pack, terms, losses)
     metrics |= {"policy_loss": policy.detached(), "total_loss": Mean(total.detach(), policy.count)}
     if knobs.use_decoupled_loss:
-        metrics |= _behaviour_statistics(terms)
+        metrics |= _behavior_statistics(terms)
         if knobs.prox_logp_method == "metrics":
             versions, new_version = _versions(data_pack, version)
             metrics |= approximation_metrics(
-                terms.behaviour, terms.new, terms.proximal, versions, new_version, terms.mask
+                terms.behavior, terms.new, terms.proximal, versions, new_version, terms.mask
             )
     return total / policy.count.clamp(min=1), metrics
 
@@ -162,32 +162,32 @@ def policy_loss_fn(
 def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: int | None) -> _Terms:
     mask = pack["packed_response_mask"]
     new = torch.where(mask, in_float(logprobs), 0.0)
-    behaviour = torch.where(mask, in_float(pack["packed_logprobs"]), 0.0)
-    proximal = torch.where(mask, _proximal(pack, new, behaviour, knobs, version), 0.0)
-    weights = behaviour_weights(knobs.rejection_sampling, pack, proximal, behaviour)
+    behavior = torch.where(mask, in_float(pack["packed_logprobs"]), 0.0)
+    proximal = torch.where(mask, _proximal(pack, new, behavior, knobs, version), 0.0)
+    weights = behavior_weights(knobs.rejection_sampling, pack, proximal, behavior)
     if knobs.m2_threshold is not None:
         remedy = "select the tokens with areno.loss_fns.shaping.select_by_second_moment"
         selected = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
-        weights = BehaviourWeights(weights.weight, weights.keep & selected, weights.outside)
+        weights = BehaviorWeights(weights.weight, weights.keep & selected, weights.outside)
     log_ratio, advantage = new - proximal, advantages_of(pack)
     if knobs.importance_sampling_level == "sequence":
         ids = pack["packed_seq_ids"]
         log_ratio, advantage = (
             torch.where(mask, sequence_means(x, pack, weights.keep)[ids], 0.0) for x in (log_ratio, advantage)
         )
-    return _Terms(mask, new, behaviour, proximal, weights, ratio_of(log_ratio), advantage)
+    return _Terms(mask, new, behavior, proximal, weights, ratio_of(log_ratio), advantage)
 
 
-def _proximal(pack: DataPack, new: Tensor, behaviour: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
+def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
     """Log-probs in the denominator of the ratio [A]."""
     if not knobs.use_decoupled_loss:
-        return behaviour
+        return behavior
     if knobs.needs_proximal:
         remedy = "give every row prox_logprobs, scored before the update, or set prox_logp_method=loglinear"
         return in_float(required(pack, "packed_prox_logprobs", "the decoupled loss", remedy))
     versions, new_version = _versions(pack, version)
     kind: Any = knobs.prox_logp_method
-    return approximate_proximal(kind, behaviour, new, versions, new_version)
+    return approximate_proximal(kind, behavior, new, versions, new_version)
 
 
 def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
@@ -235,7 +235,7 @@ def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, 
         "dual_clip_ratio": masked_range(dual.float(), keep),
         "clipped_tokens": Count(clipped.sum()),
         "clipped_new_logp": masked_range(terms.new, clipped),
-        "clipped_old_logp": masked_range(terms.behaviour, clipped),
+        "clipped_old_logp": masked_range(terms.behavior, clipped),
     }
 
 
@@ -244,7 +244,7 @@ def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
     remedy = "give every row teacher_logprobs, or set distill_loss_weight=0"
     teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
     gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)
-    ratio = ratio_of(terms.new - terms.behaviour)
+    ratio = ratio_of(terms.new - terms.behavior)
     return (ratio * gap).sum(), gap
 
 
@@ -253,7 +253,7 @@ def _statistics(pack: DataPack, terms: _Terms, losses: Tensor) -> dict[str, Any]
         "importance_weight": terms.ratio,
         "approx_kl": terms.new - terms.proximal,
         "new_logp": terms.new,
-        "old_logp": terms.behaviour,
+        "old_logp": terms.behavior,
         "actor_loss": losses,
     }
     if "packed_entropy" in pack:
@@ -263,11 +263,11 @@ def _statistics(pack: DataPack, terms: _Terms, losses: Tensor) -> dict[str, Any]
     return {name: masked_range(value, terms.mask) for name, value in values.items()}
 
 
-def _behaviour_statistics(terms: _Terms) -> dict[str, Any]:
+def _behavior_statistics(terms: _Terms) -> dict[str, Any]:
     keep, outside = terms.weights.keep, terms.weights.outside
     return {
         "behave_imp_weight": masked_range(terms.weights.weight, keep),
-        "behave_approx_kl": masked_range(terms.proximal - terms.behaviour, keep),
+        "behave_approx_kl": masked_range(terms.proximal - terms.behavior, keep),
         "unclipped_behave_tokens": Count(keep.sum()),
         "rs_filtered_fraction": Mean(outside.sum(), terms.mask.sum()),
     }

@@ -29,7 +29,7 @@ def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
 
 
 def approximate_proximal(
-    kind: Approximation, behaviour: Tensor, current: Tensor, versions: Tensor, version: int
+    kind: Approximation, behavior: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
     """Approximate log-probs of the proximal policy [A], without gradient; versions are those of :func:`interpolation_fraction`.
 
@@ -38,39 +38,39 @@ def approximate_proximal(
     Raises:
         ValueError: ``kind`` is unknown.
     """
-    behaviour, current = in_float(behaviour.detach()), in_float(current.detach())
+    behavior, current = in_float(behavior.detach()), in_float(current.detach())
     if kind == "rollout":
-        return behaviour
+        return behavior
     alpha = interpolation_fraction(versions, version).to(current.dtype)
     if kind == "loglinear":
-        return behaviour + alpha * (current - behaviour)
+        return behavior + alpha * (current - behavior)
     if kind != "linear":
         raise ValueError(f"proximal approximation {kind!r} is unknown; choose one of: {', '.join(APPROXIMATIONS)}")
     # log((1 - alpha) + alpha pi / pi_b), relative to pi_b, which is never 0.
-    return behaviour + torch.log1p(alpha * (ratio_of(current - behaviour) - 1))
+    return behavior + torch.log1p(alpha * (ratio_of(current - behavior) - 1))
 
 
-def divergences(behaviour: Tensor, proximal: Tensor) -> dict[str, Tensor]:
-    """KL estimates k1, k2 and k3 between behaviour and proximal policy at each token, by documented name."""
-    d = behaviour - proximal
+def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
+    """KL estimates k1, k2 and k3 between behavior and proximal policy at each token, by documented name."""
+    d = behavior - proximal
     return {"kl_div_direct": d, "kl_div_taylor": 0.5 * d.square(), "kl_div_dual": torch.expm1(-d) + d}
 
 
 def approximation_metrics(
-    behaviour: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
+    behavior: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
     """Errors of each approximation against the proximal log-probs of a forward pass, over the tokens of ``mask``.
 
     Names are ``compute_logp/...``. The metrics include :func:`divergences`, and for each approximation the errors of
     the log-prob and of the two ratios computed from it.
     """
-    behaviour, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behaviour, current, proximal))
-    d = behaviour - proximal
-    values = {"prox_logp_gt": proximal, **divergences(behaviour, proximal)}
+    behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
+    d = behavior - proximal
+    values = {"prox_logp_gt": proximal, **divergences(behavior, proximal)}
     exact = {"behave_imp_weight": ratio_of(-d), "importance_weight": ratio_of(current - proximal)}
     for kind in APPROXIMATIONS:
-        approx = approximate_proximal(kind, behaviour, current, versions, version)
-        ratios = {"behave_imp_weight": ratio_of(approx - behaviour), "importance_weight": ratio_of(current - approx)}
+        approx = approximate_proximal(kind, behavior, current, versions, version)
+        ratios = {"behave_imp_weight": ratio_of(approx - behavior), "importance_weight": ratio_of(current - approx)}
         error = (approx - proximal).abs()
         metrics = {
             "approx_logp": approx,

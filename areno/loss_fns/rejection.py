@@ -1,6 +1,6 @@
-"""Rejection sampling: masks or clamps tokens whose proximal and behaviour policies differ too much.
+"""Rejection sampling: masks or clamps tokens whose proximal and behavior policies differ too much.
 
-r = pi_proximal / pi_behaviour is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al. 2022,
+r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al. 2022,
 arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequence outside the bounds is masked out of the loss, or its
 weight is clamped. With a lower and an upper bound on the ratio this is IcePop (Ling Team 2025, arXiv:2510.18855).
 """
@@ -22,7 +22,7 @@ MIN_PROBABILITY = 1e-8
 
 @dataclass
 class RejectionSampling(RejectionSamplingConfig):
-    """Bounds on the divergence between the proximal and the behaviour policy, as measured by a metric.
+    """Bounds on the divergence between the proximal and the behavior policy, as measured by a metric.
 
     With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
     larger of the two KL divergences between the token's Bernoulli distributions.
@@ -39,29 +39,29 @@ class RejectionSampling(RejectionSamplingConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class BehaviourWeights:
-    """Importance weights of the behaviour policy, and the result of rejection sampling."""
+class BehaviorWeights:
+    """Importance weights of the behavior policy, and the result of rejection sampling."""
 
     weight: Tensor  # importance weight [A], detached; 0 for masked tokens
     keep: Tensor  # bool [A], response tokens that are not masked
     outside: Tensor  # bool [A], response tokens affected by the bounds: masked, or with a clamped weight
 
 
-def behaviour_weights(
-    sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behaviour: Tensor
-) -> BehaviourWeights:
-    """Compute weights and mask from the proximal and the behaviour log-probs [A].
+def behavior_weights(
+    sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behavior: Tensor
+) -> BehaviorWeights:
+    """Compute weights and mask from the proximal and the behavior log-probs [A].
 
     Without ``sampling`` the weight of each token is its ratio.
     """
     mask = pack["packed_response_mask"]
     # In float64, so that the decision for a sequence does not depend on the packing.
-    proximal, behaviour = (torch.where(mask, x.detach().double(), 0.0) for x in (proximal, behaviour))
-    d = (proximal - behaviour).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    proximal, behavior = (torch.where(mask, x.detach().double(), 0.0) for x in (proximal, behavior))
+    d = (proximal - behavior).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     weight = ratio_of(d)
     if sampling is None:
-        return BehaviourWeights(torch.where(mask, weight, 0.0), mask, torch.zeros_like(mask))
-    values = _METRICS[sampling.metric](d, proximal, behaviour)
+        return BehaviorWeights(torch.where(mask, weight, 0.0), mask, torch.zeros_like(mask))
+    values = _METRICS[sampling.metric](d, proximal, behavior)
     if sampling.level == "sequence":
         values = _aggregate(values, sampling.agg, pack)[pack["packed_seq_ids"]]
         if sampling.metric == "ratio":
@@ -72,10 +72,10 @@ def behaviour_weights(
     outside = mask & ((values < lower) | (values > sampling.upper))
     if sampling.action == "mask":
         keep = mask & ~outside
-        return BehaviourWeights(torch.where(keep, weight, 0.0), keep, outside)
+        return BehaviorWeights(torch.where(keep, weight, 0.0), keep, outside)
     # The weight is the geometric mean, which may be within the bounds even if the sum or maximum over tokens is not.
     clamped = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
-    return BehaviourWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
+    return BehaviorWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
 
 
 def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
@@ -89,13 +89,13 @@ def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
     return sums if agg == "sum" else sums / zeros.index_add(0, ids, torch.ones_like(values)).clamp(min=1)
 
 
-def _k3(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
+def _k3(d: Tensor, proximal: Tensor, behavior: Tensor) -> Tensor:
     d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
 
 
-def _binary_kl(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
-    p, b = (x.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (proximal, behaviour))
+def _binary_kl(d: Tensor, proximal: Tensor, behavior: Tensor) -> Tensor:
+    p, b = (x.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (proximal, behavior))
     # log1p is accurate for probabilities near 1.
     heads, tails = p.log() - b.log(), torch.log1p(-p) - torch.log1p(-b)
     forward, backward = p * heads + (1 - p) * tails, -b * heads - (1 - b) * tails
@@ -104,15 +104,15 @@ def _binary_kl(d: Tensor, proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 # A ratio is aggregated over a sequence as its logarithm.
 _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "ratio": lambda d, proximal, behaviour: d,
-    "kl_k1": lambda d, proximal, behaviour: d,
-    "kl_k2": lambda d, proximal, behaviour: 0.5 * d.square(),
+    "ratio": lambda d, proximal, behavior: d,
+    "kl_k1": lambda d, proximal, behavior: d,
+    "kl_k2": lambda d, proximal, behavior: 0.5 * d.square(),
     "kl_k3": _k3,
     "binary_kl": _binary_kl,
 }
 
 
-def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, threshold: float) -> Tensor:
+def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """M2PO: mask the tokens with the largest (log pi_b - log pi_p)^2 until the mean over the rest is below a threshold.
 
     The selection sorts all tokens of a batch, so it is done once before the split into microbatches, and is stored in
@@ -120,7 +120,7 @@ def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, thresh
 
     Args:
         proximal: log-probs at the start of the update [N].
-        behaviour: log-probs of the sampling policy [N].
+        behavior: log-probs of the sampling policy [N].
         mask: response tokens [N].
 
     Returns:
@@ -131,7 +131,7 @@ def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, thresh
     """
     if not threshold > 0:
         raise ValueError(f"m2_threshold must be above 0, got {threshold}")
-    moved = (in_float(behaviour).double() - in_float(proximal).double())[mask].nan_to_num(
+    moved = (in_float(behavior).double() - in_float(proximal).double())[mask].nan_to_num(
         nan=0.0, posinf=0.0, neginf=0.0
     )
     moved, order = moved.square().sort(stable=True)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areno.loss_fns.advantages import normalised_parts
+from areno.loss_fns.advantages import normalized_parts
 from areno.loss_fns.gae import fill_gae
 from areno.loss_fns.kl import kl_penalty
 from areno.loss_fns.rejection import second_moment_keep
@@ -94,9 +94,9 @@ class RewardShaping:
             groups: comparison group of each [B].
         """
         if self.part_weights is not None:
-            raw = normalised_parts(raw, groups, self.part_weights)
-        penalised = [reward + self.penalty(length) for reward, length in zip(raw, lengths, strict=True)]
-        biased = torch.tensor(penalised, dtype=torch.float64) + self.reward_bias
+            raw = normalized_parts(raw, groups, self.part_weights)
+        penalized = [reward + self.penalty(length) for reward, length in zip(raw, lengths, strict=True)]
+        biased = torch.tensor(penalized, dtype=torch.float64) + self.reward_bias
         shaped = (biased * self.reward_scaling).clamp(-self.reward_clip, self.reward_clip)
         return shaped if self.reward_norm is None else self.reward_norm(shaped, groups)
 
@@ -148,7 +148,7 @@ def shape_advantages(
         kl_sums.append(sum(kl))
         finals.append(sum(rewards))
     before = trained_values(rows, "advantages")
-    _normalise(rows, shaping)
+    _normalize(rows, shaping)
     return _populations(rows, kl_sums, finals) | {"gae_advantages": torch.tensor(before, dtype=torch.float64)}
 
 
@@ -171,7 +171,7 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
             kl, row.values, row.returns = row.advantages, [], []
         tokens = zip(owners, row.trainable(), kl, strict=True)
         row.advantages = [shaped[owner] + x if trained and owner >= 0 else x for owner, trained, x in tokens]
-    _normalise(rows, shaping)
+    _normalize(rows, shaping)
     return {"kl_rewards": torch.tensor(kl_sums, dtype=torch.float64)}
 
 
@@ -197,15 +197,15 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
     return (-shaping.kl_ctl * kl).tolist()
 
 
-def _normalise(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
+def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
     """Normalize advantages over the trained tokens, and set those of masked answers to zero."""
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
         groups = list(chain.from_iterable([row.group] * len(row.tokens) for row in rows))
         mask = [trained and not out for row, out in zip(rows, masked, strict=True) for trained in row.trainable()]
-        normalised = shaping.adv_norm(flat, groups, mask).split([len(row.tokens) for row in rows])
-        for row, advantages in zip(rows, normalised, strict=True):
+        normalized = shaping.adv_norm(flat, groups, mask).split([len(row.tokens) for row in rows])
+        for row, advantages in zip(rows, normalized, strict=True):
             row.advantages = advantages.tolist()
     for row, out in zip(rows, masked, strict=True):
         if out:

@@ -192,7 +192,7 @@ class HealthMonitor:
             "short_responses": (
                 None if length is None else length <= 1,
                 f"responses have collapsed to {length} tokens on average: the model stops immediately. Check that the "
-                "reward does not favour empty responses, and lower --lr",
+                "reward does not favor empty responses, and lower --lr",
             ),
             "logprob_gap": (
                 None if gap is None else gap > self.gap_limit,

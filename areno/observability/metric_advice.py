@@ -90,7 +90,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "rollout/response_len_mean": Advice(
         "drifts slowly, well below --max-new-tokens",
-        "At the limit: see truncated_ratio. Collapsing: the reward may favour short answers; lower --lr",
+        "At the limit: see truncated_ratio. Collapsing: the reward may favor short answers; lower --lr",
     ),
     "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
@@ -155,7 +155,7 @@ ADVICE: dict[str, Advice] = {
     "train/routed_experts_changed": Advice("0 in the first optimizer step on a rollout", _OFF_POLICY, 0, 0.2),
     "train/reward_errors": Advice("", "The log names each record: fix the reward function", 0, 0),
     "train/empty_responses": Advice(
-        "", "The model stops at once: check its chat template, and that the reward does not favour empty answers", 0, 0
+        "", "The model stops at once: check its chat template, and that the reward does not favor empty answers", 0, 0
     ),
     "train/zero_std_groups": Advice(
         "the rest of the prompts gives the signal",

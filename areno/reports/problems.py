@@ -276,7 +276,7 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "length_collapse",
         f"The answers shrank from {short(trend.first)} to {short(trend.last)} tokens: the model stops almost at once.",
-        "Make sure that the reward does not favour short or empty answers, and lower the learning rate, "
+        "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
         evidence.ids([int(index) for index in shortest]),
     )

@@ -1,6 +1,6 @@
 """Line charts and stacked bars as SVG, for pages and for files.
 
-A chart has explicit colours and fonts, so that it stands alone as an ``.svg`` file. In a page, rules for its classes
+A chart has explicit colors and fonts, so that it stands alone as an ``.svg`` file. In a page, rules for its classes
 (``chart``, ``axis``, ``grid``, ``s0`` to ``s7``, ``band``, ``text``) override them, for example for a dark scheme.
 """
 
@@ -17,7 +17,7 @@ from areno.observability.chart import printable
 MAX_POINTS = 500
 """Points of a drawn line; longer ones keep the minimum and the maximum of each interval."""
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
-"""Colours of the lines; distinguishable with colour-blindness, and readable on white."""
+"""Colors of the lines; distinguishable with color-blindness, and readable on white."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _FONT = "system-ui, sans-serif"
 _SIZE = 12  # font size in px
@@ -77,7 +77,7 @@ def line_chart(
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.
         heading: draw the title.
-        background: colour of the canvas; transparent if empty.
+        background: color of the canvas; transparent if empty.
     """
     curves = [_thinned(line) for line in lines]
     top = 10.0 + (20 if heading and title else 0)
@@ -135,7 +135,7 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Colour and attribute for the dashes of the series with this index; with other dashes when the colours repeat."""
+    """Color and attribute for the dashes of the series with this index; with other dashes when the colors repeat."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 

@@ -19,7 +19,7 @@ from areno.tools.inputs import json_lines, run_tool, trace_files, write_output
 _USAGE = "usage: python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html"
 _WIDTH, _ROW = 1200, 9
 _MAX_ROWS = 2000
-_COLOURS = {"generate": "#4477aa", "reward": "#ccbb44", "toolcall": "#228833"}
+_COLORS = {"generate": "#4477aa", "reward": "#ccbb44", "toolcall": "#228833"}
 _OTHER = "#aa3377"
 _LIFE = {"accepted": "#dddddd", "pending": "#eeeeee", "rejected": "#f3d9b1", "failed": "#f2b8b5", "dropped": "#e3d4f0"}
 _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
@@ -47,7 +47,7 @@ def render(sessions: Sequence[dict[str, Any]]) -> str:
 
 def _table(sessions: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for name in ("total", *_COLOURS):
+    for name in ("total", *_COLORS):
         seconds = sorted(record[f"{name}_s"] for record in sessions if record.get(f"{name}_s") is not None)
         if seconds:
             p99 = seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
@@ -58,10 +58,8 @@ def _table(sessions: Sequence[dict[str, Any]]) -> str:
 
 
 def _legend() -> str:
-    colours = {**_COLOURS, "other phases": _OTHER, **{f"waiting, {name}": colour for name, colour in _LIFE.items()}}
-    return (
-        "<p>" + " ".join(f'<span style="background:{c}">&emsp;</span> {name}' for name, c in colours.items()) + "</p>"
-    )
+    colors = {**_COLORS, "other phases": _OTHER, **{f"waiting, {name}": color for name, color in _LIFE.items()}}
+    return "<p>" + " ".join(f'<span style="background:{c}">&emsp;</span> {name}' for name, c in colors.items()) + "</p>"
 
 
 def _drawing(sessions: Sequence[dict[str, Any]]) -> str:
@@ -88,18 +86,18 @@ def _ends(record: dict[str, Any]) -> list[float]:
 def _bars(record: dict[str, Any], y: int, x: Any) -> Iterator[str]:
     label = f"task {record['task_id']}, session {record['session_id']}, {record['status']}"
     label += f", {record['reason']}" if record.get("reason") else ""
-    colour = _LIFE.get(record["status"], "#dddddd")
-    yield _bar(x(record["submit_ts"]), x(max(_ends(record))), y, colour, label)
+    color = _LIFE.get(record["status"], "#dddddd")
+    yield _bar(x(record["submit_ts"]), x(max(_ends(record))), y, color, label)
     for phase, spans in record["phases"].items():
         for span in spans:
             seconds = span["end_ts"] - span["start_ts"]
             text = f"{label}: {phase} {seconds:.3f} s"
-            yield _bar(x(span["start_ts"]), x(span["end_ts"]), y, _COLOURS.get(phase, _OTHER), text)
+            yield _bar(x(span["start_ts"]), x(span["end_ts"]), y, _COLORS.get(phase, _OTHER), text)
 
 
-def _bar(left: float, right: float, y: int, colour: str, label: str) -> str:
+def _bar(left: float, right: float, y: int, color: str, label: str) -> str:
     width = max(right - left, 0.5)
-    attributes = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 2}" fill="{colour}"'
+    attributes = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 2}" fill="{color}"'
     return f"<rect {attributes}><title>{html.escape(label)}</title></rect>"
 
 

@@ -77,7 +77,7 @@ TRAIN = Vocabulary(
     ),
     items=(
         *("muffins", "croissants", "bagels", "apple pies", "lemon tarts", "brownies", "cupcakes", "cinnamon buns"),
-        *("doughnuts", "carrot cakes", "rye loaves", "cream puffs", "pancakes", "cherry pies", "cheese sticks"),
+        *("donuts", "carrot cakes", "rye loaves", "cream puffs", "pancakes", "cherry pies", "cheese sticks"),
         *("almond cookies", "white loaves", "meat pies", "ginger cookies", "chocolate tarts", "sesame rings"),
     ),
 )

@@ -92,14 +92,14 @@ def test_samples_that_work_are_run_once_and_come_in_order(trainer):
 def test_what_goes_wrong_costs_its_own_sample(trainer, problem):
     foreign = {"choices": [{"message": {"role": "assistant", "content": "x"}}]}
     forged = foreign | {"areno": {"turn": "f" * 24, "response_tokens": [5], "response_logprobs": [-0.1]}}
-    neighbours = []
+    neighbors = []
 
     async def agent(ctx, batch):
         turns = []
         for item in batch.iter_samples():
             if place(item) != BAD:
                 turns.append(await ask(ctx, item))
-                neighbours.append(turns[-1])
+                neighbors.append(turns[-1])
             elif problem == "raises":
                 raise KeyError("the agent's own mistake")
             elif problem == "exits":
@@ -109,7 +109,7 @@ def test_what_goes_wrong_costs_its_own_sample(trainer, problem):
             elif problem == "foreign":
                 turns.append(AgentTrajectoryTurn(item=item, messages=[], response=foreign))
             elif problem == "other task":
-                turns.append(AgentTrajectoryTurn(item=item, messages=[], response=neighbours[0].response))
+                turns.append(AgentTrajectoryTurn(item=item, messages=[], response=neighbors[0].response))
             elif problem == "twice":
                 turns += [turn := await ask(ctx, item), turn]
             elif problem == "rubbish":

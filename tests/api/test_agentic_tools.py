@@ -17,7 +17,7 @@ from areno.api.agentic.tools import Tool, ToolError, Toolset, value_type_of
 from areno.errors import UsageError
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
 
@@ -41,7 +41,7 @@ class Tree(TypedDict):
 
 HINTS = [
     *(int, float, str, bool, type(None), Any, list, dict, list[int], list[list[str]], dict[str, int], tuple[int, str]),
-    *(tuple[int, ...], int | None, int | str, Literal[1, 2], Literal["a", 1, None], Colour, Point, Step, Tree),
+    *(tuple[int, ...], int | None, int | str, Literal[1, 2], Literal["a", 1, None], Color, Point, Step, Tree),
     *(list[Step], Annotated[int, "a number"], dict[str, Any]),
 ]
 POINT = {"x": 1, "y": 2, "tags": ["a"]}
@@ -82,7 +82,7 @@ def test_values_become_python_objects():
         "point": Point(1),
         "steps": {"s": {"action": "go"}},
     }
-    assert value_type_of(Colour, "t").read("red", "v") is Colour.RED
+    assert value_type_of(Color, "t").read("red", "v") is Color.RED
     assert value_type_of(tuple[int, str], "t").read([1, "a"], "v") == (1, "a")
     assert value_type_of(set[int], "t").read([1, 1], "v") == {1}
     whole = value_type_of(int, "t").read(2.0, "v")
@@ -157,7 +157,7 @@ def test_results_go_back_as_text_with_the_id_of_the_call():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("plain", "plain"), (None, "null"), (3, "3"), (Point(1), '{"x": 1, "y": 0, "tags": []}'), (Colour.RED, '"red"')],
+    [("plain", "plain"), (None, "null"), (3, "3"), (Point(1), '{"x": 1, "y": 0, "tags": []}'), (Color.RED, '"red"')],
 )
 def test_any_value_can_be_returned(value, text):
     def give() -> Any:
@@ -172,7 +172,7 @@ def test_any_value_can_be_returned(value, text):
         ("order", '{"item": "a"', "the arguments are not JSON"),
         ("order", "[1]", "must be a JSON object, not [1]"),
         ("order", "{}", "missing argument item; order takes item, count, size"),
-        ("order", '{"item": "a", "colour": 1}', "unknown argument colour; order takes item, count, size"),
+        ("order", '{"item": "a", "color": 1}', "unknown argument color; order takes item, count, size"),
         ("order", '{"item": 5}', "item must be of type string, not 5"),
         ("sell", "{}", "there is no tool sell; the tools are order"),
     ],

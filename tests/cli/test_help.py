@@ -30,7 +30,7 @@ GROUPS = {
         "grad-clip-norm score-micro-bs update-epochs update-minibatches ref-ckpt critic-ckpt critic-lr critic-min-lr "
         "critic-lr-warmup-steps critic-lr-decay-steps critic-lr-decay-style critic-grad-clip-norm critic-warmup-steps "
         "gspo-clip-eps grpo-clip-eps clip-eps-high grpo-dual-clip grpo-loss-mean advantage kl-coef kl-reward-coef "
-        "kl-reward-type dpo-beta dpo-loss-type dpo-label-smoothing dpo-length-normalised bootstrap-truncated "
+        "kl-reward-type dpo-beta dpo-loss-type dpo-label-smoothing dpo-length-normalized bootstrap-truncated "
         "no-bootstrap-truncated whiten-advantages no-whiten-advantages "
         "use-kl-loss no-use-kl-loss kl-loss-coef kl-loss-type clip-eps clip-ratio-c value-clip-eps "
         "value-loss-coef gamma lam"

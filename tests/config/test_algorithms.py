@@ -90,8 +90,8 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
          {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_tokens": 77}),
         ("ppo", {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"},
          {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"}),
-        ("dpo", {"dpo_beta": 0.3, "dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1, "dpo_length_normalised": True},
-         {"beta": 0.3, "loss_type": "hinge", "label_smoothing": 0.1, "length_normalised": True}),
+        ("dpo", {"dpo_beta": 0.3, "dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1, "dpo_length_normalized": True},
+         {"beta": 0.3, "loss_type": "hinge", "label_smoothing": 0.1, "length_normalized": True}),
     ],
 )  # fmt: skip
 def test_the_options_of_an_algorithm_reach_its_loss(algo, given, bound):

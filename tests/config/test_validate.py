@@ -86,7 +86,7 @@ def test_a_save_path_with_foreign_checkpoints_is_refused(workspace):
 @pytest.mark.parametrize(
     "text", ["./x", "../x", "/x", "~/x", "a\\b", "data.jsonl", "data/train.TSV", "a/b/c", "model/", "x.safetensors"]
 )
-def test_paths_are_recognised(text):
+def test_paths_are_recognized(text):
     assert looks_like_path(text)
 
 
@@ -243,7 +243,7 @@ def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, ar
         [*BASE, "--reward-ckpt", "model", "--score-micro-bs", "4"],
         [*PPO, "--no-use-kl-loss", "--kl-reward-coef", "0.1", "--kl-reward-type", "k3", "--ref-ckpt", "model"],
         [*PPO, "--critic-lr-decay-style", "cosine", "--critic-min-lr", "0"],
-        [*DPO, "--dpo-loss-type", "ipo", "--dpo-length-normalised"],
+        [*DPO, "--dpo-loss-type", "ipo", "--dpo-length-normalized"],
         [*GSPO, "--eval-dataset-path", "data.jsonl", "--eval-interval", "5", "--keep-best", "--eval-n-samples", "4"],
         [*SFT, "--eval-dataset-path", "data.jsonl"],
         [*BASE, "--algo", "rm"],

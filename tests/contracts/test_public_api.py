@@ -158,7 +158,7 @@ LOSSES = {
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
     },
-    "dpo_loss_fn": {"beta": 0.1, "label_smoothing": 0.0, "loss_type": "sigmoid", "length_normalised": False},
+    "dpo_loss_fn": {"beta": 0.1, "label_smoothing": 0.0, "loss_type": "sigmoid", "length_normalized": False},
     "value_loss_fn": {"cliprange_value": 0.5, "value_loss_coef": 0.5},
     "reward_model_loss_fn": {},
 }
@@ -292,7 +292,7 @@ OPTIONS = {
     "dpo_beta": 0.1,
     "dpo_loss_type": "sigmoid",
     "dpo_label_smoothing": 0.0,
-    "dpo_length_normalised": False,
+    "dpo_length_normalized": False,
     "use_kl_loss": True,
     "kl_loss_coef": 0.001,
     "kl_loss_type": "low_var_kl",

@@ -117,7 +117,7 @@ def trainable(rows, name):
     )
 
 
-def test_whitening_standardises_the_advantages_of_the_step_and_leaves_the_returns(
+def test_whitening_standardizes_the_advantages_of_the_step_and_leaves_the_returns(
     tmp_path, tiny_checkpoint, critic_checkpoint
 ):
     def rows(whiten):

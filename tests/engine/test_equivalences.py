@@ -175,7 +175,7 @@ def test_small_updates_reach_fp32_masters_of_a_bf16_model_that_bf16_weights_woul
         adam.step()
     masters = {part.key.removeprefix("master."): part.values for part in step.optimizer.state_parts()}
     name = "model.layers.0.mlp.up_proj.weight"
-    large = start[name].abs() > 1e-3  # a bf16 neighbour of these is further away than three steps of 1e-6
+    large = start[name].abs() > 1e-3  # a bf16 neighbor of these is further away than three steps of 1e-6
     assert large.float().mean() > 0.9
     assert torch.equal(dict(plain.named_parameters())[name][large], start[name][large])
     moved = (masters[name] - start[name].float()).abs()

@@ -134,7 +134,7 @@ def test_packed_gradients_equal_padded_ones_for_every_microbatch_size(family):
             assert (got[name] - gradient).abs().max() <= tolerance * gradient.abs().max().clamp(min=1e-4), name
 
 
-def test_no_sequence_sees_its_packed_neighbours():
+def test_no_sequence_sees_its_packed_neighbors():
     for family in ("llama", "gemma3", "gpt_oss", "qwen3_5"):
         model = prepare(tiny_module(family), family)
         generator = torch.Generator().manual_seed(1)

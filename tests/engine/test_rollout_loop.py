@@ -153,7 +153,7 @@ def test_a_request_that_can_never_fit_is_refused_by_name(make_loop):
 
 @pytest.mark.parametrize("broken_prompt", [[5, 6], [6] * 12 + [5]])
 def test_a_row_that_is_not_finite_fails_alone(make_loop, broken_prompt):
-    """The embedding of token 5 is broken: neither neighbours nor later rows of its slot see it."""
+    """The embedding of token 5 is broken: neither neighbors nor later rows of its slot see it."""
     healthy = Request([8, 9], SamplingParams(max_new_tokens=20, logit_bias={5: -100}), [3])
     expected = make_loop().submit([healthy])[0].result(timeout=30).sequences[0].resp_tokens
     loop = make_loop()

@@ -173,7 +173,7 @@ def test_block_draws_follow_the_distribution_and_hit_every_region(vocab):
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def penalised(logits, prompt, output, params):
+def penalized(logits, prompt, output, params):
     """The definition, token by token."""
     edited = logits.clone().double()
     for token in range(len(logits)):
@@ -196,10 +196,10 @@ def test_penalties_and_biases_are_those_of_their_definitions_and_change_their_ro
     )
     prompt, output = [1, 2, 2, 30], [2, 7, 7, 9]
     edits = LogitEdits(params, prompt, None)
-    assert edits.apply(logits[0]).tolist() == pytest.approx(penalised(logits[0], prompt, [], params).tolist(), abs=1e-5)
+    assert edits.apply(logits[0]).tolist() == pytest.approx(penalized(logits[0], prompt, [], params).tolist(), abs=1e-5)
     for token in output:
         edits.push(token)
-    expected = penalised(logits[0], prompt, output, params)
+    expected = penalized(logits[0], prompt, output, params)
     assert edits.apply(logits[0]).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     greedy = SamplingParams(greedy=True)
     table = SamplingTable([params, SamplingParams(), greedy], [1, 2, 3], edits=[edits, None, None])

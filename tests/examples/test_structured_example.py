@@ -1,4 +1,4 @@
-"""Free text to JSON: the data, the reward's parts, the judgement by transformers, and the README's training command."""
+"""Free text to JSON: the data, the reward's parts, the judgment by transformers, and the README's training command."""
 
 import itertools
 import json

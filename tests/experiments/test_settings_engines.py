@@ -375,10 +375,10 @@ def test_preference_losses_follow_their_formulas(tiny_checkpoint, tmp_path):
 
 def test_a_preference_loss_is_that_of_its_section():
     given = {"beta": 0.3, "label_smoothing": 0.2}
-    for kind, normalised in {"sigmoid": False, "ipo": True, "hinge": False}.items():
+    for kind, normalized in {"sigmoid": False, "ipo": True, "hinge": False}.items():
         bound = preference_loss(DPOEngineConfig(path="x", loss_type=kind, **given)).keywords
         assert {name: bound[name] for name in given} == given
-        assert (bound["loss_type"], bound["length_normalised"]) == (kind, normalised)
+        assert (bound["loss_type"], bound["length_normalized"]) == (kind, normalized)
     named = preference_loss(DPOEngineConfig(path="x", algorithm="simpo", algorithm_options={"simpo_beta": 3}))
     assert named.keywords["knobs"].simpo_beta == 3.0
 

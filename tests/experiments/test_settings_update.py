@@ -177,22 +177,22 @@ def rows_to_shape() -> list[TrainSequence]:
     ]
 
 
-def normalised(values: list[float], groups: list[int], norm: dict[str, Any]) -> list[float]:
+def normalized(values: list[float], groups: list[int], norm: dict[str, Any]) -> list[float]:
     """(x - mu) / (sigma + eps); sigma is the root mean square of x - mu over the batch or the group."""
 
     def peers(of: list[float], level: str, index: int) -> list[float]:
         return [v for v, g in zip(of, groups, strict=True) if level == "batch" or g == groups[index]]
 
-    centred = list(values)
+    centered = list(values)
     for index, value in enumerate(values if norm["mean_level"] else []):
         near = peers(values, norm["mean_level"], index)
         middle = (sum(near) - value) / (len(near) - 1) if norm["mean_leave1out"] else sum(near) / len(near)
-        centred[index] = value - middle
+        centered[index] = value - middle
     if not norm["std_level"]:
-        return centred
+        return centered
     found = []
-    for index, value in enumerate(centred):
-        near = peers(centred, norm["std_level"], index)
+    for index, value in enumerate(centered):
+        near = peers(centered, norm["std_level"], index)
         spread = math.sqrt(sum(v * v for v in near) / (len(near) - int(norm["std_unbiased"])))
         found.append(value / (spread + norm["eps"]))
     return found
@@ -208,7 +208,7 @@ def expected(given: dict[str, Any]) -> list[list[float]]:
             reward += min(-(n - (most - tail)) / tail * factor, 0.0)
         rewards.append(max(-knobs["clip"], min(knobs["clip"], (reward + knobs["bias"]) * knobs["scaling"])))
     if knobs["norm"]:
-        rewards = normalised(rewards, GROUPS, knobs["norm"])
+        rewards = normalized(rewards, GROUPS, knobs["norm"])
     found = []
     for row, reward in enumerate(rewards):
         d = [a - b for a, b in zip(OLD[row], REFERENCE[row], strict=True)]
@@ -259,7 +259,7 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_parts_of_a_reward_are_normalised_where_asked_for():
+def test_parts_of_a_reward_are_normalized_where_asked_for():
     """Per part (x - mean) / deviation of the group's rows, times its weight; then no further norm, so it is the advantage."""
 
     def advantages(**reward: Any) -> list[float]:

@@ -1,8 +1,8 @@
 """DPO and SFT against TRL: both read the same texts, build their own batches, and must find the same loss and gradients.
 
 TRL pads a batch, areno packs it and cuts it into microbatches of one pair. Where the two name things differently:
-TRL's ``ipo`` compares means over the tokens, which is areno's ``ipo`` with ``length_normalised``; its ``sigmoid_norm`` is
-areno's ``sigmoid`` with ``length_normalised``; and it has no label smoothing for ``sigmoid``, so the smoothed loss is put
+TRL's ``ipo`` compares means over the tokens, which is areno's ``ipo`` with ``length_normalized``; its ``sigmoid_norm`` is
+areno's ``sigmoid`` with ``length_normalized``; and it has no label smoothing for ``sigmoid``, so the smoothed loss is put
 together from two of its losses, the second one with the answers swapped.
 """
 
@@ -125,9 +125,9 @@ def dpo_by_trl(checkpoints, folder, loss_type, beta, swapped=False):
     [
         ({"loss_type": "sigmoid", "beta": 0.1}, {"beta": 0.1}),
         ({"loss_type": "sigmoid", "beta": 0.5}, {"beta": 0.5}),
-        ({"loss_type": "sigmoid_norm", "beta": 2.0}, {"beta": 2.0, "length_normalised": True}),
+        ({"loss_type": "sigmoid_norm", "beta": 2.0}, {"beta": 2.0, "length_normalized": True}),
         ({"loss_type": "hinge", "beta": 0.3}, {"beta": 0.3, "loss_type": "hinge"}),
-        ({"loss_type": "ipo", "beta": 0.4}, {"beta": 0.4, "loss_type": "ipo", "length_normalised": True}),
+        ({"loss_type": "ipo", "beta": 0.4}, {"beta": 0.4, "loss_type": "ipo", "length_normalized": True}),
     ],
 )
 def test_dpo_has_the_loss_gradients_and_statistics_of_trl(theirs, ours, checkpoints, tmp_path):
@@ -137,7 +137,7 @@ def test_dpo_has_the_loss_gradients_and_statistics_of_trl(theirs, ours, checkpoi
     stats, own = by_areno(checkpoints[0], rows, partial(dpo_loss_fn, **ours), mini_bs=2)
     assert stats["loss"] == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(own, gradients)
-    if not ours.get("length_normalised"):  # TRL's statistics are those of sums
+    if not ours.get("length_normalized"):  # TRL's statistics are those of sums
         for name, key in [
             ("dpo_margin", "rewards/margins"),
             ("dpo_accuracy", "rewards/accuracies"),

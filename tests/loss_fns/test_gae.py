@@ -1,4 +1,4 @@
-"""Advantage estimation as its double sum, at the ends of lambda, and standardising."""
+"""Advantage estimation as its double sum, at the ends of lambda, and standardizing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_numbers_that_are_not_finite_are_refused():
 @given(
     rows=st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=6), max_size=5),
 )
-def test_whitening_standardises_the_kept_tokens_of_all_rows_together(rows):
+def test_whitening_standardizes_the_kept_tokens_of_all_rows_together(rows):
     values = [[v for v, _ in row] for row in rows]
     masks = [[m for _, m in row] for row in rows]
     kept = np.array([v for row in rows for v, keep in row if keep])

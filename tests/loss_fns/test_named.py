@@ -77,9 +77,9 @@ def test_a_reward_model_learns_the_probability_that_the_better_answer_wins(batch
 @given(batch=batches(), beta=st.sampled_from([0.1, 0.7]), kind=st.sampled_from(["sigmoid", "ipo"]))
 def test_dpo_compares_sums_and_ipo_means_per_token(batch, beta, kind):
     per_token = kind == "ipo"
-    loss_fn = DPO.experiment_loss(beta=beta, loss_type=kind, length_normalised=per_token)
+    loss_fn = DPO.experiment_loss(beta=beta, loss_type=kind, length_normalized=per_token)
     loss, metrics = loss_fn(batch.pack, batch.logprobs)
-    assert float(loss) == pytest.approx(written_out.dpo(batch.rows, beta, shape=kind, normalised=per_token), **EXACT)
+    assert float(loss) == pytest.approx(written_out.dpo(batch.rows, beta, shape=kind, normalized=per_token), **EXACT)
     pairs = written_out.dpo_deltas(batch.rows, per_token)
     expected = {
         "loss": float(loss),

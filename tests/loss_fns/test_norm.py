@@ -36,7 +36,7 @@ entries = st.lists(
 )
 
 
-def normalised(norm, values, groups, mask):
+def normalized(norm, values, groups, mask):
     """The formula in exact fractions up to the square root."""
     n = len(values)
     if not any(mask):
@@ -82,7 +82,7 @@ def test_a_norm_equals_its_formula(norm, rows):
     values, groups, mask = (list(column) for column in zip(*rows, strict=True))
     found = norm(values, groups, mask)
     assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx(normalised(norm, values, groups, mask), rel=1e-9, abs=1e-9)
+    assert found.tolist() == pytest.approx(normalized(norm, values, groups, mask), rel=1e-9, abs=1e-9)
 
 
 @QUICK

@@ -21,30 +21,30 @@ EXACT = {"rel": 1e-6, "abs": 1e-9}
     batch=batches(),
     beta=st.sampled_from([0.05, 0.5]),
     smoothing=st.sampled_from([0.0, 0.2]),
-    normalised=st.booleans(),
+    normalized=st.booleans(),
 )
 @pytest.mark.parametrize("shape", ["sigmoid", "ipo", "hinge"])
-def test_dpo_equals_its_formula(shape, batch, beta, smoothing, normalised):
+def test_dpo_equals_its_formula(shape, batch, beta, smoothing, normalized):
     loss, metrics = dpo_loss_fn(
         batch.pack,
         batch.logprobs,
         beta,
         label_smoothing=smoothing,
         loss_type=shape,
-        length_normalised=normalised,
+        length_normalized=normalized,
     )
-    expected = written_out.dpo(batch.rows, beta, smoothing, shape, normalised)
+    expected = written_out.dpo(batch.rows, beta, smoothing, shape, normalized)
     assert float(loss) == pytest.approx(expected, **EXACT)
     assert value_of(metrics["dpo_loss"]) == pytest.approx(expected, **EXACT)
     assert value_of(metrics["total_loss"]) == pytest.approx(expected, **EXACT)
 
 
 @QUICK
-@given(batch=batches(), normalised=st.booleans())
-def test_dpo_statistics_describe_the_pairs(batch, normalised):
-    _, metrics = dpo_loss_fn(batch.pack, batch.logprobs, 0.3, length_normalised=normalised)
+@given(batch=batches(), normalized=st.booleans())
+def test_dpo_statistics_describe_the_pairs(batch, normalized):
+    _, metrics = dpo_loss_fn(batch.pack, batch.logprobs, 0.3, length_normalized=normalized)
     rows = batch.rows
-    pairs = written_out.dpo_deltas(rows, normalised)
+    pairs = written_out.dpo_deltas(rows, normalized)
     # Equal log-ratios are not a pair won; where they differ by rounding alone, either count is right.
     clear = [c - r for c, r in pairs if c == r or abs(c - r) > 1e-9]
     expected = {
@@ -91,12 +91,12 @@ def test_label_smoothing_keeps_a_sure_pair_from_growing_for_ever():
     assert slopes[0] < 0 < slopes[1]
 
 
-def test_length_normalisation_takes_the_length_out():
+def test_length_normalization_takes_the_length_out():
     batch = make_batch([2, 8], mask_share=1.0)
     batch.pack["packed_ref_logprobs"] = torch.full((10,), -1.0, dtype=torch.float64)
     logprobs = torch.full((10,), -1.5, dtype=torch.float64)
     assert value_of(dpo_loss_fn(batch.pack, logprobs, 1.0)[1]["dpo_margin"]) == pytest.approx(3.0)
-    metrics = dpo_loss_fn(batch.pack, logprobs, 1.0, length_normalised=True)[1]
+    metrics = dpo_loss_fn(batch.pack, logprobs, 1.0, length_normalized=True)[1]
     assert value_of(metrics["dpo_margin"]) == pytest.approx(0.0)
 
 

@@ -175,7 +175,7 @@ def test_the_stale_tokens_are_measured_where_they_are_let_through():
 
 
 @pytest.mark.parametrize("sampling", [None, RejectionSampling(upper=1e6)])
-def test_decoupled_tokens_carry_the_behaviour_weight_with_and_without_rejection_sampling(sampling):
+def test_decoupled_tokens_carry_the_behavior_weight_with_and_without_rejection_sampling(sampling):
     batch = make_batch([5, 3], mask_share=1.0, shift=0.5)
     prox, old = batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"]
     batch.logprobs = prox.clone()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.loss_fns import RejectionSampling
-from areno.loss_fns.rejection import behaviour_weights, second_moment_keep
+from areno.loss_fns.rejection import behavior_weights, second_moment_keep
 from tests.loss_fns.packs import QUICK, batches, make_batch
 
 
@@ -75,7 +75,7 @@ def samplings(draw):
 @QUICK
 @given(sampling=samplings(), batch=batches(shifts=(0.05, 0.5, 2.0)))
 def test_weights_and_filters_equal_their_formulas(sampling, batch):
-    found = behaviour_weights(sampling, batch.pack, batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"])
+    found = behavior_weights(sampling, batch.pack, batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"])
     mask = batch.pack["packed_response_mask"]
     tokens = [token for row in expected(sampling, batch.rows) for token in row]
     assert found.weight[mask].tolist() == pytest.approx([w for w, _, _ in tokens], rel=1e-6, abs=1e-12)
@@ -88,14 +88,14 @@ def test_weights_and_filters_equal_their_formulas(sampling, batch):
 @given(batch=batches())
 def test_without_bounds_every_token_keeps_its_ratio_as_weight(batch):
     prox, behave = batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"]
-    found = behaviour_weights(None, batch.pack, prox, behave)
+    found = behavior_weights(None, batch.pack, prox, behave)
     mask = batch.pack["packed_response_mask"]
     assert found.weight[mask].tolist() == pytest.approx((prox - behave).exp()[mask].tolist(), rel=1e-9)
     assert torch.equal(found.keep, mask)
 
 
 def two_tokens(*differences):
-    """A pack of one sequence whose proximal log-probs lie so far from the behaviour's -1."""
+    """A pack of one sequence whose proximal log-probs lie so far from the behavior's -1."""
     batch = make_batch([len(differences)], mask_share=1.0)
     behave = torch.full((len(differences),), -1.0, dtype=torch.float64)
     return batch.pack, behave + torch.tensor(differences, dtype=torch.float64), behave
@@ -103,20 +103,20 @@ def two_tokens(*differences):
 
 def test_bounds_themselves_are_let_through():
     pack, prox, behave = two_tokens(0.5, -0.25, 0.5 + 1e-9)
-    keep = behaviour_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=-0.25), pack, prox, behave).keep
+    keep = behavior_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=-0.25), pack, prox, behave).keep
     assert keep.tolist() == [True, True, False]
 
 
 def test_a_lower_bound_of_zero_is_a_bound():
     pack, prox, behave = two_tokens(-0.1, 0.1)
-    keep = behaviour_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=0.0), pack, prox, behave).keep
+    keep = behavior_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=0.0), pack, prox, behave).keep
     assert keep.tolist() == [False, True]
 
 
 def test_k3_is_r_minus_log_r_minus_one_and_not_its_mirror_image():
     # r = e: e - 2 = 0.718; r = 1/e: 1/e = 0.368. The mirrored form exp(-d) + d - 1 would have them the other way round.
     pack, prox, behave = two_tokens(1.0, -1.0)
-    assert behaviour_weights(RejectionSampling(metric="kl_k3", upper=0.5), pack, prox, behave).keep.tolist() == [
+    assert behavior_weights(RejectionSampling(metric="kl_k3", upper=0.5), pack, prox, behave).keep.tolist() == [
         False,
         True,
     ]
@@ -124,14 +124,14 @@ def test_k3_is_r_minus_log_r_minus_one_and_not_its_mirror_image():
 
 def test_log_probs_that_are_not_numbers_count_as_unmoved():
     pack, prox, behave = two_tokens(math.nan, math.inf, 0.1)
-    found = behaviour_weights(RejectionSampling(upper=2.0), pack, prox, behave)
+    found = behavior_weights(RejectionSampling(upper=2.0), pack, prox, behave)
     assert found.weight.tolist() == pytest.approx([1.0, 1.0, math.exp(0.1)])
 
 
 def test_a_clamped_sequence_keeps_its_tokens_and_one_within_the_bounds_its_weight():
     clamp = RejectionSampling(level="sequence", action="clamp", agg="max", upper=1.5)
     pack, prox, behave = two_tokens(0.5, -0.3)
-    found = behaviour_weights(clamp, pack, prox, behave)
+    found = behavior_weights(clamp, pack, prox, behave)
     # The largest ratio, 1.65, is outside, the geometric mean, 1.105, is not above the bound, so nothing is clamped.
     assert found.outside.tolist() == [False, False]
     assert found.weight.tolist() == pytest.approx([math.exp(0.1)] * 2)
@@ -141,7 +141,7 @@ def test_a_clamped_sequence_keeps_its_tokens_and_one_within_the_bounds_its_weigh
 @pytest.mark.parametrize(("agg", "differences", "changed"), [("sum", (0.3, 0.3), False), ("sum", (0.9, 0.9), True)])
 def test_a_sequence_counts_as_filtered_where_clamping_changes_its_weight(agg, differences, changed):
     clamp = RejectionSampling(level="sequence", action="clamp", agg=agg, upper=1.5)
-    found = behaviour_weights(clamp, *two_tokens(*differences))
+    found = behavior_weights(clamp, *two_tokens(*differences))
     assert found.outside.tolist() == [changed, changed]
     assert found.weight.tolist() == pytest.approx([min(math.exp(sum(differences) / 2), 1.5)] * 2)
 

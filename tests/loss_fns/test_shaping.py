@@ -14,7 +14,7 @@ from areno.loss_fns import Norm, RewardShaping, shape_advantages
 from areno.loss_fns.shaping import row_counts, select_by_second_moment, summaries, untruncated, version_statistics
 from areno.types import TrainSequence
 from tests.loss_fns.packs import QUICK
-from tests.loss_fns.test_norm import normalised
+from tests.loss_fns.test_norm import normalized
 from tests.support.examples import examples
 
 EXACT = {"rel": 1e-6, "abs": 1e-9}
@@ -83,11 +83,11 @@ def rewards_of(rows, s):
         shaped.append(min(max((reward + s.reward_bias) * s.reward_scaling, -s.reward_clip), s.reward_clip))
     if s.reward_norm is None:
         return shaped
-    return normalised(s.reward_norm, shaped, [row.group for row in rows], [True] * len(rows))
+    return normalized(s.reward_norm, shaped, [row.group for row in rows], [True] * len(rows))
 
 
 def written_out(rows, s, values):
-    """Advantages before and after normalising, returns and final rewards, per row at its trained tokens."""
+    """Advantages before and after normalizing, returns and final rewards, per row at its trained tokens."""
     advantages, returns, finals, kls = [], [], [], []
     for row, reward, after in zip(rows, rewards_of(rows, s), values or [None] * len(rows), strict=True):
         places = trained(row)
@@ -111,7 +111,7 @@ def written_out(rows, s, values):
         flat = [x for a in advantages for x in a]
         groups = [row.group for row, a in zip(rows, advantages, strict=True) for _ in a]
         mask = [not gone for gone, a in zip(out, advantages, strict=True) for _ in a]
-        numbers = iter(normalised(s.adv_norm, flat, groups, mask))
+        numbers = iter(normalized(s.adv_norm, flat, groups, mask))
         advantages = [[next(numbers) for _ in a] for a in advantages]
     advantages = [[0.0] * len(a) if gone else a for a, gone in zip(advantages, out, strict=True)]
     return advantages, returns, finals, kls
@@ -183,7 +183,7 @@ def test_only_a_cut_answer_is_worth_what_the_critic_says_comes_after_it():
     assert rows[1].returns[-1] == 6.0
 
 
-def test_a_cut_answer_that_is_left_out_has_no_say_in_the_normalising_of_the_others():
+def test_a_cut_answer_that_is_left_out_has_no_say_in_the_normalizing_of_the_others():
     shaping = RewardShaping(mask_no_eos_with_zero=True, adv_norm=Norm())
     alone, mixed = [answer(1.0), answer(0.0)], [answer(1.0), answer(9.0, truncated=True), answer(0.0)]
     shape_advantages(alone, shaping)
@@ -201,7 +201,7 @@ def test_a_kl_reward_without_a_reference_is_refused_and_never_a_bonus_for_unlike
 
 @settings(QUICK, max_examples=examples(20))
 @given(rows=row_lists(), order=st.randoms(use_true_random=False))
-def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalised_by_itself(rows, order):
+def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalized_by_itself(rows, order):
     shaping = RewardShaping(reward_norm=Norm("group", std_level="group"))
     shape_advantages(rows, shaping)
     before = {id(row): row.advantages for row in rows}
@@ -214,7 +214,7 @@ def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalised_by_itself(row
 # -- statistics ------------------------------------------------------------------------------------------------------
 
 
-def test_populations_are_summarised_under_their_documented_names():
+def test_populations_are_summarized_under_their_documented_names():
     rows = [answer(1.0, tokens=2), answer(0.0, tokens=4), answer(-1.0, tokens=3, truncated=True)]
     stats = summaries(shape_advantages(rows, RewardShaping(reward_scaling=10.0)))
     assert (stats["task_reward/avg"], stats["task_reward/min"], stats["task_reward/max"]) == (0.0, -1.0, 1.0)

@@ -91,10 +91,10 @@ def value(rows, eta, coef):
     return coef * 0.5 * mean([token(t) for row in rows for t in row])
 
 
-def dpo_deltas(rows, normalised=False):
+def dpo_deltas(rows, normalized=False):
     def log_ratio(row):
         total = sum(t["x"] for t in row) - sum(t["ref_logprobs"] for t in row)
-        return total / max(len(row), 1) if normalised else total
+        return total / max(len(row), 1) if normalized else total
 
     return [(log_ratio(rows[i]), log_ratio(rows[i + 1])) for i in range(0, len(rows), 2)]
 
@@ -105,7 +105,7 @@ def simpo(rows, beta, gamma):
     return mean([math.log1p(math.exp(-(margin - gamma))) for margin in margins])
 
 
-def dpo(rows, beta, smoothing=0.0, shape="sigmoid", normalised=False):
+def dpo(rows, beta, smoothing=0.0, shape="sigmoid", normalized=False):
     def loss(delta):
         if shape == "sigmoid":
             return -math.log(1 / (1 + math.exp(-beta * delta)))
@@ -113,4 +113,4 @@ def dpo(rows, beta, smoothing=0.0, shape="sigmoid", normalised=False):
             return (delta - 1 / (2 * beta)) ** 2
         return max(0.0, 1 - beta * delta)
 
-    return mean([(1 - smoothing) * loss(c - r) + smoothing * loss(r - c) for c, r in dpo_deltas(rows, normalised)])
+    return mean([(1 - smoothing) * loss(c - r) + smoothing * loss(r - c) for c, r in dpo_deltas(rows, normalized)])

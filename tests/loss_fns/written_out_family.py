@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from tests.loss_fns.test_rejection import expected as behaviour_of
+from tests.loss_fns.test_rejection import expected as behavior_of
 from tests.loss_fns.written_out import clipped, mean, ratio_of
 
 
@@ -49,11 +49,11 @@ def policy(rows, knobs, version):
     """Sum over tokens of w l, divided by the number of response tokens."""
     rows = [[token | {"prox_logprobs": proximal(token, knobs, version)} for token in row] for row in rows]
     if knobs.rejection_sampling is not None:
-        behaviour = behaviour_of(knobs.rejection_sampling, rows)
+        behavior = behavior_of(knobs.rejection_sampling, rows)
     else:
-        behaviour = [[(math.exp(t["prox_logprobs"] - t["logprobs"]), True, False) for t in row] for row in rows]
+        behavior = [[(math.exp(t["prox_logprobs"] - t["logprobs"]), True, False) for t in row] for row in rows]
     total = 0.0
-    for row, weights in zip(rows, behaviour, strict=True):
+    for row, weights in zip(rows, behavior, strict=True):
         stays = [
             keep and (knobs.m2_threshold is None or t["keep"]) for t, (_, keep, _) in zip(row, weights, strict=True)
         ]

@@ -71,7 +71,7 @@ class Screen:
 def spawn_on_terminal(body, *arguments, env=None):
     """Run a program with a pseudo terminal as its controlling terminal; returns pid and the terminal's other end."""
     program = PREAMBLE + textwrap.dedent(body)
-    # A UTF-8 locale on any machine, and no colour settings of the caller.
+    # A UTF-8 locale on any machine, and no color settings of the caller.
     environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "ARENO_LOG_LEVEL")}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "PYTHONIOENCODING": "utf-8"} | (
         env or {}
@@ -240,11 +240,11 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path):
     assert "reward    0.500   _#" in "\n".join(Screen().feed(text).lines)
 
 
-def test_a_terminal_without_colours_gets_none(tmp_path):
-    coloured, _ = run_on_terminal(TWO_STEPS, str(tmp_path / "one"))
+def test_a_terminal_without_colors_gets_none(tmp_path):
+    colored, _ = run_on_terminal(TWO_STEPS, str(tmp_path / "one"))
     plain, code = run_on_terminal(TWO_STEPS, str(tmp_path / "two"), env={"NO_COLOR": "1"})
     assert code == 0
-    assert re.search(r"\x1b\[[0-9;]*3[0-7]m", coloured)
+    assert re.search(r"\x1b\[[0-9;]*3[0-7]m", colored)
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", plain)
     assert "reward    0.500   ▁█" in "\n".join(Screen().feed(plain).lines)
 

@@ -140,7 +140,7 @@ def test_the_reward_file_and_the_evaluation_agree_on_every_text(reward, completi
     assert score(reward, PROBLEM, completion) == float(expected)
 
 
-def test_every_sum_is_right_for_itself_and_wrong_for_its_neighbours(reward):
+def test_every_sum_is_right_for_itself_and_wrong_for_its_neighbors(reward):
     for problem in draw_problems(5, 200, held_out=True):
         text = worked_answer(problem.a, problem.b)
         assert is_right(problem, text)

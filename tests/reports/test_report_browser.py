@@ -100,7 +100,7 @@ def contrast(first, second):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_it_follows_the_colour_scheme(run, tmp_path):
+def test_it_follows_the_color_scheme(run, tmp_path):
     light, _ = probe(tmp_path, 800)
     dark, _ = probe(tmp_path, 800, "--blink-settings=preferredColorScheme=0")
     assert luminance(light["background"]) > 0.8 > 0.1 > luminance(dark["background"])

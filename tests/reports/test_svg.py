@@ -88,7 +88,7 @@ def test_names_are_escaped_and_control_characters_visible():
         assert '<script>"&\\x00\\x1b\\u202e' in parsed(svg).get("aria-label")
 
 
-def test_lines_differ_in_more_than_colour():
+def test_lines_differ_in_more_than_color():
     lines = [Line(f"line {index}", range(3), [index, index + 1, index]) for index in range(12)]
     svg = line_chart(lines, width=640)
     drawn = [

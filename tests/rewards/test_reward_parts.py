@@ -1,4 +1,4 @@
-"""Rewards in named parts: weighted sums, what is refused, and parts normalised within a prompt's samples."""
+"""Rewards in named parts: weighted sums, what is refused, and parts normalized within a prompt's samples."""
 
 import math
 import pickle
@@ -8,7 +8,7 @@ import pytest
 
 from areno.config.reward_weights import part_weights
 from areno.errors import RewardError, UsageError
-from areno.loss_fns.advantages import normalised_parts
+from areno.loss_fns.advantages import normalized_parts
 from areno.loss_fns.shaping import RewardShaping
 from areno.rewards import RewardRunner
 from areno.rewards.worker import as_reward, parse_message
@@ -124,7 +124,7 @@ def z_scores(values):
     return [(x - statistics.fmean(values)) / deviation if deviation else 0.0 for x in values]
 
 
-def test_normalised_parts_are_z_scores_within_each_prompt_before_they_are_weighted():
+def test_normalized_parts_are_z_scores_within_each_prompt_before_they_are_weighted():
     parts = {"format": [0, 1, 1, 1, 0, 0], "answer": [10, 20, 60, 5, 5, 5]}
     groups, weights = [0, 0, 0, 1, 1, 1], {"format": 0.2}
     rewards = [WeightedReward(f + a, {"format": f, "answer": a}) for f, a in zip(*parts.values(), strict=True)]
@@ -132,13 +132,13 @@ def test_normalised_parts_are_z_scores_within_each_prompt_before_they_are_weight
     for members in (slice(0, 3), slice(3, 6)):
         columns = [z_scores(parts["format"][members]), z_scores(parts["answer"][members])]
         expected += [0.2 * f + 1.0 * a for f, a in zip(*columns, strict=True)]
-    assert normalised_parts(rewards, groups, weights) == pytest.approx(expected, rel=1e-6)
+    assert normalized_parts(rewards, groups, weights) == pytest.approx(expected, rel=1e-6)
     shaped = RewardShaping(reward_clip=math.inf, part_weights=weights).rewards(rewards, [1] * 6, groups)
     assert shaped.tolist() == pytest.approx(expected, rel=1e-6)
     plain = RewardShaping(reward_clip=math.inf).rewards(rewards, [1] * 6, groups)
     assert plain.tolist() == [10, 21, 61, 6, 5, 5]
 
 
-def test_a_reward_without_parts_cannot_be_normalised():
+def test_a_reward_without_parts_cannot_be_normalized():
     with pytest.raises(RewardError, match=r"the reward has no parts: .*--reward-normalize-parts"):
-        normalised_parts([1.0, 2.0], [0, 0], {})
+        normalized_parts([1.0, 2.0], [0, 0], {})

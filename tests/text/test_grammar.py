@@ -288,7 +288,7 @@ def test_calls_that_cannot_be_enforced_are_refused(tokenizer):
         ({"$ref": "#/$defs/nowhere"}, "does not exist"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "string"}}, "not"),
-        ({"type": "string", "format": "colour"}, "Unknown format: colour"),
+        ({"type": "string", "format": "color"}, "Unknown format: color"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"minimum": "x"}, "minimum"),
         (["object"], "a JSON schema must be an object"),
@@ -319,7 +319,7 @@ def test_the_module_loads_without_torch_and_without_the_package():
 
 
 def test_tokens_of_the_only_text_that_may_follow_are_forced(tokenizer):
-    state = choice_constraint(tokenizer, ["colour red", "colour blue"])()
+    state = choice_constraint(tokenizer, ["color red", "color blue"])()
     for text, forced in [("co", True), ("lour", True), (" ", True), ("b", False), ("lue", True)]:
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             assert state.forces(token) == forced, text

@@ -68,7 +68,7 @@ class PPODatasetTrainer(RolloutTrainer):
             **summary_statistics("old_logprob", trained_values(rows, "logprobs")),
             **summary_statistics("critic_value", values),
             **summary_statistics("return", returns),
-            **summary_statistics("gae_advantage", prepared.unnormalised),
+            **summary_statistics("gae_advantage", prepared.unnormalized),
         }
         variance = float(np.var(returns))
         if variance > 0:

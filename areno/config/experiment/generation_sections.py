@@ -27,11 +27,11 @@ loading_timeout = partial(setting, no_effect="setup_timeout limits the time for 
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
-_PENALISED = _SAMPLING | {"frequency_penalty": "frequency_penalty"}
+_PENALIZED = _SAMPLING | {"frequency_penalty": "frequency_penalty"}
 _OPENAI_NAMES = {
-    "completions": _PENALISED | {"n_samples": "n", "max_new_tokens": "max_completion_tokens", "stop": "stop"},
+    "completions": _PENALIZED | {"n_samples": "n", "max_new_tokens": "max_completion_tokens", "stop": "stop"},
     "responses": _SAMPLING | {"max_new_tokens": "max_output_tokens"},
-    "openai-agents": _PENALISED | {"max_new_tokens": "max_tokens"},
+    "openai-agents": _PENALIZED | {"max_new_tokens": "max_tokens"},
 }
 
 

@@ -92,7 +92,7 @@ def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():
-        # The rotary embedding of llama.cpp pairs neighbours instead of halves.
+        # The rotary embedding of llama.cpp pairs neighbors instead of halves.
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -72,23 +72,23 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         scaled = scale_logits(logits, temperatures)
-        normaliser = scaled.logsumexp(-1)
-        saved, spread = scaled, normaliser.new_zeros(0)
+        normalizer = scaled.logsumexp(-1)
+        saved, spread = scaled, normalizer.new_zeros(0)
         if entropy:
-            saved = (scaled - normaliser[:, None]).exp_()
-            spread = normaliser - _mean(saved, scaled)
-        ctx.save_for_backward(saved, normaliser, tokens, temperatures)
+            saved = (scaled - normalizer[:, None]).exp_()
+            spread = normalizer - _mean(saved, scaled)
+        ctx.save_for_backward(saved, normalizer, tokens, temperatures)
         ctx.dtype, ctx.keeps_probabilities = logits.dtype, entropy
         ctx.mark_non_differentiable(spread)
-        return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
+        return scaled.gather(-1, tokens[:, None])[:, 0] - normalizer, spread
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        saved, normaliser, tokens, temperatures = ctx.saved_tensors
+        saved, normalizer, tokens, temperatures = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = saved * -weight if ctx.keeps_probabilities else (saved - normaliser[:, None]).exp_().mul_(-weight)
+        gradient = saved * -weight if ctx.keeps_probabilities else (saved - normalizer[:, None]).exp_().mul_(-weight)
         return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
 
 
@@ -106,21 +106,21 @@ class _SharedTokenLogprobs(torch.autograd.Function):
         picked = torch.where(inside, scaled.gather(-1, column)[:, 0], 0.0)
         mean = _mean((scaled - own[:, None]).exp_(), scaled) if entropy else torch.zeros_like(own)
         owns, picks, means = _of_all(torch.stack([own, picked, mean]), share.channel).unbind(1)
-        normaliser = owns.logsumexp(0)
-        ctx.save_for_backward(scaled, normaliser, column, temperatures, inside)
+        normalizer = owns.logsumexp(0)
+        ctx.save_for_backward(scaled, normalizer, column, temperatures, inside)
         ctx.dtype = logits.dtype
-        weights = (owns - normaliser).exp()
-        spread = normaliser - (weights * means).sum(0) if entropy else normaliser.new_zeros(0)
+        weights = (owns - normalizer).exp()
+        spread = normalizer - (weights * means).sum(0) if entropy else normalizer.new_zeros(0)
         ctx.mark_non_differentiable(spread)
-        return picks.sum(0) - normaliser, spread
+        return picks.sum(0) - normalizer, spread
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        scaled, normaliser, column, temperatures, inside = ctx.saved_tensors
+        scaled, normalizer, column, temperatures, inside = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
+        gradient = (scaled - normalizer[:, None]).exp_().mul_(-weight)
         return gradient.scatter_add_(-1, column, weight * inside[:, None]).to(ctx.dtype), None, None, None, None
 
 

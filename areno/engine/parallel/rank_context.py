@@ -40,7 +40,7 @@ class RankContext:
     stage: Channel = field(default_factory=Channel)  # all ranks with the same layers; only with FSDP
     pipeline: Channel = field(default_factory=Channel)  # ranks with the same place in all stages
     ends: Channel = field(default_factory=Channel)  # the same place in the first and the last stage
-    links: Links = field(default_factory=dict, hash=False)  # point-to-point groups between neighbouring stages
+    links: Links = field(default_factory=dict, hash=False)  # point-to-point groups between neighboring stages
 
     @property
     def replica(self) -> int:

@@ -70,7 +70,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
-        ranks = peers.layout.world_size * config.neighbours if config.device.type == "cpu" else 1
+        ranks = peers.layout.world_size * config.neighbors if config.device.type == "cpu" else 1
         return peers.all_reduce_min(default_kv_tokens(config.device, bytes_per_token * ranks))
     roles = list(roles)
     try:

@@ -73,7 +73,7 @@ class Sizes(ABC):
     @property
     def sharing(self) -> int:
         """Number of ranks that share one memory: all of them on a CPU, one on a GPU."""
-        return self.layout.world_size * self.config.neighbours if self.device.type == "cpu" else 1
+        return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
         """Options that load the checkpoint of ``option`` as shapes."""

@@ -54,7 +54,7 @@ class LogitEdits:
         """Return an edited fp32 copy of logits [V]."""
         edited = logits.float()
         if self._params.edits_logits:
-            edited = self._penalised(edited)
+            edited = self._penalized(edited)
         if self._length < self._params.min_new_tokens:
             stops = [token for token in self._stop_ids if token < len(edited)]
             edited = edited.index_fill(0, torch.tensor(stops, device=edited.device, dtype=torch.int64), float("-inf"))
@@ -82,7 +82,7 @@ class LogitEdits:
             self.error = error
             return None
 
-    def _penalised(self, logits: Tensor) -> Tensor:
+    def _penalized(self, logits: Tensor) -> Tensor:
         params = self._params
         if self._state is None:
             self._state = self._start(logits)

@@ -100,7 +100,7 @@ class SamplingTable:
         flat = weights.view(len(scaled), -1)[:, : scaled.shape[1]]
         torch.exp(scaled - highest[:, None], out=flat)
         sums = weights.sum(-1).double()
-        normaliser = highest + sums.sum(-1).log().to(highest.dtype)
+        normalizer = highest + sums.sum(-1).log().to(highest.dtype)
         cut = None
         if self.edits or self.filters is not None:
             self._edit(logits, flat)
@@ -110,8 +110,8 @@ class SamplingTable:
             sums = weights.sum(-1).double()
             cut = (1.0 - sums.sum(-1) / before).clamp(min=0.0) if self.filters is not None else None
         tokens = self._choose(scaled, flat, weights, sums, counters)
-        logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
-        return Draw(tokens, logprobs, cut, self._top(scaled, normaliser))
+        logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - normalizer
+        return Draw(tokens, logprobs, cut, self._top(scaled, normalizer))
 
     def _weight_buffer(self, scaled: Tensor) -> Tensor:
         """Buffer of weights in blocks [B, blocks, size]; entries beyond the vocabulary stay 0."""
@@ -138,8 +138,8 @@ class SamplingTable:
             best[row] = flat[row].argmax()
         return best if self.all_greedy else torch.where(self.greedy, best, tokens)
 
-    def _top(self, scaled: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _top(self, scaled: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor] | None:
         if not self.most_top:
             return None
         values, tokens = torch.topk(scaled, min(self.most_top, scaled.shape[1]), dim=-1)
-        return tokens, values - normaliser[:, None]
+        return tokens, values - normalizer[:, None]

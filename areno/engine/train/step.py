@@ -426,21 +426,21 @@ def _chunks(
     """
     start, tokens, prefixes = 0, 0, TokenTree()
 
-    def added(neighbours: Sequence[TrainSequence]) -> int:
+    def added(neighbors: Sequence[TrainSequence]) -> int:
         if not tree:
-            return sum(len(row.tokens) for row in neighbours)
+            return sum(len(row.tokens) for row in neighbors)
         before = len(prefixes.tokens)
-        for row in neighbours:
+        for row in neighbors:
             prefixes.add(row.tokens)
         return len(prefixes.tokens) - before
 
     for index in range(0, len(rows), together):
-        neighbours = rows[index : index + together]
-        more = added(neighbours)
+        neighbors = rows[index : index + together]
+        more = added(neighbors)
         if index > start and (index + together - start > size or tokens + more > most_tokens):
             yield rows[start:index]
             start, tokens, prefixes = index, 0, TokenTree()
-            more = added(neighbours)
+            more = added(neighbors)
         tokens += more
     if rows:
         yield rows[start:]

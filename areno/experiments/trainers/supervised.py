@@ -162,5 +162,5 @@ def preference_loss(actor: DPOEngineConfig) -> LossFn:
         beta=actor.beta,
         loss_type=actor.loss_type,
         label_smoothing=actor.label_smoothing,
-        length_normalised=actor.loss_type == "ipo",
+        length_normalized=actor.loss_type == "ipo",
     )

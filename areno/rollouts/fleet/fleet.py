@@ -114,7 +114,7 @@ class RolloutFleet:
         devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.path, self.options, self.weights = path, options, weights or WeightOptions()
-        self.config = replace(config, trains="nothing", neighbours=options.replicas)
+        self.config = replace(config, trains="nothing", neighbors=options.replicas)
         self.threads = options.threads or max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
         self.version = 0
         self._devices = devices

@@ -64,7 +64,7 @@ class Prepared:
 
     rows: list[TrainSequence]  # the rows to train on
     populations: dict[str, Tensor] = field(default_factory=dict)
-    unnormalised: list[float] = field(default_factory=list)  # advantages before ``adv_norm``, per trained token
+    unnormalized: list[float] = field(default_factory=list)  # advantages before ``adv_norm``, per trained token
     divergences: dict[str, float] = field(default_factory=dict)
     m2_masked: float | None = None  # share of the trained tokens that M2PO masks
 
@@ -124,8 +124,8 @@ class PolicyObjective:
         bound = settings.m2_threshold
         m2_masked = None if bound is None else select_by_second_moment(rows, bound)
         trained = untruncated(rows) if settings.shaping.mask_no_eos_with_zero else rows
-        unnormalised = populations.pop("gae_advantages", torch.empty(0)).tolist()
-        return Prepared(trained, populations, unnormalised, gaps, m2_masked)
+        unnormalized = populations.pop("gae_advantages", torch.empty(0)).tolist()
+        return Prepared(trained, populations, unnormalized, gaps, m2_masked)
 
     def complete(self, rows: list[TrainSequence]) -> None:
         """Add to rows with advantages what the loss needs and they lack, such as a reference's log-probs; in place."""
@@ -174,5 +174,5 @@ def _divergences(rows: Sequence[TrainSequence]) -> dict[str, float]:
     pairs = [trained_values(rows, name) for name in ("logprobs", "prox_logprobs")]
     if not pairs[0]:
         return {}
-    behaviour, proximal = torch.tensor(pairs, dtype=torch.float64)
-    return {name: float(x.mean()) for name, x in divergences(behaviour, proximal).items()}
+    behavior, proximal = torch.tensor(pairs, dtype=torch.float64)
+    return {name: float(x.mean()) for name, x in divergences(behavior, proximal).items()}

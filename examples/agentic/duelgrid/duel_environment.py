@@ -14,7 +14,7 @@ DEALT, TAKEN, CLOSER, PICKUP, WAITED, ILLEGAL, UNSPENT = 0.10, -0.08, 0.01, 0.10
 WON, LOST = 1.0, -1.0
 RULES = (
     "You are A in a duel on an 11 by 11 grid, U is your enemy, x grows to the right and y down. A turn has 3 energy. "
-    "MOVE (1, with direction), ATTACK (1, 3 damage to a neighbour), RANGED_ATTACK (2, 2 damage in line up to 4 tiles), "
+    "MOVE (1, with direction), ATTACK (1, 3 damage to a neighbor), RANGED_ATTACK (2, 2 damage in line up to 4 tiles), "
     "SHIELD (1), PICKUP (0, on your tile), WAIT (0). Call choose_action with the actions of your turn."
 )
 

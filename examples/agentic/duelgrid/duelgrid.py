@@ -4,7 +4,7 @@
 Each action costs energy::
 
     MOVE           1   one tile up, down, left or right, not onto a wall or the other player; a trap costs 2 health
-    ATTACK         1   3 damage to a player on one of the four neighbouring tiles
+    ATTACK         1   3 damage to a player on one of the four neighboring tiles
     RANGED_ATTACK  2   2 damage to a player in the same row or column, at most 4 tiles away, with no wall between
     SHIELD         1   every hit until the own next turn does 2 less damage
     PICKUP         0   take what lies on the own tile: health 3 (10 at most) or energy 2
@@ -166,7 +166,7 @@ class Duel:
         me, direction = self.fighters[self.to_move], action.get("direction")
         if direction not in DIRECTIONS:
             raise IllegalActionError("MOVE needs a direction: up, down, left or right")
-        tile = self.neighbour(me.tile, direction)
+        tile = self.neighbor(me.tile, direction)
         if not self.is_free(tile):
             raise IllegalActionError(f"MOVE {direction}: {tile} is off the grid, a wall or taken")
         me.x, me.y = tile
@@ -208,8 +208,8 @@ class Duel:
         result.waits += 1
         return "waits"
 
-    def neighbour(self, tile: Tile, direction: str) -> Tile:
-        """Return the neighbouring tile in a direction."""
+    def neighbor(self, tile: Tile, direction: str) -> Tile:
+        """Return the neighboring tile in a direction."""
         dx, dy = DIRECTIONS[direction]
         return tile[0] + dx, tile[1] + dy
 
@@ -266,7 +266,7 @@ def scripted_turn(duel: Duel, rng: random.Random | None = None) -> list[Action]:
     me = trial.fighters[trial.to_move]
     me.energy, me.shield = min(TURN_ENERGY + me.energy, ENERGY_CAP), False
     if rng is not None and rng.random() < 0.25:
-        free = [name for name in DIRECTIONS if trial.is_free(trial.neighbour(me.tile, name))]
+        free = [name for name in DIRECTIONS if trial.is_free(trial.neighbor(me.tile, name))]
         return [_step(rng.choice(free))] if free else [{"action": "WAIT"}]
     while trial.winner is None and (action := _next_action(trial, me)) is not None:
         trial._act(action, TurnResult())
@@ -305,7 +305,7 @@ def _way(duel: Duel, me: Fighter) -> str | None:
         if tile in goals:
             return first
         for direction in DIRECTIONS:
-            following = duel.neighbour(tile, direction)
+            following = duel.neighbor(tile, direction)
             if duel.is_free(following) and following not in seen and following not in duel.traps:
                 seen.add(following)
                 waiting.append((following, first or direction))
@@ -313,4 +313,4 @@ def _way(duel: Duel, me: Fighter) -> str | None:
 
 
 def _around(duel: Duel, tile: Tile) -> Iterator[Tile]:
-    return (duel.neighbour(tile, direction) for direction in DIRECTIONS)
+    return (duel.neighbor(tile, direction) for direction in DIRECTIONS)

@@ -188,7 +188,7 @@ EFFECTS: dict[str, str] = {
     "RewardConfig.fn": _ROLLOUT + "test_the_reward_function_is_the_named_one",
     "RewardConfig.path": _ROLLOUT + "test_a_reward_model_judges_finished_answers_in_training_and_evaluation",
     "RewardConfig.weights": _ROLLOUT + "test_parts_of_a_reward_are_weighted",
-    "RewardConfig.normalize_parts": _UPDATE + "test_parts_of_a_reward_are_normalised_where_asked_for",
+    "RewardConfig.normalize_parts": _UPDATE + "test_parts_of_a_reward_are_normalized_where_asked_for",
     "RewardConfig.on_error": _ROLLOUT + "test_a_failing_reward_stops_the_run_where_it_shall",
     "RewardConfig.timeout_seconds": _ROLLOUT + "test_a_late_reward_is_called_again",
     "RewardConfig.max_retries": _ROLLOUT + "test_a_late_reward_is_called_again",

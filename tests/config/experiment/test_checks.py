@@ -175,7 +175,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             "needs rollout.agent.agent_cls_path",
             {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B"},
         ),
-        # normalisation
+        # normalization
         (
             {"actor.adv_norm": {"mean_level": None, "mean_leave1out": True}},
             "without a mean",

@@ -129,7 +129,7 @@ def test_a_key_reaches_its_setting(word, path, value):
     assert {found: given for found, _, given in walk(load(*SHORT, word))}[path] == value
 
 
-def test_group_normalisation_takes_the_groups():
+def test_group_normalization_takes_the_groups():
     norm = load(*SHORT, "group_size=4", "group_adv_norm=True").actor.adv_norm
     assert (norm.mean_level, norm.std_level, norm.group_size) == ("group", "group", 4)
 

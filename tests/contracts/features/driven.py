@@ -131,7 +131,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "weights of a reward's parts": lambda run: (
         abs(run.column(*REWARD)[0] - run.mean_part("digits") - 0.1 * run.mean_part("length")) < 1e-5
     ),
-    "normalised parts of a reward": lambda run: run.objective.settings.shaping.part_weights == {"length": 0.1},
+    "normalized parts of a reward": lambda run: run.objective.settings.shaping.part_weights == {"length": 0.1},
     "reward model": lambda run: run.column(*REWARD) != [] and "reward" in run.scored,
     "shared prompts computed once in training": lambda run: (
         run.engine.tree_training or getattr(run.calls[0][1], "tree", False)

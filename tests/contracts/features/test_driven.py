@@ -110,12 +110,12 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags parts": (
         POLICY.replace("{functions}", "{functions}:parts")
         + " --max-steps 1 --reward-weights length=0.1 --reward-normalize-parts --advantage batch",
-        "weights of a reward's parts, normalised parts of a reward",
+        "weights of a reward's parts, normalized parts of a reward",
     ),
     "yaml parts": (
         RUN_POLICY.replace(":letters", ":named") + " total_train_steps=1 reward.weights.length=0.1"
         " reward.normalize_parts=true rollout.save_rollouts=1",
-        "weights of a reward's parts, normalised parts of a reward, saved training rows",
+        "weights of a reward's parts, normalized parts of a reward, saved training rows",
     ),
     "flags async": (
         TRAIN + " --algo grpo --workflow {workflow}:Quarter --batch-size 2 --n-samples 4 --max-steps 3 --rollout async"

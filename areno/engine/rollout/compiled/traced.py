@@ -107,12 +107,12 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
     largest = table.amax(-1)
     highest = largest.amax(-1)
     sums = torch.exp(table - highest[:, None, None]).sum(-1).double()
-    normaliser = highest + sums.sum(-1).log().to(highest.dtype)
+    normalizer = highest + sums.sum(-1).log().to(highest.dtype)
     block, rest = inverse_cdf.draw_block(sums, u)
     weights = torch.exp(inverse_cdf.take_block(table, block) - highest[:, None])
     drawn = inverse_cdf.draw_inside(weights, block, rest).clamp(max=vocab - 1)
     tokens = torch.where(greedy, _most_likely(table, largest), drawn)
-    return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
+    return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normalizer
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
