@@ -1,4 +1,4 @@
-// Allocator for PyTorch's large CPU tensors: one address range, best fit. It joins free neighbouring blocks, and returns memory
+// Allocator for PyTorch's large CPU tensors: one address range, best fit. It joins free neighboring blocks, and returns memory
 // to the system only on request.
 //
 // glibc allocates aligned blocks by asking for more than they need, so a freed block rarely fits the next request of the same
@@ -73,10 +73,10 @@ class Range {
     used_.erase(known);
     const auto after = by_address_.lower_bound(address);
     if (after != by_address_.begin()) {
-      const auto [neighbour, length] = *std::prev(after);
-      if (neighbour + length == address) {
-        remove(neighbour, length);
-        address = neighbour;
+      const auto [neighbor, length] = *std::prev(after);
+      if (neighbor + length == address) {
+        remove(neighbor, length);
+        address = neighbor;
         size += length;
       }
     }

@@ -61,7 +61,7 @@ inline Lanes load(const BFloat16* from) {
   return Lanes(__builtin_convertvector(bits, WideBits) << 16);
 }
 
-// The sums of sixteen vectors, in order: each step adds neighbouring lanes of two vectors, which halves the number of vectors.
+// The sums of sixteen vectors, in order: each step adds neighboring lanes of two vectors, which halves the number of vectors.
 inline Lanes sums_of(const Lanes* x) {
   Lanes a[8], b[4], c[2];
   for (int i = 0; i < 8; ++i) {
