@@ -3,6 +3,8 @@
 Ten thousand steps of sixty numbers take about 10 MB and a second.
 """
 
+from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on
+
 import json
 import math
 from array import array

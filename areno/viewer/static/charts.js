@@ -1,0 +1,155 @@
+// Curves of one or several runs, overlaid: which metrics, how smooth, on which axes; they grow while the runs train.
+
+import { coalesced, follow, get } from "./api.js";
+import { keep, link } from "./app.js";
+import { announce, el, field, fill, select } from "./dom.js";
+import { chart, style } from "./plot.js";
+
+const FIRST = ["reward", "eval_reward", "loss", "entropy", "response_length", "grad_norm", "logprob_gap", "staleness"];
+const MOST_POINTS = 3000;
+/** Points of a series that grew beyond this are requested again as a whole. */
+
+export async function show(page, here) {
+  const { run, params } = here;
+  const ids = run ? [run] : params.getAll("run");
+  if (!ids.length) throw new Error("Choose runs in the list first.");
+  const path = run ? `run/${run}/curves` : "curves";
+  const runs = await Promise.all(ids.map((id) => get(`/api/runs/${id}`)));
+  const store = new Map(); // "run name" -> points
+  const resets = new Map();
+  const charts = new Map();
+  let names = params.getAll("name"), smooth = Number(params.get("smooth") ?? 0), log = params.get("log") === "1";
+  let unit = params.get("x") === "minute" ? "minute" : "step";
+  const hidden = new Set();
+  const keys = [...new Set(runs.flatMap((one) => Object.keys(one.keys)))];
+  const metrics = [...new Set(runs.flatMap((one) => Object.keys(one.metrics)))].sort();
+  if (!names.length) {
+    const parts = metrics.filter((name) => /^rollout\/reward_parts?\//.test(name) && !/\/(min|max)$/.test(name));
+    names = [...FIRST.filter((key) => keys.includes(key)), ...parts].slice(0, 12);
+  }
+
+  const grid = el("div", { class: "charts" });
+  const title = runs.length === 1 ? `Curves of ${runs[0].name}` : `Curves of ${runs.length} runs`;
+  fill(page, el("h1", {}, title), controls(), runs.length > 1 && legend(), picker(), grid);
+
+  function save() {
+    keep(path, { run: run ? null : ids, name: names, smooth: smooth || null, log: log ? 1 : null, x: unit === "step" ? null : unit });
+  }
+
+  function controls() {
+    const slider = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, on: { input: () => {
+      smooth = Number(slider.value);
+      text.textContent = smooth.toFixed(2);
+      save();
+      draw();
+    } } });
+    const text = el("output", {}, smooth.toFixed(2));
+    const scale = el("input", { type: "checkbox", on: { change: () => ((log = scale.checked), save(), draw()) } });
+    scale.checked = log;
+    return el("div", { class: "bar" },
+      el("label", { class: "field" }, el("span", {}, "Smoothing ", text), slider),
+      field("Over", select([["step", "steps"], ["minute", "minutes"]], unit, (value) => ((unit = value), save(), draw()))),
+      el("label", { class: "check" }, scale, "Logarithmic"));
+  }
+
+  function legend() {
+    return el("ul", { class: "legend runs", "aria-label": "Runs" }, runs.map((one, place) => {
+      const box = el("input", { type: "checkbox", on: { change: () => {
+        box.checked ? hidden.delete(one.id) : hidden.add(one.id);
+        draw();
+      } } });
+      box.checked = true;
+      return el("li", {}, el("label", { class: "check" }, box, el("span", { class: `swatch ${style(place).name}` }), label(one)),
+        " ", el("a", { href: link(`run/${one.id}`), "aria-label": `Overview of ${one.name}` }, "↗"));
+    }));
+  }
+
+  /** The name of a run; its folder too if another one has the same name. */
+  function label(one) {
+    const same = runs.filter((other) => other.name === one.name).length > 1;
+    return same ? `${one.name} (${one.id.slice(0, 4)})` : one.name;
+  }
+
+  function picker() {
+    const list = el("div", { class: "picker" });
+    const search = el("input", { type: "search", on: { input: () => drawList() } });
+    const count = el("p", { class: "muted small" });
+    function drawList() {
+      const words = search.value.toLowerCase();
+      const some = [...keys, ...metrics].filter((name) => name.toLowerCase().includes(words));
+      count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`;
+      fill(list, some.map((name) => {
+        const box = el("input", { type: "checkbox", on: { change: async () => {
+          names = box.checked ? [...names, name] : names.filter((one) => one !== name);
+          count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`;
+          announce(`${name} ${box.checked ? "shown" : "hidden"}`);
+          save();
+          await load();
+        } } });
+        box.checked = names.includes(name);
+        return el("label", { class: "check" }, box, name);
+      }));
+    }
+    drawList();
+    return el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Search metrics", search), count, list);
+  }
+
+  async function loadRun(one) {
+    const after = names.map((name) => store.get(`${one.id} ${name}`)?.count ?? 0);
+    const answer = await get(`/api/runs/${one.id}/metrics`, { name: names, after });
+    if (resets.has(one.id) && resets.get(one.id) !== answer.resets) {
+      for (const key of [...store.keys()]) if (key.startsWith(`${one.id} `)) store.delete(key);
+      resets.set(one.id, answer.resets);
+      await loadRun(one);
+      return;
+    }
+    resets.set(one.id, answer.resets);
+    for (const [name, points] of Object.entries(answer.series)) {
+      const key = `${one.id} ${name}`, old = store.get(key);
+      if (old && points.start === old.count && points.start > 0) {
+        for (const part of ["steps", "values", "minutes", "not_finite"]) old[part].push(...points[part]);
+        old.count = points.count;
+        if (old.steps.length > MOST_POINTS) store.delete(key);
+      } else store.set(key, points);
+    }
+    if (names.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) await loadRun(one);
+  }
+
+  function draw() {
+    for (const [name, one] of charts) {
+      if (!names.includes(name)) {
+        one.close();
+        charts.delete(name);
+      }
+    }
+    for (const name of names) if (!charts.has(name)) charts.set(name, chart(keys.includes(name) ? name.replaceAll("_", " ") : name, "curves"));
+    const figures = names.map((name) => charts.get(name).figure);
+    if (figures.length !== grid.children.length || figures.some((figure, place) => grid.children[place] !== figure)) fill(grid, figures);
+    for (const name of names) {
+      const lines = runs.flatMap((one, place) => {
+        const points = store.get(`${one.id} ${name}`);
+        if (!points || hidden.has(one.id)) return [];
+        const x = unit === "step" ? points.steps : points.minutes;
+        return [{ id: one.id, label: label(one), place, x, y: points.values, missing: points.not_finite }];
+      });
+      charts.get(name).draw(lines, { smooth, log, unit });
+    }
+  }
+
+  async function load() {
+    await Promise.all(runs.map(loadRun));
+    draw();
+  }
+
+  await load();
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", draw);
+  const refresh = coalesced(load, 300);
+  const end = follow(ids, ({ changed }) => (!changed || changed.includes("metrics")) && refresh());
+  return () => {
+    end();
+    dark.removeEventListener("change", draw);
+    for (const one of charts.values()) one.close();
+  };
+}
+
