@@ -3,10 +3,10 @@
 import asyncio
 import hashlib
 import json
-import mimetypes
 from collections.abc import Iterator
 from importlib.resources import files as package_files
 from importlib.resources.abc import Traversable
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -26,6 +26,7 @@ from areno.viewer.tails import file_size
 from areno.viewer.timeline import timeline
 
 _LOG_BYTES = 2**16
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MAX_RUNS, _MAX_NAMES, _MAX_PAGE = 50, 100, 200
 
 RunIds = Annotated[list[str], Query(alias="run", max_length=_MAX_RUNS)]
@@ -69,7 +70,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     def runs() -> DataResponse:
         """All runs, one row each."""
         rows = catalog.rows()
-        return DataResponse({"folder": str(catalog.folder), "runs": rows, "outside": catalog.outside})
+        return DataResponse({"folder": catalog.shown, "runs": rows, "outside": catalog.outside})
 
     @app.get("/api/runs/{run_id}")
     def run(run_id: str) -> DataResponse:
@@ -157,7 +158,7 @@ def _add_page(app: FastAPI) -> None:
         headers = {"cache-control": "no-cache", "etag": tags[name]}
         if request.headers.get("if-none-match") == tags[name]:
             return Response(status_code=304, headers=headers)
-        kind = mimetypes.guess_type("index.html" if path == "" else path)[0] or "text/plain"
+        kind = _KINDS.get(PurePath(path or "index.html").suffix, "text/plain")
         return Response(static[name], media_type=kind, headers=headers)
 
 
@@ -175,6 +176,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
     return {
         "id": run.id,
         "name": data.name,
+        "path": str(run.path.relative_to(run.folder)),
         **describe(data.config),
         "status": data.status,
         "summary": data.summary,

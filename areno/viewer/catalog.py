@@ -34,7 +34,7 @@ class OpenedRun:
     """A run that is being looked at; what was read of its files is kept, and follows them."""
 
     def __init__(self, run_id: str, path: Path, folder: Path) -> None:
-        self.id, self.path, self._folder = run_id, path, folder
+        self.id, self.path, self.folder = run_id, path, folder
         self.files = RunDirectory(path)
         self.resets = 0
         """How often the metrics were replaced, as by a resume that repeats steps."""
@@ -78,14 +78,14 @@ class OpenedRun:
     def traces(self, kind: str) -> list[Path]:
         """The trace files of ``perf_tracer`` or ``session_tracer``."""
         files = sorted((self.path / kind).glob("*/*.jsonl"))
-        return [path for path in files if path.is_file() and path.resolve().is_relative_to(self._folder)]
+        return [path for path in files if path.is_file() and path.resolve().is_relative_to(self.folder)]
 
 
 class RunCatalog:
     """The runs below ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder, self.shown = folder.resolve(), str(folder)
         self.outside = 0
         """Runs that are not shown, because they are links out of the folder."""
         self._lock = threading.Lock()
@@ -109,8 +109,8 @@ class RunCatalog:
 
     def open(self, run_id: str) -> OpenedRun:
         """The run with an id. Raises ApiError: there is none, or its files lead out of the folder."""
-        path = self.paths().get(run_id)
-        if path is None:
+        path = self._paths.get(run_id) or self.paths().get(run_id)
+        if path is None or not path.is_dir():
             raise ApiError(404, "there is no such run; reload the list of runs", code="run_not_found")
         with self._lock:
             run = self._open.pop(run_id, None) or OpenedRun(run_id, path, self.folder)

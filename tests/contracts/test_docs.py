@@ -36,6 +36,7 @@ OTHER_FLAGS = {
     "--sample": "areno inspect",
     "--step": "areno inspect",
     "--add": "areno scale",
+    "--open": "areno view",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
     **dict.fromkeys(

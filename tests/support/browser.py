@@ -17,7 +17,14 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 WAIT_S = 20
-KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowRight": (39, ""), "ArrowLeft": (37, ""), " ": (32, " ")}
+KEYS = {
+    "Enter": (13, "\r"),
+    "Tab": (9, ""),
+    "Escape": (27, ""),
+    "End": (35, ""),
+    "ArrowLeft": (37, ""),
+    "ArrowRight": (39, ""),
+}
 
 
 class Page:
@@ -50,7 +57,9 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def size(self, width: int, height: int = 900) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
 
     def dark(self, on: bool) -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
@@ -65,7 +74,12 @@ class Page:
     def wait(self, script: str, seconds: float = WAIT_S) -> Any:
         """The value of an expression once it is true."""
         deadline = time.monotonic() + seconds
-        while (value := self.run(f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()")) in (None, False, "", 0):
+        while (value := self.run(f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()")) in (
+            None,
+            False,
+            "",
+            0,
+        ):
             if time.monotonic() > deadline:
                 text = self.run("document.body.innerText")
                 raise AssertionError(f"not within {seconds} s: {script}\n{self.problems}\n{text[:3000]}")
@@ -76,7 +90,7 @@ class Page:
         return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def press(self, key: str, shift: bool = False) -> None:
-        code, text = KEYS.get(key, (ord(key.upper()), key))
+        code, text = KEYS[key] if key in KEYS else (ord(key.upper()), key)
         event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
@@ -95,7 +109,14 @@ def chromium() -> str:
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
     """A browser with an empty profile in a folder, and one tab."""
-    command = [chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    command = [
+        chromium(),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ]
     command += [f"--user-data-dir={folder}", "--remote-debugging-port=0", "--hide-scrollbars", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -15,7 +15,7 @@ import httpx
 from areno.storage.run_dir import RunDirectory
 from areno.viewer.server import ViewerServer
 
-HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script>'\"><svg onload=window.hacked=1>"
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"><svg onload=window.hacked=1>'
 CONFIG = "algo: grpo\nckpt: /models/tiny\nlr: 0.001\nseed: 0\nnested:\n  depth: 2\n  names: [a, b]\n"
 
 
@@ -31,7 +31,13 @@ def write_run(path: Path, steps: int = 20, config: str = CONFIG, prompts: int = 
     for step in (0, steps):
         run.append_metrics(step, {"eval/rewards_mean": step / 100})
         run.append_eval_samples(
-            {"step": step, "prompt_index": index, "reward": step + index, "prompt": f"Q{index}", "completion": f"A{step}"}
+            {
+                "step": step,
+                "prompt_index": index,
+                "reward": step + index,
+                "prompt": f"Q{index}",
+                "completion": f"A{step}",
+            }
             for index in range(3)
         )
     run.append_warning(3, "step 3: the reward is flat; try easier prompts")
@@ -106,3 +112,75 @@ def client(folder: Path, key: str | None = None, **options: Any) -> Iterator[htt
 def run_id(session: httpx.Client, name: str) -> str:
     rows = session.get("/api/runs").json()["runs"]
     return next(row["id"] for row in rows if row["path"] == name)
+
+
+def part(
+    role: str, turn: int, words: str, version: int = -1, trained: bool | None = None, advantage: float = 0.5
+) -> dict[str, Any]:
+    """A segment of a training row, one token for each word."""
+    texts = [f" {word}" if place else word for place, word in enumerate(words.split(" "))]
+    tokens = [sum(map(ord, text)) for text in texts]
+    counts = version >= 0 if trained is None else trained
+    return {
+        "role": role,
+        "turn": turn,
+        "trained": counts,
+        "version": version,
+        "tokens": tokens,
+        "texts": texts,
+        "logprobs": [-0.25 * place if version >= 0 else 0.0 for place in range(len(tokens))],
+        "advantages": [advantage if counts else 0.0] * len(tokens),
+    }
+
+
+def agent_sample(step: int, hostile: str = "") -> dict[str, Any]:
+    """A sample of an agent with tools, whose conversation was summarized after its second turn and so forked."""
+    system, question = "You can calculate.", f"What is 6 times 7, plus 0? {hostile}".strip()
+    call = {"type": "function", "id": "c1", "function": {"name": f"multiply{hostile}", "arguments": '{"a": 6, "b": 7}'}}
+    summary, answer = f"So far: 6 times 7 is 42. {hostile}".strip(), f"It is 42. {hostile}".strip()
+    opening = [
+        part("template", 0, "<|system|>"),
+        part("system", 0, system),
+        part("template", 0, "<|user|>"),
+        part("user", 0, question),
+    ]
+    first = [
+        *opening,
+        part("template", 0, "<|assistant|>"),
+        part("call", 0, 'multiply {"a": 6, "b": 7}', step),
+        part("template", 1, "<|tool|>"),
+        part("tool", 1, "42"),
+        part("template", 1, "<|assistant|>"),
+        part("text", 1, "Now I add.", step, trained=False),
+    ]
+    second = [
+        *[{**segment, "turn": 2} for segment in opening],
+        part("template", 2, "<|assistant|>"),
+        part("assistant", 2, summary),
+        part("template", 2, "<|user|>"),
+        part("user", 2, "Continue."),
+        part("template", 2, "<|assistant|>"),
+        part("text", 2, answer, step + 1, advantage=-0.25),
+    ]
+    return {
+        "step": step,
+        "prompt_index": 0,
+        "sample_index": 5,
+        "picked": ["best"],
+        "reward": 1.5,
+        "reward_parts": {"right": 1.0, f"short{hostile}": 0.5},
+        "advantage": 0.5,
+        "finish_reason": "stop",
+        "response_len": 12,
+        "logprob_mean": -0.5,
+        "prompt": question,
+        "completion": f"Now I add.\n{answer}",
+        "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": f"42 {hostile}".strip()},
+            {"role": f"assistant{hostile}", "content": [{"type": "text", "text": answer}]},
+        ],
+        "rows": [first, second],
+    }

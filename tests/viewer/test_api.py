@@ -42,7 +42,11 @@ def test_the_list_has_a_row_per_run_with_what_its_files_say(session, runs):
     row = rows["one"]
     assert (row["name"], row["kind"], row["algo"], row["model"]) == ("one", "train", "grpo", "/models/tiny")
     assert (row["state"], row["started"], row["ended"]) == ("finished", 1_700_000_000.0, 1_700_000_100.0)
-    assert (row["steps"], row["reward"], row["loss"]) == (last["step"] + 1, last["rollout/rewards_mean"], last["train/loss"])
+    assert (row["steps"], row["reward"], row["loss"]) == (
+        last["step"] + 1,
+        last["rollout/rewards_mean"],
+        last["train/loss"],
+    )
     assert row["warnings"] == 1
 
 
@@ -52,7 +56,13 @@ def test_an_experiment_is_listed_with_its_dataset_type_and_actor(tmp_path):
     run.append_metrics(20, {"rollout/reward/avg": 0.75})
     with client(tmp_path) as session:
         (row,) = session.get("/api/runs").json()["runs"]
-    assert (row["kind"], row["algo"], row["model"], row["steps"], row["reward"]) == ("experiment", "sft", "m/actor", 21, 0.75)
+    assert (row["kind"], row["algo"], row["model"], row["steps"], row["reward"]) == (
+        "experiment",
+        "sft",
+        "m/actor",
+        21,
+        0.75,
+    )
 
 
 def test_a_run_without_its_lock_was_killed(tmp_path):
@@ -69,7 +79,9 @@ def test_the_overview_has_configuration_environment_warnings_and_last_values(ses
     records = lines_of(runs / "one" / "metrics.jsonl")
     assert answer["config"]["nested"] == {"depth": 2, "names": ["a", "b"]}
     assert answer["environment"]["packages"] == {"torch": "2.11"}
-    assert [(item["step"], item["text"]) for item in answer["warnings"]] == [(3, "step 3: the reward is flat; try easier prompts")]
+    assert [(item["step"], item["text"]) for item in answer["warnings"]] == [
+        (3, "step 3: the reward is flat; try easier prompts")
+    ]
     assert answer["metrics"] == {
         name: next(record[name] for record in reversed(records) if name in record)
         for name in ("rollout/rewards_mean", "train/loss", "train/staleness_mean", "time/rollout", "eval/rewards_mean")
@@ -141,7 +153,10 @@ QUERIES = [
     ({"flag": ["worst"]}, lambda sample: "worst" in sample["picked"]),
     ({"flag": ["best", "truncated"]}, lambda sample: "best" in sample["picked"] or sample["finish_reason"] == "length"),
     ({"text": "strasse 2"}, lambda sample: "Straße 2" in sample["completion"]),
-    ({"text": "IS 17 PLUS", "flag": ["first"]}, lambda sample: "17 plus" in sample["prompt"] and "first" in sample["picked"]),
+    (
+        {"text": "IS 17 PLUS", "flag": ["first"]},
+        lambda sample: "17 plus" in sample["prompt"] and "first" in sample["picked"],
+    ),
     ({"text": ".\nStraße 1"}, lambda sample: sample["sample_index"] == 1),
     ({"text": "reward_parts"}, lambda sample: False),
 ]
@@ -154,7 +169,9 @@ def test_pages_have_exactly_the_samples_that_pass(session, one, runs, query, pas
     expected = [index for index, sample in enumerate(samples) if passes(sample)]
     indices, offset = [], 0
     while offset is not None:
-        page = session.get(f"{one}/samples", params={**query, "order": "oldest", "limit": limit, "offset": offset}).json()
+        page = session.get(
+            f"{one}/samples", params={**query, "order": "oldest", "limit": limit, "offset": offset}
+        ).json()
         assert len(page["samples"]) <= limit
         indices += [sample["index"] for sample in page["samples"]]
         offset = page["next"]
@@ -162,7 +179,11 @@ def test_pages_have_exactly_the_samples_that_pass(session, one, runs, query, pas
     assert page["recorded"] == len(samples)
     for shown in page["samples"]:
         sample = samples[shown["index"]]
-        assert (shown["step"], shown["prompt"], shown["reward"]) == (sample["step"], sample["prompt_index"], sample["reward"])
+        assert (shown["step"], shown["prompt"], shown["reward"]) == (
+            sample["step"],
+            sample["prompt_index"],
+            sample["reward"],
+        )
         assert (shown["tokens"], shown["advantage"]) == (sample["response_len"], sample["advantage"])
         assert shown["reward_parts"] == {"format": 1.0}
 
@@ -196,7 +217,13 @@ def test_pages_do_not_shift_while_samples_arrive(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("query", "parameter"), [({"flag": "tall"}, "flag"), ({"order": "random"}, "order"), ({"limit": 0}, "limit"), ({"step_to": "x"}, "step_to")]
+    ("query", "parameter"),
+    [
+        ({"flag": "tall"}, "flag"),
+        ({"order": "random"}, "order"),
+        ({"limit": 0}, "limit"),
+        ({"step_to": "x"}, "step_to"),
+    ],
 )
 def test_wrong_filters_are_named(session, one, query, parameter):
     answer = session.get(f"{one}/samples", params=query)
@@ -305,7 +332,9 @@ def traced(tmp_path):
 
 def test_the_timeline_has_sessions_with_the_version_they_began_with(traced, tmp_path):
     records = lines_of(traced.path / "session_tracer" / "rollout" / "sessions-r0.jsonl")
-    events = [event for event in lines_of(traced.path / "perf_tracer" / "trainer" / "traces-r0.jsonl") if event["ph"] == "X"]
+    events = [
+        event for event in lines_of(traced.path / "perf_tracer" / "trainer" / "traces-r0.jsonl") if event["ph"] == "X"
+    ]
     with client(tmp_path) as session:
         answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").json()
     assert [(one["task"], one["version"], one["status"]) for one in answer["sessions"]] == [
@@ -328,7 +357,14 @@ def test_earlier_windows_of_a_long_trace_continue_where_the_later_one_began(tmp_
     path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
     path.parent.mkdir(parents=True)
     lines = [
-        {"task_id": n, "session_id": n, "submit_ts": 1000.0 + n, "finalized_ts": 1001.5 + n, "status": "accepted", "phases": {}}
+        {
+            "task_id": n,
+            "session_id": n,
+            "submit_ts": 1000.0 + n,
+            "finalized_ts": 1001.5 + n,
+            "status": "accepted",
+            "phases": {},
+        }
         for n in range(30_000)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -109,5 +109,7 @@ def test_listing_runs_loads_no_torch(tmp_path):
         f"from areno.viewer.catalog import RunCatalog; RunCatalog(Path({str(tmp_path)!r})).rows()\n"
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, cwd=Path(__file__).parents[2]
+    )
     assert done.stdout == "[]\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,14 @@ def test_the_list_of_runs_follows_new_runs_and_their_steps(run, url):
             time.sleep(0.1)
 
 
-def test_a_deleted_run_does_not_end_the_stream(run, url):
+def test_a_deleted_run_is_no_longer_there(run, url):
+    with httpx.Client(base_url=url) as session:
+        path = f"/api/runs/{run_id(session, 'run')}"
+        shutil.rmtree(run.path)
+        assert session.get(path).status_code == 404
+
+
+def test_a_renamed_run_does_not_end_the_stream(run, url):
     with httpx.Client(base_url=url) as session:
         watched = run_id(session, "run")
     with listening(url, [watched]) as next_event:

@@ -119,7 +119,9 @@ def test_data_needs_the_key_in_a_header_or_the_cookie_of_a_login(folder):
             assert session.get(path).status_code == 401
             assert session.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert session.get("/").status_code == 200  # the page asks for the key
-        assert session.get("/api/runs", headers={"Authorization": f"Bearer {KEY}", "Host": "my.host"}).status_code == 200
+        assert (
+            session.get("/api/runs", headers={"Authorization": f"Bearer {KEY}", "Host": "my.host"}).status_code == 200
+        )
         assert session.post("/api/login", content="wrong").status_code == 401
         assert session.post("/api/login", content="x" * 10_000).status_code == 413
         answer = session.post("/api/login", content=KEY)
@@ -133,7 +135,9 @@ def test_data_needs_the_key_in_a_header_or_the_cookie_of_a_login(folder):
         assert session.get("/api/runs", cookies=stolen).status_code == 401
 
 
-@pytest.mark.parametrize(("host", "key"), [("0.0.0.0", None), ("::", None), ("127.0.0.1", "two words"), ("127.0.0.1", "")])
+@pytest.mark.parametrize(
+    ("host", "key"), [("0.0.0.0", None), ("::", None), ("127.0.0.1", "two words"), ("127.0.0.1", "")]
+)
 def test_other_addresses_need_a_key_and_keys_are_plain(folder, host, key):
     with pytest.raises(UsageError, match="--api-key"):
         ViewerServer(folder, host, 0, key)
@@ -177,14 +181,20 @@ def test_the_page_never_parses_text_as_html_or_code():
     assert len(SCRIPTS) > 8
     for path in [*SCRIPTS, *STATIC.glob("vendor/*.js")]:
         source = path.read_text(encoding="utf-8")
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|DOMParser|srcdoc", source), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|DOMParser|srcdoc", source
+        ), path
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*\ssrc=)", page)
     assert not re.search(r"https?://", page)
 
 
 def test_files_are_small_and_vendored_ones_are_what_was_published():
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 500 for path in STATIC.iterdir() if path.suffix in (".js", ".css", ".html"))
+    assert all(
+        len(path.read_text(encoding="utf-8").splitlines()) < 500
+        for path in STATIC.iterdir()
+        if path.suffix in (".js", ".css", ".html")
+    )
     sources = json.loads((STATIC / "vendor" / "sources.json").read_text())
     for package in sources.values():
         assert "MIT" in package["licence"]

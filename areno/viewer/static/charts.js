@@ -43,7 +43,7 @@ export async function show(page, here) {
       save();
       draw();
     } } });
-    const text = el("output", {}, smooth.toFixed(2));
+    const text = el("span", {}, smooth.toFixed(2));
     const scale = el("input", { type: "checkbox", on: { change: () => ((log = scale.checked), save(), draw()) } });
     scale.checked = log;
     return el("div", { class: "bar" },
@@ -64,10 +64,10 @@ export async function show(page, here) {
     }));
   }
 
-  /** The name of a run; its folder too if another one has the same name. */
+  /** The name of a run; its path if another one has the same name. */
   function label(one) {
     const same = runs.filter((other) => other.name === one.name).length > 1;
-    return same ? `${one.name} (${one.id.slice(0, 4)})` : one.name;
+    return same ? one.path : one.name;
   }
 
   function picker() {

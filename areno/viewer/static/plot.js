@@ -134,7 +134,6 @@ export function chart(title, sync) {
       signature = next;
       create(content);
     } else plot.setData(content, !zoomed);
-    if (!zoomed) plot.setScale("x", { min: content[0][0] ?? 0, max: content[0].at(-1) ?? 1 });
     drawLegend(null);
     const missing = lines.filter((line) => line.missing.length).map((line) => `${line.label}: not finite at step ${line.missing.slice(0, 5).join(", ")}` +
       (line.missing.length > 5 ? ", …" : ""));
