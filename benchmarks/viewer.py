@@ -129,7 +129,7 @@ def _in_browser(url: str) -> float | None:
     if shutil.which("chromium") is None:
         return None
     run = httpx.get(f"{url}/api/runs").json()["runs"][0]["id"]
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as page:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, browser(Path(folder)) as page:
         begin = time.perf_counter()
         page.open(f"{url}/#/run/{run}/curves")
         page.wait("document.querySelectorAll('.chart .value').length >= 7")

@@ -128,7 +128,9 @@ def browser(folder: Path) -> Iterator[Page]:
             tab = next(target["targetId"] for target in targets if target["type"] == "page")
             root = address.split("/devtools/")[0]
             with connect(f"{root}/devtools/page/{tab}", max_size=None) as connection:
-                yield Page(connection)
+                page = Page(connection)
+                yield page
+                page.call("Browser.close")  # writes its profile
+                process.wait(WAIT_S)
         finally:
-            process.terminate()
-            process.wait(WAIT_S)
+            process.kill()

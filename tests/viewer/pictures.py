@@ -21,7 +21,7 @@ PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 def main(source: Path) -> None:
     """Take a picture of the list of runs with their curves, and of a sample of an agent."""
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         os.chdir(temporary)
         folder = Path("runs")
         for config in sorted(source.glob("*/*/config.yaml")):

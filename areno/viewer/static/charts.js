@@ -94,25 +94,28 @@ export async function show(page, here) {
     return el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Search metrics", search), count, list);
   }
 
+  /** Request what is new of a run; whether there was anything. */
   async function loadRun(one) {
     const after = names.map((name) => store.get(`${one.id} ${name}`)?.count ?? 0);
     const answer = await get(`/api/runs/${one.id}/metrics`, { name: names, after });
     if (resets.has(one.id) && resets.get(one.id) !== answer.resets) {
       for (const key of [...store.keys()]) if (key.startsWith(`${one.id} `)) store.delete(key);
       resets.set(one.id, answer.resets);
-      await loadRun(one);
-      return;
+      return loadRun(one);
     }
     resets.set(one.id, answer.resets);
+    let changed = false;
     for (const [name, points] of Object.entries(answer.series)) {
       const key = `${one.id} ${name}`, old = store.get(key);
+      changed ||= !old || points.count !== old.count;
       if (old && points.start === old.count && points.start > 0) {
         for (const part of ["steps", "values", "minutes", "not_finite"]) old[part].push(...points[part]);
         old.count = points.count;
         if (old.steps.length > MOST_POINTS) store.delete(key);
       } else store.set(key, points);
     }
-    if (names.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) await loadRun(one);
+    if (names.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) return loadRun(one);
+    return changed;
   }
 
   function draw() {
@@ -137,8 +140,8 @@ export async function show(page, here) {
   }
 
   async function load() {
-    await Promise.all(runs.map(loadRun));
-    draw();
+    const changed = await Promise.all(runs.map(loadRun));
+    if (changed.includes(true) || charts.size !== names.length) draw();
   }
 
   await load();

@@ -67,7 +67,7 @@ export function chart(title, sync) {
     });
     plot = new uPlot(
       {
-        width: Math.max(canvas.clientWidth, 120),
+        width: width(),
         height: HEIGHT,
         legend: { show: false },
         cursor: { sync: { key: sync }, y: false },
@@ -142,7 +142,8 @@ export function chart(title, sync) {
     if (values.open) drawTable();
   }
 
-  const resize = new ResizeObserver(() => plot?.setSize({ width: Math.max(canvas.clientWidth, 120), height: HEIGHT }));
+  const width = () => Math.max(canvas.clientWidth, 120);
+  const resize = new ResizeObserver(() => plot && plot.width !== width() && plot.setSize({ width: width(), height: HEIGHT }));
   resize.observe(canvas);
   return {
     figure,
