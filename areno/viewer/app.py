@@ -40,9 +40,9 @@ class DataResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
         """Encode the content."""
         try:
-            return json.dumps(content, allow_nan=False).encode()
+            return json.dumps(content, allow_nan=False, default=str).encode()
         except ValueError:
-            return json.dumps(_finite(content), allow_nan=False).encode()
+            return json.dumps(_finite(content), allow_nan=False, default=str).encode()
 
 
 def _finite(value: Any) -> Any:

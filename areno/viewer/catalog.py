@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,11 @@ class RunCatalog:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per run, without reading whole files: name, algorithm, state, steps, last reward, warnings."""
-        return [self._row(run_id, path) for run_id, path in self.paths().items()]
+        rows = []
+        for run_id, path in self.paths().items():
+            with suppress(FileNotFoundError):  # deleted since the search
+                rows.append(self._row(run_id, path))
+        return rows
 
     def signature(self) -> dict[str, Any]:
         """What changes when a row does, by run id."""
@@ -157,18 +162,18 @@ def describe(config: dict[str, Any]) -> dict[str, Any]:
     """The kind of a run (``train`` or ``experiment``), its algorithm and its model, from its configuration."""
     if "experiment_name" not in config:
         return {"kind": "train", "algo": config.get("algo"), "model": config.get("ckpt")}
-    actor = config.get("actor") or config.get("model") or {}
-    name = actor.get("algorithm") or ("ppo" if config.get("critic") else None)
-    kind = (config.get("train_dataset") or {}).get("type")
-    return {"kind": "experiment", "algo": name or kind, "model": actor.get("path")}
+    actor, rows = (value if isinstance(value := config.get(name), dict) else {} for name in ("actor", "train_dataset"))
+    algorithm = actor.get("algorithm") or ("ppo" if config.get("critic") else rows.get("type"))
+    return {"kind": "experiment", "algo": algorithm, "model": actor.get("path")}
 
 
 def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Completed steps, the last reward (else the last loss) and the time of the last record."""
+    records = [record for record in records if isinstance(record.get("step"), int)]
     trained = [
         record for record in records if any(not name.startswith("eval") for name in record.keys() - {"step", "time"})
     ]
-    steps = max((int(record.get("step", -1)) for record in trained), default=-1) + 1
+    steps = max((record["step"] for record in trained), default=-1) + 1
     values: dict[str, Any] = {"steps": steps, "time": records[-1].get("time") if records else None}
     for key in ("reward", "loss"):
         pairs = ((name, record[name]) for record in reversed(records) for name in KEYS[key] if name in record)

@@ -310,6 +310,34 @@ def test_a_folder_without_runs_and_a_run_without_files(tmp_path):
             assert session.get(path + part).status_code == 200, part
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[",
+        "- a list",
+        "",
+        "experiment_name: e\nactor: text\ntrain_dataset: 3\n",
+        "algo: {a: 1}\nday: 2026-01-01\nmany: !!set {x, y}\n",
+    ],
+)
+def test_a_damaged_run_does_not_hide_the_others(tmp_path, config):
+    bad = write_run(tmp_path / "bad", steps=2, config=config)
+    for path in (bad.metrics_path, bad.samples_path, bad.eval_samples_path, bad.warnings_path, bad.status_path):
+        path.write_bytes(b'{"step": "x"}\nnull\n[1]\n"text"\n\xff\xfe{\n{"step": 1}\n')
+    write_run(tmp_path / "good", steps=1)
+    with client(tmp_path) as session:
+        assert {row["name"] for row in session.get("/api/runs").json()["runs"]} == {"bad", "good"}
+        path = f"/api/runs/{run_id(session, 'bad')}"
+        for part in ("", "/metrics?name=reward", "/samples", "/samples?text=x", "/evaluations", "/timeline", "/log"):
+            assert session.get(path + part).status_code == 200, part
+        assert (
+            session.get(
+                "/api/diff", params={"left": run_id(session, "bad"), "right": run_id(session, "good")}
+            ).status_code
+            == 200
+        )
+
+
 @pytest.fixture
 def traced(tmp_path):
     """A run whose real tracers recorded 3 steps, each with two sessions that begin before its update."""
@@ -326,6 +354,7 @@ def traced(tmp_path):
             with perf.trace_scope("update_weights"):
                 time.sleep(0.002)
         perf.save(step)
+        time.sleep(0.02)
         run.append_metrics(step, {"train/loss": 1.0})
     return run
 
@@ -350,6 +379,15 @@ def test_the_timeline_has_sessions_with_the_version_they_began_with(traced, tmp_
     assert [version["version"] for version in answer["versions"]] == [1, 2]
     assert [version["time"] for version in answer["versions"]] == pytest.approx(ends[:2], abs=1e-3)
     assert (answer["traced"], answer["earlier"]) == (True, None)
+
+
+def test_without_a_trace_of_the_trainer_versions_are_as_old_as_the_steps_metrics(traced, tmp_path):
+    (traced.path / "perf_tracer" / "trainer" / "traces-r0.jsonl").unlink()
+    with client(tmp_path) as session:
+        answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").json()
+    times = [record["time"] for record in lines_of(traced.metrics_path) if "train/loss" in record]
+    assert [(one["version"], one["time"]) for one in answer["versions"]] == list(enumerate(times[:2], start=1))
+    assert (len(answer["sessions"]), answer["phases"]) == (6, [])
 
 
 def test_earlier_windows_of_a_long_trace_continue_where_the_later_one_began(tmp_path):

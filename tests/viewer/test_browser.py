@@ -23,7 +23,8 @@ PAGES = ["", "/curves", "/samples", "/sample/0", "/evaluations", "/timeline", "/
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     run = write_run(folder / "one")
-    run.append_samples([agent_sample(20)])
+    sample = agent_sample(20)
+    run.append_samples([sample, {name: value for name, value in sample.items() if name != "messages"}])
     path = run.path / "session_tracer" / "trainer" / "sessions-r0.jsonl"
     path.parent.mkdir(parents=True)
     start = lines_of(run.metrics_path)[0]["time"]
@@ -254,6 +255,18 @@ def test_a_sample_shows_turns_tools_branches_and_tokens(page, url, ids):
     assert "log-prob -0.5 (probability 0.6065)" in details
     page.press("ArrowLeft")
     assert "“ I”" in page.text(".token-details")
+
+
+def test_a_conversation_without_messages_comes_from_the_roles_of_its_tokens(page, url, ids):
+    show(page, f"{url}/#/run/{ids['one']}/sample/181")
+    turns = page.run("[...document.querySelectorAll('.turn')].map(turn => turn.innerText.split('\\n'))")
+    assert turns == [
+        ["system", "You can calculate."],
+        ["user", "What is 6 times 7, plus 0?"],
+        ["assistant · edited", "So far: 6 times 7 is 42."],
+        ["user · edited", "Continue."],
+        ["assistant", "It is 42."],
+    ]
 
 
 @pytest.mark.parametrize("colour", ["advantage", "logprob", "trained", "version", "role"])

@@ -32,7 +32,7 @@ export async function show(page, { run }) {
     if (!list.length) return el("p", { class: "muted" }, "No health warnings.");
     return el("ul", { class: "warnings" }, list.slice().reverse().map((one) =>
       el("li", {}, el("a", { href: link(`run/${run}/samples`, { step_from: one.step, step_to: one.step }) }, `step ${one.step}`),
-        ` · ${when(one.time)}`, el("p", {}, one.text.replace(/^step \d+: /, "")))));
+        ` · ${when(one.time)}`, el("p", {}, String(one.text ?? "").replace(/^step \d+: /, "")))));
   }
 
   function settings(data) {
