@@ -2,6 +2,7 @@
 #   make demo        teach a tiny model in minutes, from nothing
 #   make test        lint, types and tests (CI runs this)
 #   make test-all    also the long tests
+#   make coverage    the quick tests, with their coverage and its floor
 #   make bench       measure against peers
 # Variables: PYTHON (python3), VENV (.venv), TORCH_INDEX_URL (for example PyTorch's CPU index, to avoid CUDA packages).
 
@@ -15,7 +16,7 @@ FOLDERS := areno benchmarks docs examples tests training  # not what else lies h
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 QUICK := $(PYTEST) -n $(WORKERS) --dist loadgroup -m "not long"
 
-.PHONY: demo docs test quick test-all lint types bench setup clean help
+.PHONY: demo docs test quick coverage test-all lint types bench setup clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -28,6 +29,10 @@ test: lint docs
 quick: $(VENV)/.dev-ready
 	@echo "== tests"
 	@$(QUICK)
+
+coverage: $(VENV)/.dev-ready
+	@echo "== coverage of the quick tests: the report fails below the floor in pyproject.toml"
+	@$(QUICK) --cov --cov-report=term --cov-report=html:docs/_build/coverage
 
 test-all: lint docs types $(VENV)/.real-model $(VENV)/.cluster
 	@echo "== tests"

@@ -1,6 +1,7 @@
 """areno: reinforcement-learning post-training for language models, from a laptop CPU up.
 
 The public API is available here and under ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
+Map of the packages: docs/architecture.md.
 """
 
 import importlib

@@ -57,7 +57,7 @@ def compare(model: Path, options: dict[str, Any], threads: int) -> dict[str, Any
     """Planned and measured bytes by phase."""
     import areno  # noqa: F401
     from areno.config.train_options import TrainOptions
-    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.memory_plan import make_plan
 
     run = TrainOptions(ckpt=str(model), device="cpu", **options)
     plan = make_plan(run)

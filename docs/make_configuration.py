@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areno.config.experiment import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areno.config.experiment.legacy import LEGACY_KEYS
-from areno.config.experiment.settings import Setting, paths_of, settings_of
+from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -48,6 +48,7 @@ GROUPS = {
         "WandBConfig",
         "SwanlabConfig",
         "TrackioConfig",
+        "MLflowConfig",
         "PerfTracerConfig",
         "SessionTracerConfig",
         "MemoryProfilerConfig",
@@ -132,8 +133,8 @@ backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `m
 expert layers differently. `allocation_mode` holds several at once: `areno:d2+fsdp:d2` on devices of their own,
 `areno[rollout]:d2|fsdp[actor]:d2` on the same ones. The forms of earlier versions, in which m is tensor parallel, are
 translated: `areno.d2m1+d2m1`; `d2m1` alone, which is generation and training on the same devices; and sizes by model, as
-`actor_gen:d2,*:d4`, where training has devices of its own. Only areno and fsdp with d and t are supported; for the others an
-error says what to write.
+`actor_gen:d2,*:d4`, where training has devices of its own. [Layouts](layouts.md) says which layouts run, [servers](servers.md)
+what vLLM and SGLang need; an impossible layout is refused with the nearest possible one.
 
 ## Traps that are errors here
 

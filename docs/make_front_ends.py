@@ -95,7 +95,7 @@ FEATURES = (
     Feature("warnings about runs that cannot learn", (ALWAYS,), (ALWAYS,)),
     Feature("live display on a terminal", (ALWAYS,), (ALWAYS,)),
     Feature("TensorBoard", ("--metrics-log-dir",), ("stats_logger.tensorboard.path",)),
-    Feature("W&B, SwanLab, Trackio", ("--track",), ("stats_logger.wandb.mode",)),
+    Feature("W&B, SwanLab, Trackio, MLflow", ("--track",), ("stats_logger.wandb.mode",)),
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
     Feature("memory planned before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/statistics.md`` from the names in ``areno.observability.statistics``.
+"""Writes the tables of ``docs/statistics.md`` from the names in ``areno.observability.experiment_metrics``.
 
     python docs/make_statistics.py
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from areno.observability.statistics import MEANS, SHORT_NAMES, documented
+from areno.observability.experiment_metrics import MEANS, SHORT_NAMES, documented
 
 PAGE = Path(__file__).with_name("statistics.md")
-MARK = "<!-- Written by docs/make_statistics.py from areno/observability/statistics.py, down to the end. -->\n"
+MARK = "<!-- Written by docs/make_statistics.py from areno/observability/experiment_metrics.py, down to the end. -->\n"
 
 
 def render() -> str:

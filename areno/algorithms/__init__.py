@@ -3,7 +3,7 @@
 from typing import Any
 
 from areno.config import AlgorithmSpec
-from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
+from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:

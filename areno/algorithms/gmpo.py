@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from areno.config import AlgorithmSpec, option
-from areno.loss_fns.pack import DataPack, reduces_over
-from areno.loss_fns.policy import (
+from areno.loss_fns.loss_interface import DataPack, reduces_over
+from areno.loss_fns.policy_terms import (
     advantages_of,
     log_difference,
     over_sequences,

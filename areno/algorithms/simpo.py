@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from areno.config import AlgorithmSpec, option
 from areno.config.algorithms import PAIR_TRAINER
-from areno.loss_fns.pack import DataPack, in_float, split_pairs
-from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.loss_interface import DataPack, in_float, split_pairs
+from areno.loss_fns.policy_terms import sequence_means
 from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 

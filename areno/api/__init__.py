@@ -1,4 +1,12 @@
-"""The SDK. Names are imported lazily, so that importing this package does not import torch."""
+"""The SDK. Names are imported lazily, so that importing this package does not import torch.
+
+- ``trainer``: ``areno.Trainer``; ``sampler``: its generation, inside a ``session``; ``backend``: what runs its models.
+- ``run_training``: whole runs, for ``areno train`` and ``areno eval``; ``trainers``: the steps of ``areno train``.
+- ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
+- ``evaluation``: held-out prompts; ``server_evaluation``: the same on an OpenAI-compatible server.
+- ``rewards``: the reward runner of a run; ``records``: what reward functions receive.
+- ``arguments``: checks the arguments of the SDK.
+"""
 
 import importlib
 from typing import Any

@@ -18,7 +18,7 @@ from areno.api.datasets import first_rows, load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
 from areno.api.trainers.base import DatasetTrainer, optimizer_settings, spec_of
-from areno.api.trainers.rollout import RolloutTrainer
+from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
@@ -62,10 +62,11 @@ def run_training(
         reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, which is loaded in worker processes.
         loader_fn: dataset loader.
         progress: progress display; None selects one for the terminal or pipe.
-        console_level: minimum level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has all levels.
+        console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
     """
     run_dir = RunDirectory(options.run_path).create()
-    with _locked(options), setup_logging(run_dir, level=console_level):
+    level = console_level or (None if options.log_level == "auto" else options.log_level)
+    with _locked(options), setup_logging(run_dir, level=level):
         try:
             with recorded_status(run_dir):
                 _train(options, run_dir, reward_fn, loader_fn, progress)

@@ -117,7 +117,7 @@ class Trainer(Sampler):
 
         Args:
             batch_data: at least one row.
-            loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.pack`.
+            loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.loss_interface`.
             mini_bs: rows per forward and backward pass; does not change the result.
             gradient_accumulation_steps: microbatches per optimizer step; None takes one step for all rows.
 

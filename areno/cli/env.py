@@ -137,7 +137,7 @@ def _cpu(with_torch: bool) -> dict[str, Any]:
     if with_torch:
         import torch
 
-        from areno.engine.plan.memory import available_bytes
+        from areno.engine.plan.memory_probe import available_bytes
 
         report |= {
             "torch_threads": torch.get_num_threads(),

@@ -1,78 +1,91 @@
-"""``areno inspect``: shows what a run sampled and trained on, token by token.
+"""``areno inspect``: shows what a run sampled and trained on: a list, a conversation turn by turn, a sample token by token.
 
-It only reads ``samples.jsonl``, so it works on a run in progress and on a run of another machine.
+It only reads the samples that it shows, so it works on a run in progress and on a run of another machine.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from areno.config.parser import TypedParser
 from areno.errors import UsageError
 from areno.observability.chart import printable
-from areno.storage.run_dir import RunDirectory
-from areno.storage.run_layout import is_run
+from areno.reports.run_data import RunData
+from areno.storage.sample_index import Entries
 
 _ANSWER_WIDTH = 60
 _CONTEXT_WIDTH = 400
+_MESSAGE_WIDTH = 2000
+_NEWEST = 100  # samples that are listed by default
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno inspect",
-        description="List the samples of a run, or show one of them (--sample) token by token: the role of each token, "
-        "whether it is trained on (*), its log-prob at sampling time, and its advantage.",
+        description="List the newest samples of a run, or show one of them (--sample): its conversation, if an agent had one, "
+        "and token by token the role of each token, whether it is trained on (*), its log-prob at sampling time, and its "
+        "advantage.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
     parser.add_argument("--sample", metavar="ID", help="Sample to show, as listed: STEP/PROMPT/SAMPLE.")
     parser.add_argument("--step", type=int, metavar="N", help="List the samples of this step only.")
-    parser.add_argument("--all", action="store_true", help="Show context tokens one by one too.")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", default=_NEWEST, help="How many samples to list (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="Show context tokens one by one too, and long messages in full."
+    )
     arguments = parser.parse_args(argv)
-    samples = _read(arguments.run)
-    if arguments.sample is None:
-        lines = _list([sample for sample in samples if arguments.step in (None, sample["step"])])
+    if arguments.limit < 1:
+        raise UsageError(f"--limit {arguments.limit}: use at least 1")
+    data = RunData(arguments.run)
+    entries = data.entries
+    if not len(entries):
+        raise UsageError(f"{data.path} has no samples: the run generates none, or has not finished a step yet")
+    if arguments.sample is not None:
+        lines = _show(data.sample(_find(entries, arguments.sample)), arguments.all)
     else:
-        lines = _show(_find(samples, arguments.sample), arguments.all)
+        chosen = entries if arguments.step is None else entries[entries["step"] == arguments.step]
+        lines = _list(data, chosen[-arguments.limit :], len(chosen))
     for line in lines:
         print(printable(line))  # model output may contain control characters
     return 0
 
 
-def _read(run: str) -> list[dict[str, Any]]:
-    directory = RunDirectory(run)
-    if not is_run(directory.path):
-        raise UsageError(f"{run} is not a run directory; pass the folder that contains config.yaml (runs/<name>)")
-    samples = directory.read_samples()
-    if not samples:
-        raise UsageError(
-            f"{directory.samples_path} has no samples: the run generates none, or has not finished a step yet"
+def _id(entry: Any) -> str:
+    return f"{entry['step']}/{entry['prompt']}/{entry['sample']}"
+
+
+def _find(entries: Entries, sample_id: str) -> Any:
+    numbers = sample_id.split("/")
+    if len(numbers) == 3 and all(part.isdecimal() for part in numbers):
+        step, prompt, sample = map(int, numbers)
+        places = np.flatnonzero(
+            (entries["step"] == step) & (entries["prompt"] == prompt) & (entries["sample"] == sample)
         )
-    return samples
-
-
-def _id(sample: Mapping[str, Any]) -> str:
-    return f"{sample['step']}/{sample['prompt_index']}/{sample['sample_index']}"
-
-
-def _find(samples: Sequence[dict[str, Any]], sample_id: str) -> dict[str, Any]:
-    for sample in samples:
-        if _id(sample) == sample_id:
-            return sample
+        if len(places):
+            return entries[places[0]]
     raise UsageError(
-        f"--sample {sample_id}: no such sample; the run has {_id(samples[0])} to {_id(samples[-1])} (the best, worst and "
+        f"--sample {sample_id}: no such sample; the run has {_id(entries[0])} to {_id(entries[-1])} (the best, worst and "
         "first of each step's first prompts); omit --sample to list them"
     )
 
 
-def _list(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
     yield f"{'sample':<12}{'reward':>9}{'advantage':>11}{'tokens':>8}{'rows':>6}  answer"
-    for sample in samples:
-        advantage = "" if sample["advantage"] is None else f"{sample['advantage']:.3f}"
+    for entry in entries:
+        sample = run.sample(entry)
+        advantage = "" if sample["advantage"] is None else f"{float(sample['advantage']):.3f}"
         rows = len(sample["rows"]) if "rows" in sample else "-"
         answer = " ".join(f"{_parts(sample)} {sample['completion']}".split())
         answer = answer if len(answer) <= _ANSWER_WIDTH else answer[: _ANSWER_WIDTH - 1] + "…"
-        yield f"{_id(sample):<12}{sample['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
+        yield f"{_id(entry):<12}{entry['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
+    if len(entries) < total:
+        yield f"the newest {len(entries)} of {total} samples; --limit lists more, --step those of one step"
 
 
 def _parts(sample: Mapping[str, Any]) -> str:
@@ -82,7 +95,9 @@ def _parts(sample: Mapping[str, Any]) -> str:
 
 
 def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
-    yield f"sample {_id(sample)}  reward {sample['reward']:g}{_parts(sample)}  finish {sample['finish_reason']}"
+    name = f"{sample['step']}/{sample['prompt_index']}/{sample['sample_index']}"
+    yield f"sample {name}  reward {float(sample['reward']):g}{_parts(sample)}  finish {sample['finish_reason']}"
+    yield from _conversation(sample.get("messages") or (), every_token)
     if "rows" not in sample:
         yield "Its tokens were not saved (a step saves those of its first samples only). The text:"
         yield f"  prompt: {sample['prompt']!r}"
@@ -100,17 +115,46 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
             position += len(segment["tokens"])
 
 
+def _conversation(messages: Sequence[Mapping[str, Any]], in_full: bool) -> Iterator[str]:
+    """Show messages as turns, with the calls of tools and their results."""
+    if messages:
+        yield ""
+        yield f"conversation of {len(messages)} messages"
+    for message in messages:
+        label = str(message.get("role"))
+        texts = [_content(message.get("reasoning_content")), _content(message.get("content"))]
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            texts.append(f"calls {function.get('name')}({function.get('arguments')})")
+        if label == "tool" and message.get("name"):
+            texts.insert(0, f"{message['name']} returns")
+        text = "\n".join(filter(None, texts)) or "(empty)"
+        lines = (text if in_full else _bounded(text, _MESSAGE_WIDTH)).splitlines()
+        yield from (f"  {label if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
+
+
+def _content(content: Any) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    if isinstance(content, list):
+        return "\n".join(
+            part["text"] if isinstance(part, dict) and "text" in part else json.dumps(part, ensure_ascii=False)
+            for part in content
+        )
+    return "" if content is None else str(content)
+
+
+def _bounded(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width // 2]} … {text[-width // 2 :]}"
+
+
 def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> Iterator[str]:
     turn = "-" if segment["turn"] < 0 else str(segment["turn"])
     head = f"{turn:>4} {segment['role']:<10} {'*' if segment['trained'] else ' '}"
     sampled = segment["version"] >= 0 or segment["role"] in ("text", "call")
     if not (sampled or segment["trained"] or every_token):
         text = "".join(segment["texts"])
-        text = (
-            text if len(text) <= _CONTEXT_WIDTH else f"{text[: _CONTEXT_WIDTH // 2]} … {text[-_CONTEXT_WIDTH // 2 :]}"
-        )
         count = f"{len(segment['tokens'])} ctx"
-        yield f"{position:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {text!r}"
+        yield f"{position:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {_bounded(text, _CONTEXT_WIDTH)!r}"
         return
     version = "" if segment["version"] < 0 else str(segment["version"])
     columns = (segment["tokens"], segment["texts"], segment["logprobs"], segment["advantages"])

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(shown) if "--json" in argv else shown)
         return int(not experiment.fits)
     options = prepare_plan(words)
-    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.memory_plan import make_plan
     from areno.engine.plan.table import plan_data, plan_text
 
     plan = make_plan(options)

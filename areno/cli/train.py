@@ -1,4 +1,8 @@
-"""``areno train``: prepares the run, prints its summary, and trains."""
+"""``areno train``: prepares the run, prints its summary, and trains.
+
+The flags are declared in ``areno/config``: ``run_options.py``, ``rollout_options.py`` and ``update_options.py``, each a field
+of a dataclass. Some algorithms in ``areno/algorithms`` add their own. :mod:`areno.api.run_training` is what runs next.
+"""
 
 from collections.abc import Sequence
 
@@ -28,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _dry_run(options: TrainOptions) -> int:
-    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.memory_plan import make_plan
     from areno.engine.plan.table import plan_text
 
     print("\nResolved configuration\n----------------------")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.config.tracking import SERVICES
+
 Settings = Mapping[str, Any]
 Words = list[str]
 
@@ -154,7 +156,7 @@ TRL: dict[str, Rule] = {
     "eval_steps": Rule("--eval-interval"),
     "load_best_model_at_end": Rule("--keep-best", value=_switch),
     "seed": Rule("--seed"),
-    "report_to": Rule("--track", value=lambda value, _: value if value in ("wandb", "swanlab", "trackio") else None),
+    "report_to": Rule("--track", value=lambda value, _: value if value in SERVICES else None),
     "resume_from_checkpoint": Rule(note="--resume RUN_DIRECTORY"),
     "logging_steps": Rule(note="every step is logged"),
     "use_vllm": Rule(

@@ -1,6 +1,9 @@
-"""Declaration of options: each is a dataclass field made by ``option(...)``, from which flags, YAML and help are derived.
+"""How options are declared: each is a dataclass field made by ``option(...)``, from which flags, YAML and help are derived.
 
-Its type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
+The options themselves are in the modules ``*_options.py`` beside this one; the settings of experiments (YAML) are in
+``experiment/*_sections.py`` and made by ``setting(...)`` of ``experiment/setting_declaration.py``.
+
+An option's type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
 ``tuple[str, ...]`` for repeatable options. Does not import torch.
 """
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.options import GROUPS, Option, convert, flag_of, nearest, options_of
@@ -82,6 +82,14 @@ class Problems:
 
 class TypedParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` instead of exiting."""
+
+    shown: "ClassVar[TypedParser | None]" = None
+    """The parser that formatted a help last, from which ``areno completion`` learns the options of a command."""
+
+    def format_help(self) -> str:
+        """Format the help."""
+        TypedParser.shown = self
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""

@@ -204,8 +204,8 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also log all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE set its mode. "
-        "Repeatable.",
+        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow; WANDB_MODE and SWANLAB_MODE set its "
+        "mode, MLFLOW_TRACKING_URI says where MLflow is. Repeatable.",
     )
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
@@ -213,4 +213,11 @@ class ObservabilityOptions:
     trace: bool = _observability(
         False,
         help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",
+    )
+    log_level: str = _observability(
+        "auto",
+        choices=("auto", "debug", "info", "warning", "error"),
+        stored=False,
+        help="Lowest level of lines on the console; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
+        "shows lines instead of the live display. log.txt has all levels.",
     )

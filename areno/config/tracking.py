@@ -7,7 +7,12 @@ from urllib.parse import urlparse
 
 from areno.config.packages import install_command
 
-_MODES = {"wandb": ("WANDB_MODE", "online"), "swanlab": ("SWANLAB_MODE", "cloud"), "trackio": ("TRACKIO_MODE", "local")}
+_MODES = {
+    "wandb": ("WANDB_MODE", "online"),
+    "swanlab": ("SWANLAB_MODE", "cloud"),
+    "trackio": ("TRACKIO_MODE", "local"),
+    "mlflow": ("", "enabled"),  # MLFLOW_TRACKING_URI says where
+}
 SERVICES = tuple(_MODES)
 
 

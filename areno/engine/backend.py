@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from areno.engine.engine_config import EngineConfig
     from areno.engine.rollout.load import EngineLoad
     from areno.engine.train.microbatch import MicroBatching
-    from areno.loss_fns.pack import LossFn
+    from areno.loss_fns.loss_interface import LossFn
     from areno.types.routing import RoutingRecord
 
 T = TypeVar("T")

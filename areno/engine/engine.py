@@ -38,7 +38,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.errors import EngineError, UsageError
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker

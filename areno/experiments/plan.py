@@ -15,17 +15,17 @@ from areno.config.experiment.roles import takes_turns
 from areno.config.paths import base_of
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
-from areno.engine.plan.account import MemoryPlan, plan_sizes
 from areno.engine.plan.advice import Change, halves, least_changes
 from areno.engine.plan.layouts import ModelSizes, Training, rank_bytes
-from areno.engine.plan.memory import available_bytes
+from areno.engine.plan.memory_plan import MemoryPlan, plan_sizes
+from areno.engine.plan.memory_probe import available_bytes
 from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill
 from areno.engine.plan.table import plan_numbers, plan_table, verdict
 from areno.experiments.checks import BUILT_IN_WORKFLOWS
 from areno.experiments.trainers import engines
 from areno.experiments.trainers.update import REF, roles_of
-from areno.loss_fns.family import policy_loss_fn
-from areno.loss_fns.pack import reads_entropy
+from areno.loss_fns.loss_interface import reads_entropy
+from areno.loss_fns.policy_loss import policy_loss_fn
 from areno.types import tightest
 
 _SINGLE_TURN = BUILT_IN_WORKFLOWS[0]

@@ -1,4 +1,7 @@
-"""Tasks on the nodes of a Slurm job: each is a separate job step."""
+"""Tasks on the nodes of a Slurm job: each is a separate job step.
+
+The job itself is submitted by :mod:`areno.experiments.submit`.
+"""
 
 import os
 import shlex

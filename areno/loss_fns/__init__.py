@@ -1,14 +1,27 @@
-"""Losses and advantages: pure functions of tensors. No trainer, no engine, no I/O."""
+"""Losses and advantages: pure functions of tensors. No trainer, no engine, no I/O.
+
+- ``loss_interface``: what a loss receives and returns, and ``reduces_over``.
+- ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
+- ``policy_loss``: one configurable policy loss, of ``areno run`` and of most files in ``areno/algorithms``.
+- ``policy_terms``: ratios, clipping, averages and statistics, which policy losses share; ``kl``: KL estimators.
+- ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
+- ``advantages``: estimators of ``--advantage``; ``shaping``: rewards to advantages of tokens; ``gae`` and ``norm``: its parts.
+- ``stats``: statistics that aggregate exactly; ``units``: losses that are means over tokens or pairs.
+
+To add a loss, write a function with the interface of ``loss_interface`` and name it in the ``SPEC`` of a new file
+``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in a file of your own for ``--algo FILE.py:NAME``; see
+docs/algorithms.md#your-own. Nothing here needs to change.
+"""
 
 from areno.loss_fns.advantages import compute_group_advantages
 from areno.loss_fns.dpo import dpo_loss_fn
-from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.gae import compute_gae, whiten
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.kl import kl_penalty
+from areno.loss_fns.loss_interface import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
 from areno.loss_fns.norm import Norm
-from areno.loss_fns.pack import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
+from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.ppo import ppo_loss_fn
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.reward_model import reward_model_loss_fn

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.loss_fns.pack import DataPack, in_float, required, sequence_sums, split_pairs
-from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.loss_interface import DataPack, in_float, required, sequence_sums, split_pairs
+from areno.loss_fns.policy_terms import sequence_means
 from areno.loss_fns.units import Names, Quantity, mean_loss, means, of_all
 
 _SHAPES: dict[str, Callable[[Tensor, float], Tensor]] = {

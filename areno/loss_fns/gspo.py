@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from areno.loss_fns.kl import reference_kl
-from areno.loss_fns.pack import DataPack, reduces_over
-from areno.loss_fns.policy import (
+from areno.loss_fns.loss_interface import DataPack, reduces_over
+from areno.loss_fns.policy_terms import (
     Clip,
     advantages_of,
     log_difference,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, required
+from areno.loss_fns.loss_interface import DataPack, in_float, required
 
 # k3 grows exponentially; exponent and value are bounded so that one token cannot dominate a step.
 MAX_EXPONENT = 20.0

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from areno.loss_fns.kl import masked_kl
-from areno.loss_fns.pack import DataPack, reduces_over
-from areno.loss_fns.policy import (
+from areno.loss_fns.loss_interface import DataPack, reduces_over
+from areno.loss_fns.policy_terms import (
     Clip,
     advantages_of,
     log_difference,

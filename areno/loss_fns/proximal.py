@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import in_float
-from areno.loss_fns.policy import ratio_of
+from areno.loss_fns.loss_interface import in_float
+from areno.loss_fns.policy_terms import ratio_of
 from areno.loss_fns.stats import Range, masked_range
 
 Approximation = Literal["loglinear", "linear", "rollout"]

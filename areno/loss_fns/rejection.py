@@ -13,8 +13,8 @@ from torch import Tensor
 
 from areno.config.options import check_options
 from areno.config.policy_loss_options import RejectionSamplingConfig
-from areno.loss_fns.pack import DataPack, in_float
-from areno.loss_fns.policy import MAX_LOG_RATIO, ratio_of, sequence_means
+from areno.loss_fns.loss_interface import DataPack, in_float
+from areno.loss_fns.policy_terms import MAX_LOG_RATIO, ratio_of, sequence_means
 
 # Keeps probabilities away from 0 and 1, where the divergence is infinite.
 MIN_PROBABILITY = 1e-8

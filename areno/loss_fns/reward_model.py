@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.loss_fns.pack import DataPack, in_float, split_pairs
+from areno.loss_fns.loss_interface import DataPack, in_float, split_pairs
 from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, sequence_sums
-from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.loss_interface import DataPack, in_float, sequence_sums
+from areno.loss_fns.policy_terms import sequence_means
 from areno.loss_fns.units import Names, Quantity, mean_loss
 
 # Bounds the perplexity of near-impossible sequences, so that sums stay finite.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import in_float
+from areno.loss_fns.loss_interface import in_float
 
 Parts = list[float]
 

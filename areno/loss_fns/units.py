@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, LossFn, Reduction, reduces_over, reduction_of
+from areno.loss_fns.loss_interface import DataPack, LossFn, Reduction, reduces_over, reduction_of
 from areno.loss_fns.stats import Count, Statistic, masked_mean, masked_range
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, required
+from areno.loss_fns.loss_interface import DataPack, in_float, required
 from areno.loss_fns.units import Names, Quantity, mean_loss, means
 
 _REMEDY = "give every row values and returns, see compute_gae"

@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, one log line per step elsewhere.
 
-The live display shows nothing that is not also in ``log.txt`` or ``metrics.jsonl``. A separate thread redraws it, so the
-phase clock advances during a step; log lines scroll above it. The cursor is restored however the run ends: by the
-``with`` block, or by an exit handler.
+The live display shows nothing that is not also in ``log.txt`` or ``metrics.jsonl``, except memory. A separate thread redraws
+it, so the phase clock advances during a step; warnings scroll above it. The cursor is restored however the run ends: by the
+``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays it out.
 """
 
 from __future__ import annotations
@@ -10,40 +10,43 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
 from threading import RLock
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.segment import Segment
 from rich.text import Text
 
-from areno.observability.chart import one_line, sparkline, supports_unicode
-from areno.observability.logs import BESIDE_DISPLAY, route_console
+from areno.machine_memory import free_bytes, resident_bytes, total_bytes
+from areno.observability.chart import printable, supports_unicode
+from areno.observability.logs import route_console, shows_lines
+from areno.observability.screen import Line, MemoryUse, RunHeading, ScreenState, ShownSample, Trend, frame
 
 _log = logging.getLogger(__name__)
 
 _PACE_STEPS = 10
 _REDRAWS_PER_S = 4
-_SAMPLE_CHARS = 200
+_MEMORY_EVERY_S = 5.0
 
 
 class ProgressDisplay:
     """Progress reports of a trainer. Use it as a context manager, so that it always stops.
 
-    The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``logp_abs_diff_mean`` and ``tokens_per_second``; missing
-    ones are not shown.
+    The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``entropy``, ``grad_norm``, ``response_len``,
+    ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``; missing ones
+    are not shown.
     """
 
     def __init__(self) -> None:
         self._pace = _Pace()
         self.total_steps = 0
 
-    def start(self, total_steps: int, done_steps: int = 0) -> None:
+    def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
         """Start a run of ``total_steps``, of which ``done_steps`` were done before it was resumed."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
@@ -51,16 +54,21 @@ class ProgressDisplay:
     def phase(self, name: str) -> None:
         """Enter the phase ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
 
-    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+    def step_done(
+        self,
+        step: int,
+        stats: Mapping[str, float],
+        sample: ShownSample | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
         """Log a finished step (from 0) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
-        A live display also shows the beginning of ``sample``, a completion of the step.
+        A live display shows the numbers, the means of the reward's ``parts`` and a ``sample`` of the step instead.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
         values = "".join(f" {label}={stats[key]:.6f}" for label, key in shown if key in stats)
-        line = (step + 1, self.total_steps, values, self._pace.describe(self.total_steps))
-        _log.info("step %d/%d%s %s", *line, extra={BESIDE_DISPLAY: True})
+        _log.info("step %d/%d%s %s", step + 1, self.total_steps, values, self._pace.describe(self.total_steps))
 
     def evaluated(self, text: str) -> None:
         """Report an evaluation on held-out data; a live display shows ``text`` until the next one."""
@@ -80,10 +88,14 @@ class ProgressDisplay:
 
 
 def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
-    """Create a ``LiveProgress`` on an interactive terminal, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``."""
+    """Create a ``LiveProgress`` on an interactive terminal, else a ``PlainProgress``.
+
+    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower get the plain lines.
+    """
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)
-    return LiveProgress(console) if target.isatty() and console.is_interactive else PlainProgress()
+    interactive = target.isatty() and console.is_interactive and not shows_lines()
+    return LiveProgress(console) if interactive else PlainProgress()
 
 
 class PlainProgress(ProgressDisplay):
@@ -91,28 +103,27 @@ class PlainProgress(ProgressDisplay):
 
 
 class LiveProgress(ProgressDisplay):
-    """A live display of a few lines at the bottom of the terminal."""
+    """A live display at the bottom of the terminal, at most as high as the terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
         self._unicode = supports_unicode(console.file)
         self._lock = RLock()
-        self._phase, self._phase_start = "starting", time.monotonic()
-        self._stats: dict[str, float] = {}
-        self._trend: list[float] = []
-        self._sample: str | None = None
-        self._evaluation: str | None = None
-        self._warnings = 0
+        self._state = ScreenState()
+        self._began = self._phase_start = time.monotonic()
+        self._memory_read = -_MEMORY_EVERY_S
         self._live: Live | None = None
 
-    def start(self, total_steps: int, done_steps: int = 0) -> None:
+    def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
         """Start drawing; arguments as in ``ProgressDisplay.start``."""
         super().start(total_steps, done_steps)
+        self._state.heading = heading or RunHeading()
+        self._began = time.monotonic()
         self.phase("starting")
         # Redirect only terminal output: `areno train > file` must keep writing to the file.
         self._live = Live(
-            get_renderable=self._render,
+            get_renderable=self.picture,
             console=self._console,
             refresh_per_second=_REDRAWS_PER_S,
             redirect_stdout=sys.stdout.isatty(),
@@ -125,27 +136,38 @@ class LiveProgress(ProgressDisplay):
     def phase(self, name: str) -> None:
         """Show ``name`` and restart the phase clock."""
         with self._lock:
-            self._phase, self._phase_start = name, time.monotonic()
+            self._state.phase, self._phase_start = name, time.monotonic()
 
-    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Log the step, as one line above the display, and show its numbers and sample."""
-        super().step_done(step, stats, sample)
+    def step_done(
+        self,
+        step: int,
+        stats: Mapping[str, float],
+        sample: ShownSample | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
+        """Log the step, and show its numbers and sample."""
+        super().step_done(step, stats, sample, parts)
         with self._lock:
-            self._stats = dict(stats)
-            self._sample = sample if sample is not None else self._sample
-            value = stats.get("reward_mean", stats.get("loss"))
-            if value is not None:
-                self._trend.append(value)
+            state = self._state
+            state.stats = dict(stats)
+            state.sample = sample or state.sample
+            state.best_speed = max(state.best_speed, stats.get("tokens_per_second", 0.0))
+            for label, name in (("reward", "reward_mean"), ("loss", "loss")):
+                if name in stats:
+                    state.trends.setdefault(label, Trend()).add(stats[name])
+            for part, mean in (parts or {}).items():
+                state.parts.setdefault(part, Trend()).add(mean)
 
     def evaluated(self, text: str) -> None:
         """Show the last evaluation."""
         with self._lock:
-            self._evaluation = text
+            self._state.evaluation = text
 
     def warn(self, text: str) -> None:
-        """Count the warning, and log it above the display."""
+        """Show the warning until later ones replace it, and log it above the display."""
         with self._lock:
-            self._warnings += 1
+            self._state.warning_count += 1
+            self._state.warnings.append(text)
         super().warn(text)
 
     def stop(self) -> None:
@@ -161,52 +183,44 @@ class LiveProgress(ProgressDisplay):
         with contextlib.suppress(OSError):
             live.stop()
 
-    def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
-
-    def _render(self) -> RenderableType:
+    def picture(self) -> Picture:
+        """The present frame, for this console's size."""
         with self._lock:
-            lines = [self._bar(), self._phase_line()]
-            if self._stats:
-                lines.append(self._stats_line())
-            if self._evaluation is not None:
-                lines.append(Text.assemble(("eval    ", "bold"), self._evaluation))
-            if self._sample is not None:
-                shown = one_line(self._sample, _SAMPLE_CHARS, unicode=self._unicode)
-                lines.append(Text.assemble(("sample  ", "bold"), (shown, "dim")))
-            return Group(*lines)
+            state, pace, now = self._state, self._pace, time.monotonic()
+            state.done, state.total = pace.done, self.total_steps
+            state.rate, state.remaining = pace.rate, pace.remaining(self.total_steps)
+            state.phase_time = "" if self._live is None else _clock(now - self._phase_start)
+            state.run_time = _clock(now - self._began)
+            if now - self._memory_read >= _MEMORY_EVERY_S:
+                state.memory, self._memory_read = memory_use(), now
+            size = self._console.size
+            # The cursor is on the line below the frame.
+            return Picture(frame(state, size.width, max(size.height - 1, 1), unicode=self._unicode))
 
-    def _bar(self) -> RenderableType:
-        row = Table.grid(padding=(0, 1))
-        done = self._pace.done
-        share = f"{100 * done / self.total_steps:3.0f} %" if self.total_steps else ""
-        bar = ProgressBar(total=max(self.total_steps, 1), completed=done, width=24, complete_style="cyan")
-        row.add_row(Text(f"step {done}/{self.total_steps}", "bold"), bar, share, self._pace.describe(self.total_steps))
-        return row
+    def _print(self, line: str) -> None:
+        self._console.print(Text(printable(line)), soft_wrap=True)
 
-    def _phase_line(self) -> RenderableType:
-        elapsed = _clock(time.monotonic() - self._phase_start)
-        line = Text.assemble(("phase   ", "bold"), (self._phase, "cyan"), f" {elapsed}")
-        if self._warnings:
-            line.append(f"   warnings {self._warnings}", "yellow")
-        return line
 
-    def _stats_line(self) -> RenderableType:
-        stats = self._stats
-        line = Text(no_wrap=True, overflow="ellipsis")
-        if "reward_mean" in stats:
-            line.append("reward  ", "bold").append(f"{stats['reward_mean']:.3f} ", "green")
-        else:
-            line.append("loss    ", "bold")
-        line.append(sparkline(self._trend, width=24, unicode=self._unicode))
-        for label, key, form in (
-            ("loss", "loss", ".4g"),
-            ("logp gap", "logp_abs_diff_mean", ".1e"),
-            ("tokens/s", "tokens_per_second", ",.0f"),
-        ):
-            if key in stats:
-                line.append(f"   {label} ", "dim").append(f"{stats[key]:{form}}")
-        return line
+class Picture:
+    """Lines of a frame, for rich; the texts are drawn as they are, without markup."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            for text, style in line:
+                yield Segment(text, console.get_style(style) if style else None)
+            yield Segment.line()
+
+
+def memory_use() -> MemoryUse:
+    """Memory of the GPUs that this process uses, or of the machine and this process with its descendants."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return MemoryUse(resident_bytes(os.getpid()), free_bytes(), total_bytes(), "used by this run")
+    free, total = torch.cuda.mem_get_info()
+    return MemoryUse(torch.cuda.memory_reserved(), free, total, "reserved")
 
 
 class _Pace:
@@ -224,14 +238,27 @@ class _Pace:
         self._last = now
         self.done = step + 1
 
+    @property
+    def _mean(self) -> float | None:
+        durations = self._durations
+        return sum(durations) / len(durations) if durations else None
+
+    @property
+    def rate(self) -> str:
+        """Mean duration of the last steps, such as ``1.43 s/step``; empty before the first one."""
+        mean = self._mean
+        if mean is None:
+            return ""
+        return f"{mean:.2f} s/step" if mean >= 0.1 else f"{1 / max(mean, 1e-9):.1f} steps/s"
+
+    def remaining(self, total_steps: int) -> str:
+        """Estimated time left, such as ``0:02:18``."""
+        mean = self._mean
+        return "unknown" if mean is None else _clock(mean * max(total_steps - self.done, 0))
+
     def describe(self, total_steps: int) -> str:
         """Rate and time left, such as ``1.43 s/step ETA 0:02:18``."""
-        durations = self._durations
-        if not durations:
-            return "ETA unknown"
-        mean = sum(durations) / len(durations)
-        rate = f"{mean:.2f} s/step" if mean >= 0.1 else f"{1 / max(mean, 1e-9):.1f} steps/s"
-        return f"{rate} ETA {_clock(mean * max(total_steps - self.done, 0))}"
+        return f"{self.rate} ETA {self.remaining(total_steps)}".strip()
 
 
 def _clock(seconds: float) -> str:

@@ -63,7 +63,7 @@ class HealthMonitor:
         if window < 1:
             raise ValueError(f"window must be at least 1 step, got {window}")
         self._window = window
-        self._gap_limit = logprob_gap_limit
+        self.gap_limit = logprob_gap_limit
         self._episodes: dict[str, _Episode] = {}
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
@@ -192,8 +192,8 @@ class HealthMonitor:
                 "reward does not favour empty responses, and lower --lr",
             ),
             "logprob_gap": (
-                None if gap is None else gap > self._gap_limit,
-                f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the trained policy differs from the "
+                None if gap is None else gap > self.gap_limit,
+                f"mean |rollout - train log-prob| is {gap}, above {self.gap_limit:g}: the trained policy differs from the "
                 "sampling policy. Use fewer optimizer steps per batch (omit --gradient-accumulation-steps) or a lower "
                 "learning rate; if the gap exists from the first step, try --dtype float32",
             ),

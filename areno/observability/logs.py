@@ -19,8 +19,6 @@ from areno.errors import UsageError
 from areno.storage.run_dir import RunDirectory
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-BESIDE_DISPLAY = "areno_beside_display"
-"""Attribute of records that are shown above a live display regardless of their level, as a bare message."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -38,19 +36,23 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
-        elif record.levelno >= self.live_level or hasattr(record, BESIDE_DISPLAY):
+        elif record.levelno >= self.live_level:
             try:
-                writer(self.format(record) if record.levelno >= self.live_level else record.getMessage())
+                writer(self.format(record))
             except Exception:  # the contract of logging.Handler.emit
                 self.handleError(record)
 
 
 class LoggingSetup:
-    """The installed handlers of the logger ``areno``; created by ``setup_logging``, at most one is active."""
+    """The installed handlers of the logger ``areno``; created by ``setup_logging``, at most one is active.
+
+    ``shows_lines``: the console shows the lines of each step in place of a live display.
+    """
 
     active: ClassVar[LoggingSetup | None] = None
 
-    def __init__(self, handlers: list[logging.Handler], level: int) -> None:
+    def __init__(self, handlers: list[logging.Handler], level: int, *, shows_lines: bool = False) -> None:
+        self.shows_lines = shows_lines
         if LoggingSetup.active is not None:
             LoggingSetup.active.close()
         logger = logging.getLogger("areno")
@@ -105,13 +107,20 @@ def setup_logging(
     run directory cannot be created.
     """
     console_level = log_level(level)
-    quiet = run_dir is not None and level is None and not os.environ.get("ARENO_LOG_LEVEL")
+    explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
+    quiet = run_dir is not None and not explicit
     console = ConsoleHandler(stream or sys.stderr, max(console_level, logging.WARNING) if quiet else console_level)
     console.setLevel(console_level)
     handlers: list[logging.Handler] = [console]
     if run_dir is not None:
         handlers.append(logging.FileHandler(run_dir.create().log_path, encoding="utf-8"))
-    return LoggingSetup(handlers, logging.DEBUG if run_dir is not None else console_level)
+    shows_lines = explicit and console_level <= logging.INFO
+    return LoggingSetup(handlers, logging.DEBUG if run_dir is not None else console_level, shows_lines=shows_lines)
+
+
+def shows_lines() -> bool:
+    """Whether the console's level was set to INFO or lower: the lines of each step are wanted, and no live display."""
+    return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:

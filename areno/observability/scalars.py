@@ -1,5 +1,9 @@
 """The scalars of a step under their documented names: ``rollout/*``, ``train/*``, ``time/*``.
 
+This module names ``rollout/*``. A ``train/*`` name is a statistic of the update, passed as ``train_stats``: from the loss
+(``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``), or the trainer
+(``areno/api/trainers``). docs/run-directory.md lists them. ``time/*`` are the trainer's timings.
+
 Statistics of advantages and log-probs cover the *trainable* response tokens (``TrainSequence.trainable``), so they respect
 the loss mask. Keys without meaning are absent (an SFT row has no reward). Lists are flattened with ``array`` and
 ``numpy``: 512 rows of 200 tokens take about 13 ms.

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areno.observability.services import ServiceGroup, TrackingService
-from areno.observability.statistics import with_short_names
-from areno.observability.tracker import without_counts
+from areno.observability.experiment_metrics import with_short_names
+from areno.observability.stats_collector import without_counts
+from areno.observability.tracking_services import ServiceGroup, TrackingService
 from areno.storage.run_dir import RunDirectory
 
 _log = logging.getLogger(__name__)

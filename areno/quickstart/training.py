@@ -10,6 +10,7 @@ from pathlib import Path
 from areno.config.prepare import prepare_run
 from areno.errors import UsageError
 from areno.observability.display import PlainProgress, ProgressDisplay, create_progress
+from areno.observability.screen import ShownSample
 
 _LINE_EVERY_S = 5.0
 
@@ -21,9 +22,15 @@ class BriefLines(PlainProgress):
         super().__init__()
         self._printed = 0.0
 
-    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+    def step_done(
+        self,
+        step: int,
+        stats: Mapping[str, float],
+        sample: ShownSample | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
         """Print at most every few seconds, and always at the last step."""
-        super().step_done(step, stats, sample)
+        super().step_done(step, stats, sample, parts)
         now = time.monotonic()
         if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
             return

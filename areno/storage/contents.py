@@ -24,6 +24,8 @@ _MANIFEST = "manifest.json"
 _UNLISTED = {f"{STATE_FOLDER}/{name}" for name in (STATE_FILE, _MANIFEST)}
 _THREADS = 8
 _DIGEST = "sha256"
+FORMAT = 1
+"""Format of a checkpoint's trainer state; a change that older versions cannot read increments it."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -73,6 +75,7 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     temporary = folder / f"{STATE_FILE}.tmp"
+    state = {"format": FORMAT, **state}
     digest = _state_digest(json.loads(json.dumps(state)))  # as it is read back: JSON turns numeric keys into text
     temporary.write_text(json.dumps({_DIGEST: digest, **state}, indent=1), encoding="utf-8")
     os.replace(temporary, folder / STATE_FILE)
@@ -83,7 +86,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is missing or damaged.
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or has another format.
     """
     path = checkpoint / STATE_FOLDER / STATE_FILE
     text = _read(path)
@@ -98,6 +101,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ) from error
     if expected is not None and expected != _state_digest(state):
         raise DamagedCheckpointError(f"{path} does not match its SHA-256")
+    if (written := state.pop("format", FORMAT)) != FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} has format {written!r}, and this version of areno reads format {FORMAT}; resume it with the version "
+            "that wrote it, or start a new run with --ckpt from its model"
+        )
     return dict(state)
 
 

@@ -98,7 +98,7 @@ class RunDirectory:
 
     @staticmethod
     def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-        _replace(path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
+        _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
@@ -133,28 +133,28 @@ class RunDirectory:
             return {}
         return content if isinstance(content, dict) else {}
 
-    def read_samples(self) -> list[dict[str, Any]]:
-        """Records of ``samples.jsonl`` in order; see ``read_metrics``."""
-        return list(_read(self.samples_path))
+    def read_samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of ``samples.jsonl`` in order, without incomplete lines."""
+        return _read(self.samples_path)
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """``value`` with non-finite floats as strings, and one-element arrays and tensors as numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _json_safe(item) for key, item in value.items()}
+        return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_safe(item) for item in value]
+        return [json_safe(item) for item in value]
     if hasattr(value, "item"):
-        return _json_safe(value.item())
+        return json_safe(value.item())
     return value
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(_json_safe(record), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+    return json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
 @contextmanager

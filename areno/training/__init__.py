@@ -1,1 +1,8 @@
-"""The training loop of all runs: steps, evaluation, saving models, checkpoints, resume, and clean shutdown."""
+"""The training loop of all runs; the steps themselves are in ``areno/api/trainers`` and ``areno/experiments/trainers``.
+
+- ``loop``: steps, evaluation, saving and resume; ``state``: what a run has done so far.
+- ``objectives``: from rows to optimizer steps, for both front ends.
+- ``checkpoints``: what a run resumes from; ``plain_objects``: reads and writes tensors and plain objects.
+- ``saving``: models in Hugging Face format; ``frequency``: when to save, evaluate and write checkpoints.
+- ``report``: what a step reports; ``stopping``: Ctrl-C and other signals.
+"""

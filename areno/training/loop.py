@@ -1,6 +1,9 @@
 """The training loop of both front ends: steps, evaluation, checkpoints, resume, and clean shutdown.
 
-An algorithm's trainer supplies the batches, one step, and the measurements of an evaluation. After each step the loop reports
+The step itself is ``run_step`` of an algorithm's trainer: for ``areno train`` in ``areno/api/trainers/rollout_trainer.py`` and
+``supervised.py``, for ``areno run`` in ``areno/experiments/trainers/rl.py`` and ``supervised.py``.
+
+A trainer supplies the batches, one step, and the measurements of an evaluation. After each step the loop reports
 statistics, saves models, evaluates and writes a checkpoint, each when due; a run resumed from that checkpoint reports nothing
 twice. An evaluation belongs to a number of completed steps, as a checkpoint does, and does not affect training: random state
 and step times are as without it.

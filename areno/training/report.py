@@ -1,5 +1,6 @@
 """Reporting of a run's progress. Names and log lines depend on the front end; health checks and display are shared."""
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from typing import Any, ClassVar
 from areno.observability.display import ProgressDisplay, create_progress
 from areno.observability.environment import environment
 from areno.observability.health import HealthMonitor, unusable
+from areno.observability.screen import RunHeading, ShownSample
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.state import RunState
-from areno.types import TrainSequence
+from areno.types import TrainSequence, part_columns
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class StepOutcome:
     timings: dict[str, float] = field(default_factory=dict)
     rewards: list[float] | None = None  # one per kept sample; None without rewards
     groups: list[int] | None = None  # prompt index of each of these samples
-    sample: str | None = None  # one completion to show
+    sample: ShownSample | None = None  # a sample to show
     skipped_long: int = 0  # over-long prompts skipped for this step
     sequences: float | None = None  # trained sequences; None counts the rows
     seconds: float = 0.0  # duration of the step
@@ -42,8 +44,11 @@ class Reporter(ABC):
     joins_evaluation: ClassVar[bool]
     """Whether evaluation metrics are merged into the record of the preceding step, or are a separate record."""
 
-    def __init__(self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor) -> None:
+    def __init__(
+        self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor, algorithm: str = "", model: str = ""
+    ) -> None:
         self.run_dir, self.logger, self.health = run_dir, logger, health
+        self.heading = RunHeading(algorithm, model, str(run_dir.path), health.gap_limit)
         self.display: ProgressDisplay = create_progress()
 
     @abstractmethod
@@ -61,11 +66,15 @@ class Reporter(ABC):
     def begin(self, total_steps: int, done_steps: int) -> None:
         """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
         self.run_dir.write_environment(environment())
-        self.display.start(total_steps, done_steps)
+        self.display.start(total_steps, done_steps, self.heading)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics of a step, under the names that health monitor and display use."""
+        """The statistics of a step, under the names that the health monitor uses."""
         return outcome.stats
+
+    def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
+        """The statistics of a step, under the names that the display uses."""
+        return self.known_stats(outcome)
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
         """Warn if a finished step shows that training is failing, and return whether the update was usable."""
@@ -86,7 +95,8 @@ class Reporter(ABC):
 
     def show(self, step: int, outcome: StepOutcome) -> None:
         """Show a finished step."""
-        self.display.step_done(step, self.known_stats(outcome), outcome.sample)
+        parts = {name: statistics.fmean(column) for name, column in part_columns(outcome.rewards or []).items()}
+        self.display.step_done(step, self.shown_stats(outcome), outcome.sample, parts)
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:

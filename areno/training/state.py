@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.errors import DamagedCheckpointError
+from areno.errors import CheckpointError
 from areno.storage.contents import read_state
 
 
@@ -36,11 +36,12 @@ class RunState:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """Read the state of a checkpoint; DamagedCheckpointError if it is unusable."""
+        """Read the state of a checkpoint; CheckpointError if it is damaged, or of another version."""
         fields = read_state(checkpoint)
         try:
             return cls(**fields)
         except TypeError as error:
-            raise DamagedCheckpointError(
-                f"the state of {checkpoint} is from an incompatible version ({error})"
+            raise CheckpointError(
+                f"the state of {checkpoint} has other fields than this version of areno reads ({error}); resume it with the "
+                "version that wrote it, or start a new run with --ckpt from its model"
             ) from error

@@ -23,7 +23,7 @@ from areno.config.experiment.server_arguments import server_arguments
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
-from areno.rollouts.servers.start import ServerOptions
+from areno.rollouts.servers.command_line import ServerOptions
 from areno.types import Request, SamplingParams
 
 # Half of the GPU, because the trainer has the other one.

@@ -40,7 +40,7 @@ class Baseline:
         """Resident bytes, and those of them that no other process shares."""
         import torch
 
-        from areno.engine.plan.memory import held_memory
+        from areno.engine.plan.memory_probe import held_memory
 
         with open("/proc/self/smaps_rollup") as file:
             figures = dict(line.split(":") for line in file if ":" in line and "kB" in line)
@@ -72,7 +72,7 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
     import torch
 
     from areno.engine.libc_tuning import trim_freed_memory
-    from areno.engine.plan.memory import begin_peak, peak_since
+    from areno.engine.plan.memory_probe import begin_peak, peak_since
 
     cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0, "optimizer": 0}
     step = engine.actor.training
@@ -108,7 +108,7 @@ def main() -> None:
     from areno.engine.parallel.group import EngineGroup
     from areno.engine.parallel.workers import WorkerGroup
     from areno.engine.plan import trial
-    from areno.engine.plan.memory import begin_peak, held_memory
+    from areno.engine.plan.memory_probe import begin_peak, held_memory
     from areno.engine.plan.sizes import RunSizes
     from areno.engine.train.optimizer import OptimizerOptions
     from areno.types import ModelRole, Request, SamplingParams

@@ -395,7 +395,7 @@ def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step(
     text, code = run_on_terminal(LIVE)
     shown = [line.split() for line in Screen().feed(text).lines if line.strip()]
     assert code == 0
-    assert [line[0] for line in shown[-4:]] == ["step", "phase", "loss", "eval"]
+    assert [line[0] for line in shown[-4:]] == ["loss", "update", "memory", "eval"]
     assert " ".join(shown[-1]) == "eval accuracy 0.5 after 1 steps"
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from areno.cli.main import main
 from areno.storage.run_dir import RunDirectory
+from tests.reports.written_runs import write_run
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31mred\r\u202e"
 
@@ -52,3 +57,84 @@ def test_samples_of_one_step_are_listed_the_first_step_included(tmp_path, capsys
     ):
         assert main(["inspect", str(run.path), *given]) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed
+
+
+def test_the_newest_samples_are_listed_with_a_note_about_the_others(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=40)
+    assert main(["inspect", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines[1:-1]]
+    records = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    expected = [f"{record['step']}/{record['prompt_index']}/{record['sample_index']}" for record in records]
+    assert names == expected[-100:]
+    assert lines[-1] == "the newest 100 of 160 samples; --limit lists more, --step those of one step"
+    assert main(["inspect", str(run), "--limit", "160"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 161
+
+
+def test_runs_of_experiments_and_samples_without_an_index_are_shown(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text("experiment_name: e\n")
+    (run / "samples.index").unlink()
+    assert main(["inspect", str(run), "--sample", "3/1/0"]) == 0
+    shown = capsys.readouterr().out
+    tokens = [line.split()[4] for line in shown.splitlines() if line.split()[3:4] == ["*"]]
+    assert tokens == ["103", "104", "105", "106"]
+
+
+def test_a_reward_that_is_no_number_is_shown(tmp_path, capsys):
+    run = write_run(tmp_path / "run", samples=lambda record: {**record, "reward": float("nan")})
+    assert main(["inspect", str(run)]) == 0
+    assert main(["inspect", str(run), "--sample", "0/0/0"]) == 0
+    assert "reward nan" in capsys.readouterr().out
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "2+2?\nQuickly."}]},
+    {"role": "assistant", "content": None, "reasoning_content": "Sum it.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "tool_call_id": "c1", "content": "4"},
+    {"role": "assistant", "content": "x" * 3000},
+]
+
+
+def test_a_conversation_is_shown_as_turns_with_its_tools(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1, samples=lambda record: {**record, "messages": TALK})
+    assert main(["inspect", str(run), "--sample", "0/0/1"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        """
+conversation of 5 messages
+  system     Be brief.
+  user       2+2?
+             Quickly.
+  assistant  Sum it.
+             calls add({"a": 2})
+  tool       add returns
+             4
+  assistant  xxx"""
+        in shown
+    )
+    assert " … " in shown
+    assert "row 1 of 1: 7 tokens, 4 trained on" in shown
+    assert main(["inspect", str(run), "--sample", "0/0/1", "--all"]) == 0
+    assert "x" * 3000 in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["9/0/0", "0/0", "a/b/c", "0/0/-1"])
+def test_a_sample_that_is_not_there_is_said_with_those_that_are(name, tmp_path, capsys):
+    assert main(["inspect", str(write_run(tmp_path / "run")), "--sample", name]) == 2
+    assert f"--sample {name}: no such sample; the run has 0/0/0 to 3/1/1" in capsys.readouterr().err
+
+
+def test_only_the_samples_that_are_shown_are_read(tmp_path, capsys):
+    """Lines between them are not even JSON, which reading the whole file would have to step over."""
+    run = write_run(tmp_path / "run", steps=50)
+    path = run / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(b"#" * len(line) for line in lines[:100]) + b"".join(lines[100:]))
+    assert main(["inspect", str(run), "--limit", "5"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "48/1/1"
+    assert main(["inspect", str(run), "--step", "30"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5

@@ -14,6 +14,7 @@ from areno.config import TrainOptions
 from areno.config.prepare import load_hooks
 from areno.errors import ArenoError, UsageError
 from tests.config.workspace import GSPO, SFT
+from tests.support.cli import task_arguments, write_task
 
 
 @pytest.fixture
@@ -96,3 +97,14 @@ def test_a_defect_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(importlib.import_module("areno.cli.train"), "run", raising(RuntimeError("defect")))
     with pytest.raises(RuntimeError, match="defect"):
         main(["train"])
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", True), ("warning", False)])
+def test_the_level_of_the_console_is_an_option_and_the_log_has_all_lines(
+    tmp_path, tiny_checkpoint, capsys, level, shown
+):
+    words = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")
+    assert main([*map(str, words), "--max-steps", "1", "--log-level", level]) == 0
+    assert ("stage=rollout_start" in capsys.readouterr().err) is shown
+    assert "stage=rollout_start" in (tmp_path / "run" / "log.txt").read_text()
+    assert "log_level" not in (tmp_path / "run" / "config.yaml").read_text()

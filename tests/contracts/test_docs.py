@@ -33,8 +33,13 @@ OTHER_FLAGS = {
     "--real": "areno quickstart",
     "--logdir": "tensorboard",
     "--all": "areno inspect",
+    "--run": "areno explain",
     "--sample": "areno inspect",
     "--step": "areno inspect",
+    "--limit": "areno inspect",
+    **dict.fromkeys(
+        ("--metric", "--out", "--x", "--smooth", "--mean-over", "--samples", "--title", "--height"), "areno plot"
+    ),
     "--add": "areno scale",
     "--open": "areno view",
     "--engine": "benchmarks/gpu.sh",
@@ -59,8 +64,9 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),
     "--decode": "benchmarks/ranks.py",
+    "--base": "benchmarks/regression.py",
     **dict.fromkeys(("--head", "--address"), "ray start"),
-    "--width": "examples/agentic/warm_start.py",
+    "--width": "examples/agentic/warm_start.py and areno plot",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
     "--no-deps": "pip",
@@ -164,14 +170,11 @@ def test_the_algorithm_of_the_page_trains_with_its_own_option_in_both_front_ends
 
 
 @pytest.mark.parametrize("algo", ["sft", "grpo"])
-def test_every_metric_and_file_of_a_run_is_explained(algo, tmp_path, tiny_checkpoint):
+def test_every_file_of_a_run_is_explained(algo, tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
     arguments = task_arguments(algo, tiny_checkpoint, write_task(tmp_path / "task"), run)
     assert main([*map(str, arguments), "--max-steps", "1"]) == 0
     text = (REPO / "docs" / "run-directory.md").read_text(encoding="utf-8")
-    recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    names = {name if name.startswith("time/") else name.rpartition("/")[2] for name in recorded}
-    assert {name for name in names if f"`{name}`" not in text} == set()
     written = {entry.name + ("/" if entry.is_dir() else "") for entry in run.iterdir()} - {"checkpoints/"}
     assert {name for name in written if f"`{name}`" not in text} == set()
     assert "`checkpoints/step_000100/`" in text

@@ -7,7 +7,7 @@ import pytest
 from areno.cli.plan import TUNE
 from areno.config import TrainOptions
 from areno.config.experiment import DPOConfig, PPOConfig
-from areno.config.experiment.settings import paths_of
+from areno.config.experiment.setting_declaration import paths_of
 from areno.config.options import options_of
 from areno.experiments.run_experiment import DRY_RUN
 from docs.make_front_ends import ALWAYS, FEATURES, PAGE, render

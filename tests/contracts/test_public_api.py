@@ -334,6 +334,7 @@ OPTIONS = {
     "track": (),
     "track_project": "areno",
     "trace": False,
+    "log_level": "auto",
 }
 
 

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 from areno import ArenoConfig, ModelRole, Trainer, TrainSequence, sft_loss_fn  # noqa: E402
 from areno.cli.main import main  # noqa: E402
-from areno.engine.plan.account import make_plan  # noqa: E402
+from areno.engine.plan.memory_plan import make_plan  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train  # noqa: E402
 from tests.e2e.test_resume import metrics, without_times  # noqa: E402

@@ -264,3 +264,15 @@ def test_the_last_sound_checkpoint_outlives_the_newest_that_are_kept(tmp_path, s
     for step in range(1, 7):
         save(folder, step)
     assert folder.steps() == kept
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_keeps_its_name(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    monkeypatch.setattr("areno.storage.contents.FORMAT", 2)
+    save(folder, 2)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"step_000002 has format 2.*reads format 1; resume it with the version"):
+        folder.to_resume()
+    assert folder.steps() == [1, 2]
+    assert folder.to_resume(step=1) == folder.path(1)

@@ -12,8 +12,8 @@ from areno.config.train_options import TrainOptions
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory
-from areno.engine.plan.account import make_plan
 from areno.engine.plan.gpu_memory import Division, Need, divide, kv_tokens
+from areno.engine.plan.memory_plan import make_plan
 from areno.engine.role import load_role
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.types import Request, SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
-from areno.engine.plan import memory
+from areno.engine.plan import memory_probe
 from areno.engine.rollout.threads import ThreadRule
 from tests.support.tiny import tiny_module
 
@@ -163,8 +163,8 @@ print(len(_KEPT), len(wrong), sum(codes))
 @linux
 def test_freed_memory_goes_back_where_little_else_is_available(monkeypatch):
     returned = []
-    monkeypatch.setattr(memory, "trim_freed_memory", lambda: returned.append(True))
-    monkeypatch.setattr(memory, "held_memory", lambda device: 6 << 30)
+    monkeypatch.setattr(memory_probe, "trim_freed_memory", lambda: returned.append(True))
+    monkeypatch.setattr(memory_probe, "held_memory", lambda device: 6 << 30)
     for available, device, ranks, times in (
         (4, "cpu", 1, 0),
         (2, "cuda", 1, 0),
@@ -172,8 +172,8 @@ def test_freed_memory_goes_back_where_little_else_is_available(monkeypatch):
         (2, "cpu", 1, 1),
         (4, "cpu", 2, 2),
     ):
-        monkeypatch.setattr(memory, "available_bytes", lambda device, available=available: available << 30)
-        memory.avoid_shortage(torch.device(device), ranks)
+        monkeypatch.setattr(memory_probe, "available_bytes", lambda device, available=available: available << 30)
+        memory_probe.avoid_shortage(torch.device(device), ranks)
         assert len(returned) == times
 
 

@@ -16,11 +16,11 @@ from areno.config.algorithms import get_algorithm
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
-from areno.engine.plan import account
-from areno.engine.plan.account import make_plan
+from areno.engine.plan import memory_plan
 from areno.engine.plan.advice import advise
 from areno.engine.plan.live_bytes import LiveBytes
-from areno.engine.plan.memory import (
+from areno.engine.plan.memory_plan import make_plan
+from areno.engine.plan.memory_probe import (
     KV_SHARE,
     available_bytes,
     begin_peak,
@@ -205,12 +205,12 @@ def test_what_is_planned_where_nothing_is_said_is_what_the_engine_does(share, re
 def test_a_shape_is_made_once_and_a_plan_does_not_depend_on_those_before_it(tiny_checkpoint):
     """Advice and the tuner plan one model many times."""
     runs = [options(tiny_checkpoint, **more) for more in ({}, {"activation_checkpointing": False}, {"mini_bs": 1})]
-    account._shape_of.cache_clear()
+    memory_plan._shape_of.cache_clear()
     together = [make_plan(run) for run in (*runs, *runs)]
-    assert account._shape_of.cache_info().misses == 1
+    assert memory_plan._shape_of.cache_info().misses == 1
     assert together[:3] == together[3:]
     for run, plan in zip(runs[1:], together[1:], strict=False):
-        account._shape_of.cache_clear()
+        memory_plan._shape_of.cache_clear()
         assert make_plan(run) == plan
 
 
@@ -313,7 +313,7 @@ def test_the_plan_as_data_sums_up(tiny_checkpoint, capsys):
 
 
 def test_a_run_that_does_not_fit_exits_with_1(tiny_checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(account, "available_bytes", lambda device: 16 * MIB)  # stands in for a small machine
+    monkeypatch.setattr(memory_plan, "available_bytes", lambda device: 16 * MIB)  # stands in for a small machine
     words = ["plan", "--ckpt", str(tiny_checkpoint), "--device", "cpu", "--algo", "sft", "--max-new-tokens", "24"]
     assert main([*words, "--max-prompt-tokens", "40", "--batch-size", "2", "--mini-bs", "1"]) == 1
     assert "Fits: no." in capsys.readouterr().out

@@ -13,7 +13,7 @@ from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.parts import local
-from areno.engine.plan.account import make_plan
+from areno.engine.plan.memory_plan import make_plan
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.types import Request, SamplingParams

@@ -21,7 +21,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.libc_tuning import trim_freed_memory
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.plan.memory import held_memory
+from areno.engine.plan.memory_probe import held_memory
 from areno.engine.plan.tuner import tune_sizes
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError

@@ -68,7 +68,7 @@ def test_a_packed_forward_and_its_gradient_are_the_same_through_a_kernel(family,
 def test_pieces_behind_a_cached_beginning_are_the_same_through_a_kernel(monkeypatch):
     from areno.engine.rollout.kv_cache import PrefillSpan
     from areno.engine.rollout.paged import plans
-    from areno.engine.rollout.paged.cache import PagedCache
+    from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 
     model = prepare(tiny_module("qwen2"), "qwen2")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areno.observability.statistics import SHORT_NAMES
+from areno.observability.experiment_metrics import SHORT_NAMES
 from examples.experiments import toy
 from tests.experiments.runs import ROOT, TOY, Run, Task, make_task, settings
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from areno.cli.main import main
 from areno.config import TrainOptions
-from areno.engine.plan.account import make_plan
+from areno.engine.plan.memory_plan import make_plan
 from areno.experiments.plan import plan_experiment
 from tests.experiments.trainer_stage import settings_of_kind
 

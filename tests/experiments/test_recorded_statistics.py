@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areno.observability.statistics import MEANS, documented
+from areno.observability.experiment_metrics import MEANS, documented
 from tests.experiments.trainer_stage import run_kind
 
 _DECOUPLED = {

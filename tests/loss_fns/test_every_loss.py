@@ -25,7 +25,7 @@ from areno.loss_fns import (
     sft_loss_fn,
     value_loss_fn,
 )
-from areno.loss_fns.pack import reads_bounds, reads_entropy
+from areno.loss_fns.loss_interface import reads_bounds, reads_entropy
 from tests.loss_fns.packs import CASES, QUICK, Batch, Case, batches, make_batch, slopes, value_of
 from tests.support.examples import examples
 

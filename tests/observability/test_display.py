@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from areno.observability.display import PlainProgress, create_progress
+from tests.support.cli import task_arguments, write_task
 
 REPO = Path(__file__).resolve().parents[2]
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 PREAMBLE = """
 import logging, sys, time
 from areno.observability.display import create_progress
+from areno.observability.screen import RunHeading, ShownSample
 from areno.observability.logs import setup_logging
 from areno.storage.run_dir import RunDirectory
 log = logging.getLogger("areno.tests.display")
@@ -106,14 +108,15 @@ def run_on_terminal(body, *arguments, env=None):
 
 TWO_STEPS = r"""
 with setup_logging(RunDirectory(sys.argv[1])), create_progress() as progress:
-    progress.start(10, done_steps=2)
+    progress.start(10, 2, RunHeading("grpo", "tiny-model", "runs/one", 1e-3))
     for step, reward in ((2, 0.25), (3, 0.5)):
         progress.phase("rollout")
         log.info("stage=rollout_start")
         time.sleep(0.3)
         stats = {"reward_mean": reward, "loss": 0.0125, "logp_abs_diff_mean": 1.5e-6, "tokens_per_second": 1234.5}
-        progress.step_done(step, stats, sample="3 + 4 =\n[bold]seven[/bold]\x1b[2J")
-    progress.warn("rewards look odd")
+        sample = ShownSample("3 + 4 =", "[bold]seven[/bold]\n\x1b[2J", reward)
+        progress.step_done(step, stats, sample, {"right": reward, "short": 0.5})
+    progress.warn("step 3: rewards look odd. Test the reward function")
     print("a stray print of a reward function")
 """
 
@@ -123,10 +126,16 @@ def test_the_live_display_shows_steps_numbers_sample_and_warnings(tmp_path):
     screen = Screen().feed(text)
     shown = "\n".join(screen.lines)
     assert code == 0, shown
-    assert re.search(r"step 4/10 .*━.* 40 % 0\.\d\d s/step ETA 0:00:0\d", shown)
-    assert re.search(r"phase   stopped 0:00:00   warnings 1", shown)
-    assert re.search(r"reward  0\.500 ▁█   loss 0\.0125   logp gap 1\.5e-06   tokens/s 1,23[45]", shown)
-    assert "sample  3 + 4 =↵[bold]seven[/bold]�[2J" in shown
+    assert "── grpo tiny-model ──" in shown
+    assert re.search(r"^step +4/10 ━+─+ +40 %  0\.\d\d s/step  ETA 0:00:0\d$", shown, re.MULTILINE)
+    assert re.search(r"^phase +stopped   1 warning   run 0:00:0\d *$", shown, re.MULTILINE)
+    assert re.search(r"^reward +0\.500   ▁█   0\.25 to 0\.5 *$", shown, re.MULTILINE)
+    assert re.search(r"^  right +0\.500   ▁█ ", shown, re.MULTILINE)
+    assert re.search(r"^log-probs gap 1\.5e-06   ok   warns above 0\.001 *$", shown, re.MULTILINE)
+    assert re.search(r"^speed +1,23[45] tokens/s   100 % of the best step *$", shown, re.MULTILINE)
+    assert re.search(r"^memory +\d+\.\d GiB used by this run   \d+\.\d of \d+\.\d GiB free *$", shown, re.MULTILINE)
+    assert re.search(r"^warning +step 3: rewards look odd\. *\n +→ Test the reward function *$", shown, re.MULTILINE)
+    assert re.search(r"^sample +reward 0\.5   3 \+ 4 = *\n +\[bold\]seven\[/bold\]↵�\[2J *$", shown, re.MULTILINE)
     assert screen.cursor_shown
 
 
@@ -134,16 +143,13 @@ def test_lines_pass_above_the_live_display_and_leave_it_whole(tmp_path):
     text, _ = run_on_terminal(TWO_STEPS, str(tmp_path))
     screen = Screen().feed(text)
     lines = [line.rstrip() for line in screen.lines if line.strip()]
-    warning = next(i for i, line in enumerate(lines) if line.endswith("rewards look odd"))
-    assert re.match(r"\d{4}-\d\d-\d\d .* WARNING areno\.observability\.display: rewards look odd$", lines[warning])
-    assert lines[warning + 1] == "a stray print of a reward function"
-    assert [line.split()[0] for line in lines[warning + 2 :]] == ["step", "phase", "reward", "sample"]
-    steps = [line for line in lines[:warning] if line.startswith("step ")]
-    assert [line.split(" 0.")[0] for line in steps] == [
-        "step 3/10 reward=0.250000 loss=0.012500",
-        "step 4/10 reward=0.500000 loss=0.012500",
-    ], "one line a step stays above the display"
-    assert len(lines) == warning + 2 + 4, "the display is drawn once, and leaves no torn copies"
+    form = (
+        r"\d{4}-\d\d-\d\d .* WARNING areno\.observability\.display: step 3: rewards look odd\. Test the reward function"
+    )
+    assert re.fullmatch(form, lines[0]), "nothing but warnings passes"
+    assert lines[1] == "a stray print of a reward function"
+    labels = "── step phase reward right short update log-probs speed memory warning → sample [bold]seven[/bold]↵�[2J"
+    assert [line.split()[0] for line in lines[2:]] == labels.split(), "the display is drawn once, without torn copies"
 
 
 def test_the_log_file_has_what_the_terminal_had_no_room_for(tmp_path):
@@ -153,6 +159,7 @@ def test_the_log_file_has_what_the_terminal_had_no_room_for(tmp_path):
     assert log.count("stage=rollout_start") == 2
     assert "step 4/10 reward=0.500000 loss=0.012500" in log
     assert "rewards look odd" in log
+    assert "step 4/10" not in text.replace(" ", "")
 
 
 def test_the_phase_clock_runs_while_a_step_does(tmp_path):
@@ -230,7 +237,57 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path):
     text, code = run_on_terminal(TWO_STEPS, str(tmp_path), env={"PYTHONIOENCODING": "ascii:backslashreplace"})
     assert code == 0
     assert text.isascii()
-    assert "reward  0.500 _#" in "\n".join(Screen().feed(text).lines)
+    assert "reward    0.500   _#" in "\n".join(Screen().feed(text).lines)
+
+
+def test_a_terminal_without_colours_gets_none(tmp_path):
+    coloured, _ = run_on_terminal(TWO_STEPS, str(tmp_path / "one"))
+    plain, code = run_on_terminal(TWO_STEPS, str(tmp_path / "two"), env={"NO_COLOR": "1"})
+    assert code == 0
+    assert re.search(r"\x1b\[[0-9;]*3[0-7]m", coloured)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", plain)
+    assert "reward    0.500   ▁█" in "\n".join(Screen().feed(plain).lines)
+
+
+@pytest.mark.parametrize("level", ["debug", "INFO"])
+def test_a_level_of_lines_on_a_terminal_gets_the_lines(tmp_path, level):
+    text, code = run_on_terminal(TWO_STEPS, str(tmp_path), env={"ARENO_LOG_LEVEL": level})
+    assert code == 0
+    assert "\x1b" not in text
+    assert text.count("stage=rollout_start") == 2
+    assert "step 4/10 reward=0.500000" in text
+
+
+def test_a_level_of_warnings_keeps_the_display(tmp_path):
+    text, _ = run_on_terminal(TWO_STEPS, str(tmp_path), env={"ARENO_LOG_LEVEL": "warning"})
+    assert "── grpo tiny-model ──" in "\n".join(Screen().feed(text).lines)
+
+
+def test_a_real_run_shows_the_display_and_keeps_its_documented_lines_in_the_log(tmp_path, tiny_checkpoint):
+    words = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")
+    words += ["--max-steps", 3, "--eval-dataset-path", tmp_path / "task" / "data.jsonl", "--eval-max-rows", 2]
+    body = "from areno.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    size = {"COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
+    text, code = run_on_terminal(body, *map(str, words), env=size)
+    screen = Screen().feed(text)
+    assert code == 0, text
+    assert screen.cursor_shown
+    shown = [line.rstrip() for line in screen.lines]
+    (begin,) = (i for i, line in enumerate(shown) if line.startswith("── grpo"))
+    end = next(i for i, line in enumerate(shown) if i > begin and " INFO " in line)  # of the end of the run
+    last = shown[begin:end]
+    assert len(last) < 24
+    assert max(map(len, last)) <= 80
+    assert last[1].startswith("step      3/3 ━")
+    assert last[2].startswith("phase     finished")
+    labels = "── step phase reward update log-probs speed memory eval warning sample"
+    assert [line.split()[0] for line in last if not line.startswith(" ")] == labels.split()
+    assert not [
+        line for line in shown if "rollout_start" in line or "train_stats" in line or "step 3/3 reward=" in line
+    ]
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    documented = ("role=policy stage=rollout_start", "metric=reward_mean value=", "train_stats={", "step 3/3 reward=")
+    assert [part for part in documented if part not in log] == []
 
 
 def test_a_dumb_terminal_gets_plain_lines(tmp_path):
@@ -261,7 +318,7 @@ def test_a_pipe_gets_plain_lines_without_escape_codes(tmp_path, force):
         rf"step 3/10 {step}",
         r"stage=rollout_start",
         rf"step 4/10 {step}",
-        r"rewards look odd",
+        r"step 3: rewards look odd\. Test the reward function",
     ]
     assert len(messages) == len(expected)
     assert all(re.fullmatch(pattern, text) for pattern, text in zip(expected, messages, strict=True)), messages

@@ -65,7 +65,7 @@ def test_texts_of_samples_survive_as_they_are(run_dir):
     run_dir.append_samples([{"step": 0, "completion": text} for text in texts[:2] + texts[3:]])
     assert [record["completion"] for record in run_dir.read_samples()] == texts[:2] + texts[3:]
     run_dir.append_samples([{"step": 1, "completion": texts[2]}])
-    assert len(run_dir.read_samples()) == 4
+    assert len(list(run_dir.read_samples())) == 4
 
 
 def test_a_sample_without_step_is_refused(run_dir):

@@ -53,7 +53,7 @@ def test_a_kept_sample_says_everything_about_itself(tmp_path):
     }
     run_dir = RunDirectory(tmp_path).create()
     run_dir.append_samples([row])
-    assert run_dir.read_samples() == [row]
+    assert list(run_dir.read_samples()) == [row]
 
 
 def test_a_kept_sample_has_the_parts_of_its_reward():

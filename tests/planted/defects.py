@@ -141,10 +141,10 @@ DEFECTS = (
     ),
     Defect(
         "zero upper clip width taken for none",
-        "areno/loss_fns/policy.py",
+        "areno/loss_fns/policy_terms.py",
         "self.eps if self.eps_high is None else self.eps_high)",
         "self.eps_high or self.eps)",
-        ("tests/loss_fns/test_family.py",),
+        ("tests/loss_fns/test_policy_loss.py",),
     ),
     Defect(
         "continuation always counted",
@@ -292,10 +292,10 @@ DEFECTS = (
     ),
     Defect(
         "fastest rank told",
-        "areno/observability/tracker.py",
+        "areno/observability/stats_collector.py",
         "return max(one, other, key=lambda part: part[1])",
         "return min(one, other, key=lambda part: part[1])",
-        ("tests/observability/test_tracker.py",),
+        ("tests/observability/test_stats_collector.py",),
     ),
     Defect(
         "axis of a service goes back",
@@ -307,9 +307,23 @@ DEFECTS = (
     Defect(
         "step 0 taken for every step",
         "areno/cli/inspect.py",
-        'if arguments.step in (None, sample["step"])]',
-        'if not arguments.step or arguments.step == sample["step"]]',
+        "entries if arguments.step is None else",
+        "entries if not arguments.step else",
         ("tests/cli/test_inspect_command.py",),
+    ),
+    Defect(
+        "runs compared by the last phase that differs",
+        "areno/reports/divergence.py",
+        "key=lambda each: PHASES.index(each.phase))",
+        "key=lambda each: -PHASES.index(each.phase))",
+        ("tests/reports/test_compare.py",),
+    ),
+    Defect(
+        "moving mean over the values before",
+        "areno/reports/plot.py",
+        "before, after = (size - 1) // 2, size // 2",
+        "before, after = size - 1, 0",
+        ("tests/reports/test_plot.py",),
     ),
     Defect(
         "exit code of a command lost",

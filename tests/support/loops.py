@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from areno import ArenoConfig, Trainer
-from areno.api.trainers.rollout import RolloutTrainer
+from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areno.api.trainers.base import optimizer_settings
-from areno.api.trainers.rollout import RolloutTrainer, summary_statistics
+from areno.api.trainers.rollout_trainer import RolloutTrainer, summary_statistics
 from areno.loss_fns import whiten
 from areno.loss_fns.shaping import RewardShaping, trained_values
 from areno.observability import log_lines

@@ -13,8 +13,8 @@ from areno.config.yaml_io import dump_config
 from areno.observability import log_lines
 from areno.observability.health import HealthMonitor
 from areno.observability.scalars import step_scalars
-from areno.observability.services import RunName, ServiceGroup, open_services
 from areno.observability.tensorboard import EventWriter
+from areno.observability.tracking_services import RunName, ServiceGroup, open_services
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
@@ -27,7 +27,7 @@ class StepReporter(Reporter):
     joins_evaluation: ClassVar[bool] = False
 
     def __init__(self, config: TrainOptions, logger: Logger, health: HealthMonitor) -> None:
-        super().__init__(RunDirectory(config.run_path), logger, health)
+        super().__init__(RunDirectory(config.run_path), logger, health, config.algo, str(config.ckpt))
         self._config = config
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 

@@ -30,7 +30,7 @@ from areno.rollouts.batches_ahead import BatchesAhead
 from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.fleet.weight_transfer import Mode, WeightOptions
-from areno.rollouts.servers.start import ServerOptions, command_of
+from areno.rollouts.servers.command_line import ServerOptions, command_of
 from areno.rollouts.workflows.base import Episodes, GroupedRolloutWorkflow, SampleRows
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.training.loop import PlannedStep

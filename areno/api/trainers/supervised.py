@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from areno.api.trainers.base import DatasetTrainer
 from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.observability import log_lines
 from areno.training.objectives.base import Examples, Objective, RowBounds, sequences
 from areno.training.objectives.pairs import DPO, PAIRS, REWARD_MODEL

@@ -1,4 +1,20 @@
-"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. Does not import torch."""
+"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. Does not import torch.
+
+Declarations:
+
+- ``experiments``: the top level of each kind of experiment; ``setting_declaration``: how a setting is declared.
+- ``engine_sections``: ``actor``, ``critic``, ``ref``, ``teacher``; ``generation_sections``: ``gconfig``, ``rollout``, agents.
+- ``run_sections``: data, saving, evaluation, logging, rewards; ``worker_sections``: cluster and scheduler.
+- ``backend_sections``: ``sglang``, ``vllm``, ``archon``, ``megatron``.
+
+Loading and checks:
+
+- ``loader``: from the command line to a checked experiment; ``tree``: raw values; ``build``: typed values from them.
+- ``legacy``: keys of the legacy quickstart; ``machine``: defaults by machine; ``saving``: back to YAML.
+- ``checks``: the experiment as a whole; ``path_checks``: files; ``notices``: settings without effect.
+- ``allocation``: the grammar of ``backend``; ``backends``: checks of the engines; ``roles``: where each role runs.
+- ``named_algorithm``: ``actor.algorithm``; ``server_arguments``: command lines of inference servers.
+"""
 
 from areno.config.experiment.engine_sections import (
     DPOEngineConfig,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from areno.config.experiment.settings import changed, section, setting
+from areno.config.experiment.setting_declaration import changed, section, setting
 
 UNUSED_BACKEND = "section of an unused backend"
 OWN_ENGINE = "areno's engine, which replaces this backend, decides this itself"

@@ -6,7 +6,7 @@ from typing import Any
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation, ParallelStrategy
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import addresses_of, roles, server_of, takes_turns
-from areno.config.experiment.settings import changed
+from areno.config.experiment.setting_declaration import changed
 from areno.config.machine import shards_tensor_parallel
 from areno.config.rollout_options import SERVERS
 from areno.errors import UsageError

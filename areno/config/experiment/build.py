@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
-from areno.config.experiment.settings import Setting, paths_of, settings_of
+from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves
 from areno.config.options import convert, nearest
 from areno.config.parser import Problems

@@ -11,7 +11,7 @@ from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfi
 from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.roles import CLUSTERS, engine_of, same_layout
 from areno.config.experiment.run_sections import WorkflowConfig
-from areno.config.experiment.settings import at, ineffective, settings_of, shown, walk
+from areno.config.experiment.setting_declaration import at, ineffective, settings_of, shown, walk
 from areno.config.options import nearest
 from areno.config.paths import is_address
 

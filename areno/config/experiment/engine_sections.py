@@ -14,7 +14,7 @@ from areno.config.experiment.generation_sections import (
     loading_timeout,
     of_gateway,
 )
-from areno.config.experiment.settings import Problems, ineffective, section, setting
+from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
 from areno.config.options import nearest
 from areno.config.packages import missing_packages

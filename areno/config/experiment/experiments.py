@@ -25,7 +25,7 @@ from areno.config.experiment.run_sections import (
     ValidDatasetConfig,
     WorkflowConfig,
 )
-from areno.config.experiment.settings import section, setting
+from areno.config.experiment.setting_declaration import section, setting
 from areno.config.experiment.worker_sections import ClusterSpecConfig, SchedulerConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, changed, ineffective, section, setting, settings_of
+from areno.config.experiment.setting_declaration import Problems, changed, ineffective, section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
 from areno.errors import UsageError
 

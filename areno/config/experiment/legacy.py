@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from areno.config.experiment.build import ALIASES, nearest_path
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import config_from, parse_cli_args
-from areno.config.experiment.settings import paths_of
+from areno.config.experiment.setting_declaration import paths_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves, parse_override, read_yaml
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.config.parser import Problems

@@ -18,7 +18,7 @@ from areno.config.experiment.build import ALIASES, build_config, unknown_key, wi
 from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
 from areno.config.experiment.named_algorithm import with_presets
-from areno.config.experiment.settings import settings_of
+from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.tree import Tree, apply_override, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems

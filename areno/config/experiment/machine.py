@@ -9,7 +9,7 @@ from areno.config.experiment.backends import unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns
-from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.setting_declaration import settings_of, walk
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from areno.config.algorithms import PAIR_TRAINER, POLICY_TRAINER, AlgorithmSpec, get_algorithm
 from areno.config.experiment.engine_sections import DPOEngineConfig, PPOActorConfig
-from areno.config.experiment.settings import changed
+from areno.config.experiment.setting_declaration import changed
 from areno.config.parser import Problems, build_options, convert_values
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.train_options import TrainOptions

@@ -7,7 +7,7 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.backend_sections import UNUSED_BACKEND
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import engine_of, server_of
-from areno.config.experiment.settings import changed, walk
+from areno.config.experiment.setting_declaration import changed, walk
 from areno.config.experiment.worker_sections import READ_BY
 from areno.config.rollout_options import SERVERS
 

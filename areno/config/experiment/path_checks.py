@@ -7,7 +7,7 @@ from pathlib import Path
 from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.run_sections import LOADER
-from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.setting_declaration import settings_of, walk
 from areno.config.paths import ckpt_problem, dataset_problem, is_address, unwritable
 from areno.config.splits import explicit_split, has_splits, row_sources, split_problem
 

@@ -3,7 +3,7 @@
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.settings import walk
+from areno.config.experiment.setting_declaration import walk
 from areno.config.rollout_options import SERVERS
 from areno.errors import UsageError
 

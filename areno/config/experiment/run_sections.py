@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, ineffective, section, setting
+from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec
 from areno.config.reward_weights import part_weights
 from areno.errors import UsageError
@@ -164,6 +164,20 @@ class TrackioConfig:
 
 
 @dataclass
+class MLflowConfig:
+    """MLflow."""
+
+    mode: str = setting("disabled", "Whether to log.", choices=("enabled", "disabled"))
+    tracking_uri: str | None = setting(
+        None,
+        "Address of a server, or a database such as sqlite:////data/mlflow.db; null uses MLFLOW_TRACKING_URI or MLflow's "
+        "default, mlflow.db in the current folder.",
+    )
+    experiment: str | None = setting(None, "Experiment in MLflow; null uses the experiment's name.")
+    name: str | None = setting(None, "Name of the run; null uses the trial's name.")
+
+
+@dataclass
 class StatsLoggerConfig:
     """Statistics loggers."""
 
@@ -174,6 +188,7 @@ class StatsLoggerConfig:
     swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
     tensorboard: TensorBoardConfig = section(TensorBoardConfig, "TensorBoard.")
     trackio: TrackioConfig = section(TrackioConfig, "Trackio.")
+    mlflow: MLflowConfig = section(MLflowConfig, "MLflow.")
 
 
 @dataclass

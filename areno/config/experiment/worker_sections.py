@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import Problems, ineffective, section, setting
+from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
 """In the user's home: files in a shared folder, such as /tmp, could have been written by other users."""

@@ -1,1 +1,12 @@
-"""One ``transformers`` module for rollout and training; only the attention plan of a call differs."""
+"""One ``transformers`` module for rollout and training; only the attention plan of a call differs.
+
+- ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: their base class.
+- ``causal_lm``: the policy; ``value_model``: critics and reward models.
+- ``attention``: the attention function registered with ``transformers``; ``varlen``: its kernels on GPUs.
+- ``packing``: the attention plan of training and prefill; ``tree``: the same, with common prefixes computed once.
+- ``recurrent``: linear-attention layers in packed calls; ``linear``: faster linear layers on CPUs.
+- ``token_logprobs``: log-probs from logits; ``chunked_head``: without the logits of many rows in memory at once.
+- ``adapter``: LoRA adapters; ``adapter_setup``: attaches and merges them; ``sharded_adapter``: with tensor parallelism.
+- ``routing``: routing replay of mixtures of experts; ``routers``: finds the routers of a model.
+- ``stages``: models with only some of their layers, for pipeline parallelism.
+"""

@@ -31,7 +31,7 @@ from areno.engine.rollout.load import EngineLoad
 from areno.engine.scoring import temperature_per_row
 from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 from areno.types.routing import RoutingRecord

@@ -7,7 +7,7 @@ from typing import Any
 from areno.config.algorithms import get_algorithm
 from areno.config.options import flag_of
 from areno.config.train_options import TrainOptions
-from areno.engine.plan.account import MemoryPlan, make_plan, plan_device
+from areno.engine.plan.memory_plan import MemoryPlan, make_plan, plan_device
 
 Change = dict[str, Any]
 

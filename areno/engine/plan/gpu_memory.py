@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from areno.engine.plan.memory import available_bytes, default_kv_tokens
+from areno.engine.plan.memory_probe import available_bytes, default_kv_tokens
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.train.recompute import KEPT_SHARE
 from areno.engine.train.step import MAX_TOKENS_CUDA

@@ -1,6 +1,6 @@
 """Estimates the bytes that each rank of a training layout holds and sends per step, from the sizes of a model.
 
-These are closed-form estimates; :mod:`areno.engine.plan.account` plans runs without sharding exactly. The terms are
+These are closed-form estimates; :mod:`areno.engine.plan.memory_plan` plans runs without sharding exactly. The terms are
 explained in ``docs/layouts.md``.
 """
 

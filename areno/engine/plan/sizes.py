@@ -18,7 +18,7 @@ from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import most_tokens
-from areno.loss_fns.pack import declares_reduction, reads_entropy
+from areno.loss_fns.loss_interface import declares_reduction, reads_entropy
 from areno.types import tightest
 
 # Shared by all plans, so that equal options compare equal and shapes are cached.

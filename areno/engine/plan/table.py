@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from areno.config.train_options import TrainOptions
-from areno.engine.plan.account import PARTS, MemoryPlan
 from areno.engine.plan.advice import advise, largest_remedy
+from areno.engine.plan.memory_plan import PARTS, MemoryPlan
 
 _MIB = 2**20
 

@@ -8,8 +8,8 @@ import torch
 
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.engine import Engine
-from areno.engine.plan.memory import available_bytes, begin_peak, held_memory, peak_since, return_freed_memory
-from areno.loss_fns.pack import LossFn
+from areno.engine.plan.memory_probe import available_bytes, begin_peak, held_memory, peak_since, return_freed_memory
+from areno.loss_fns.loss_interface import LossFn
 from areno.types import TrainSequence
 
 

@@ -17,11 +17,11 @@ from areno.config.train_options import TrainOptions
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.plan import trial
-from areno.engine.plan.account import MemoryPlan, Phase, make_plan
+from areno.engine.plan.memory_plan import MemoryPlan, Phase, make_plan
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.errors import EngineError, UsageError
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.types import Request, SamplingParams, TrainSequence
 
 logger = logging.getLogger(__name__)

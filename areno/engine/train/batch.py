@@ -13,7 +13,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routing import Routers, RoutingCount
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.replay import replay_of
-from areno.loss_fns.pack import DataPack, Reduction, RowData
+from areno.loss_fns.loss_interface import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
 # Rows are packed as a tree if it has at most this share of their tokens.
@@ -47,8 +47,8 @@ def pack_rows(
 ) -> PackedBatch:
     """Pack rows end to end; with ``tree`` tokens that several begin with are there once, if that saves a tenth of all.
 
-    What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``. ``routers`` of the model choose
-    what rows have recorded, which ``count`` counts.
+    What the loss sees is the same; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. ``routers`` of the model
+    choose what rows have recorded, which ``count`` counts.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))

@@ -108,7 +108,10 @@ class SavedState:
         self._chunks: dict[str, list[_Chunk]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, "pt")
-            sharding = json.loads(file.metadata()[_SHARDING])
+            metadata = file.metadata() or {}
+            if _SHARDING not in metadata:
+                raise ValueError(f"{path} has no metadata of shards")
+            sharding = json.loads(metadata[_SHARDING])
             for key in sharding:
                 offsets, sizes = tuple(sharding[key][_OFFSETS]), tuple(file.get_slice(key).get_shape())
                 self._chunks.setdefault(key, []).append(_Chunk(file, offsets, sizes))

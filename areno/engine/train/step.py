@@ -22,14 +22,21 @@ from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.parallel.rank_context import RankContext
-from areno.engine.plan.memory import avoid_shortage, usable_bytes
+from areno.engine.plan.memory_probe import avoid_shortage, usable_bytes
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
+from areno.loss_fns.loss_interface import (
+    LossFn,
+    Reduction,
+    declares_reduction,
+    reads_bounds,
+    reads_entropy,
+    reduction_of,
+)
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 

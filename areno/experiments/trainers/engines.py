@@ -34,7 +34,7 @@ from areno.errors import UsageError
 from areno.experiments.cluster import cluster_machine
 from areno.gpus import visible_gpus
 from areno.launch.launcher import Launcher
-from areno.rollouts.servers.start import ServerOptions, command_of, context_length_of
+from areno.rollouts.servers.command_line import ServerOptions, command_of, context_length_of
 
 _ROWS_PER_PASS = 8
 

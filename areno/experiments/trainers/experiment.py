@@ -40,9 +40,9 @@ from areno.experiments.trainers.experiment_report import ExperimentReporter
 from areno.experiments.trainers.row_source import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
-from areno.observability.services import RunName, TrackingService, open_services
+from areno.observability.stats_collector import StatsTracker, get
 from areno.observability.stats_logger import StatsLogger
-from areno.observability.tracker import StatsTracker, get
+from areno.observability.tracking_services import RunName, TrackingService, open_services
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
@@ -173,6 +173,7 @@ class ExperimentTrainer(TrainingLoop):
             swanlab=asdict(loggers.swanlab),
             tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
             trackio=asdict(loggers.trackio),
+            mlflow=asdict(loggers.mlflow),
         )
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:

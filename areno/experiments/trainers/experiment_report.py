@@ -1,36 +1,33 @@
 """Reporting of ``areno run``: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
 
+import math
 from collections.abc import Mapping
 from logging import Logger
 from typing import Any, ClassVar
 
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.observability.display import LiveProgress
-from areno.observability.health import HealthMonitor
+from areno.observability.health import LOGPROB_GAP_LIMIT, HealthMonitor
+from areno.observability.metric_advice import EXPERIMENT_SETTINGS
+from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
-from areno.observability.tracker import StatsTracker
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
 from areno.training.state import RunState
 
-_SETTINGS = {
-    "--gradient-accumulation-steps": "actor.ppo_n_minibatches",
-    "--max-context-len": "gconfig.max_tokens",
-    "--max-prompt-tokens": "train_dataset.max_length",
-    "--max-new-tokens": "gconfig.max_new_tokens",
-    "--grad-clip-norm": "actor.optimizer.gradient_clipping",
-    "--dtype float32": "actor.dtype=float32",
-    "--temperature": "gconfig.temperature",
-    "--n-samples": "gconfig.n_samples",
-    "--reward-weights": "reward.weights",
-    "--lr": "actor.optimizer.lr",
+_SHOWN = {
+    "entropy": "ppo_actor/update/entropy/avg",
+    "response_len": "ppo_actor/update/response_len",
+    "truncated_ratio": "ppo_actor/no_eos_ratios/avg",
+    "staleness_mean": "rollout/staleness/avg",
+    "staleness_max": "rollout/staleness/max",
 }
-"""Experiment settings that correspond to options of ``areno train``."""
+"""Statistics that only the display uses, by its names."""
 
 
 class ExperimentReporter(Reporter):
-    """Reports to log, metrics file and services; ``known_names`` maps names of health monitor and display to statistics."""
+    """Reports to log, metrics file and services; ``known_names`` maps the names of the health monitor to statistics."""
 
     joins_evaluation: ClassVar[bool] = True
 
@@ -44,17 +41,32 @@ class ExperimentReporter(Reporter):
         known_names: Mapping[str, str],
     ) -> None:
         gconfig: Any = getattr(config, "gconfig", None)
+        rollout: Any = getattr(config, "rollout", None)
+        is_stale = rollout is not None and rollout.max_head_offpolicyness > 0
         health = HealthMonitor(
+            # Stale samples legitimately differ from the trained policy.
+            logprob_gap_limit=math.inf if is_stale else LOGPROB_GAP_LIMIT,
             grouped=gconfig is not None and gconfig.n_samples > 1,
             max_new_tokens=None if gconfig is None else gconfig.max_new_tokens,
-            settings=_SETTINGS,
+            settings=EXPERIMENT_SETTINGS,
         )
-        super().__init__(run_dir, logger, health)
+        kind = type(config).__name__.removesuffix("Config").lower()
+        actor: Any = vars(config)["actor"]
+        super().__init__(run_dir, logger, health, getattr(actor, "algorithm", "") or kind, actor.path)
         self._stats_logger, self._tracker, self._known_names = stats_logger, tracker, known_names
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics that health monitor and display use."""
+        """The statistics that the health monitor uses."""
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
+
+    def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
+        """Also the statistics that only the display uses, and the trained tokens per second of the whole step."""
+        stats = outcome.stats
+        shown = {known: stats[name] for known, name in _SHOWN.items() if name in stats}
+        tokens = next((value for name, value in stats.items() if name.endswith("/n_valid_tokens")), None)
+        if tokens is not None and outcome.seconds > 0:
+            shown["tokens_per_second"] = tokens / outcome.seconds
+        return {**self.known_stats(outcome), **shown}
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
         """Record the statistics of a step, including those collected by the tracker."""

@@ -26,14 +26,15 @@ from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.row_source import RowSource, without_long
 from areno.experiments.trainers.workflows import filter_of, workflow_of
-from areno.loss_fns.family import PolicyLossConfig
-from areno.loss_fns.pack import knobs_of
+from areno.loss_fns.loss_interface import knobs_of
+from areno.loss_fns.policy_loss import PolicyLossConfig
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
 from areno.observability.samples import EVAL_PROMPTS, EvalSamples, reward_records, row_records
+from areno.observability.screen import ShownSample
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
@@ -288,18 +289,21 @@ class PPOTrainer(ExperimentTrainer):
             batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
         self._score_rewards(batch.trajectories)
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
-        numbers = self._rollout_statistics(batch, rows)
+        numbers, sample = self._rollout_statistics(batch, rows), None
         if rows:
             self.display.phase("train")
             numbers |= self._update(rows, at)
             tokenizer = self.engine.tokenizer
-            self.run_dir.append_samples(row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts))
+            records = row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts)
+            self.run_dir.append_samples(records)
+            sample = ShownSample(records[0]["prompt"], records[0]["completion"], records[0]["reward"])
         with self.timed("update_weights"):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
         self.dispatcher.set_version(at.global_step + 1)
         sequences = numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
-        return StepOutcome(rows, numbers, rewards=[row.reward for row in rows], sequences=sequences)
+        rewards = [row.reward for row in rows]
+        return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Set the rewards of the reward model, if there is one."""
@@ -312,7 +316,9 @@ class PPOTrainer(ExperimentTrainer):
 
     def known_names(self) -> dict[str, str]:
         """Names in the statistics of the update and of the rollout."""
-        names = {"loss": "actor_loss/avg", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
+        names = {"loss": "actor_loss/avg"} | {
+            name: name for name in ("grad_norm", "update_skipped", "logp_abs_diff_mean")
+        }
         names = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
         return names | {"reward_mean": "rollout/reward/avg"}
 

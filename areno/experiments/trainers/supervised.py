@@ -12,7 +12,7 @@ from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
 from areno.experiments.trainers.engines import micro_batching, rows_at_once
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.row_source import RowSource
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.loss_fns.shaping import sizes
 from areno.loss_fns.units import with_names
 from areno.training.frequency import StepInfo

@@ -17,9 +17,9 @@ from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_at_once
-from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
+from areno.loss_fns.loss_interface import LossFn, knobs_of
 from areno.loss_fns.norm import Norm
-from areno.loss_fns.pack import LossFn, knobs_of
+from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
 from areno.rollouts.servers.scorer import ServerScorer

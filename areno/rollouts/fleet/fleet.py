@@ -28,14 +28,15 @@ from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.control import ReplicaControl
+from areno.rollouts.fleet.replica_supervisor import LocalScheduler, ReplicaJob, Worker, WorkerFailedError
 from areno.rollouts.fleet.router import RequestRouter
-from areno.rollouts.fleet.scheduler import LocalScheduler, ReplicaJob, Worker, WorkerFailedError
 from areno.rollouts.fleet.server_weight_transfer import ServerWeightTransfer
 from areno.rollouts.fleet.tensors import rollout_specs
 from areno.rollouts.fleet.weight_transfer import Mode, UpdateReport, WeightOptions, WeightTransfer, refuse_unknown
 from areno.rollouts.servers.channel import ServerChannel
+from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.replica import ServerReplica
-from areno.rollouts.servers.start import ServerOptions, open_server
+from areno.rollouts.servers.start import open_server
 from areno.types import Request, RolloutResult
 
 # Idle OpenMP threads sleep at once: spinning would take cores from the trainer and other replicas.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from areno.errors import ArenoError, EngineError
-from areno.rollouts.fleet.scheduler import Replica
+from areno.rollouts.fleet.replica_supervisor import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
 # After this many replicas died with a request, it fails: it may be what kills them.

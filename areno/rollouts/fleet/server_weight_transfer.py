@@ -17,8 +17,8 @@ from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError
 from areno.rollouts.fleet.weight_transfer import Mode, UpdateReport, WeightOptions, save_weights
 from areno.rollouts.servers.channel import ServerChannel
+from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.replica import ServerReplica
-from areno.rollouts.servers.start import ServerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from areno.launch.launcher import Task
 from areno.launch.local import LocalLauncher
 from areno.rewards.supervisor import descendants
 
-_MODULE = "areno.rollouts.servers.launch"
+_MODULE = "areno.rollouts.servers.run_supervised"
 _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from areno.errors import DataError
-from areno.loss_fns.pack import LossFn
+from areno.loss_fns.loss_interface import LossFn
 from areno.loss_fns.units import Names, with_names
 from areno.text.data_rows import LOADER_OPTION, answer_of, named_row, pair_row, response_of, sft_row, text_or_messages
 from areno.types import TrainSequence

@@ -17,7 +17,7 @@ _ROLLOUT = "tests/experiments/test_settings_rollout.py::"
 _EPISODES = "tests/experiments/test_settings_episodes.py::"
 _CLUSTER = "tests/experiments/test_cluster.py::"
 _PROCESSES = "tests/experiments/test_settings_processes.py::"
-_SERVICES_TEST = "tests/observability/test_services.py::"
+_SERVICES_TEST = "tests/observability/test_tracking_services.py::"
 
 EFFECTS: dict[str, str] = {
     "BaseExperimentConfig.experiment_name": _LOADER + "test_names_and_root_are_written_once",
@@ -244,6 +244,10 @@ EFFECTS: dict[str, str] = {
     "TrackioConfig.project": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
     "TrackioConfig.name": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
     "TrackioConfig.space_id": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
+    **dict.fromkeys(
+        ("MLflowConfig.mode", "MLflowConfig.tracking_uri", "MLflowConfig.experiment", "MLflowConfig.name"),
+        _SERVICES_TEST + "test_mlflow_gets_what_its_section_says",
+    ),
     "WandBConfig.wandb_base_url": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "WandBConfig.wandb_api_key": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",

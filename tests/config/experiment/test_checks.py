@@ -6,7 +6,7 @@ import pytest
 
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.config.experiment.notices import notice
-from areno.config.experiment.settings import paths_of
+from areno.config.experiment.setting_declaration import paths_of
 from areno.errors import UsageError
 from tests.config.experiment.samples import DPO, RL, RW, SFT, changed, rl
 

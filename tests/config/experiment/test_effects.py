@@ -19,7 +19,7 @@ from areno.config.experiment import (
 from areno.config.experiment.backend_sections import UNUSED_BACKEND
 from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import SECRETS, config_text
-from areno.config.experiment.settings import paths_of, settings_of, walk
+from areno.config.experiment.setting_declaration import paths_of, settings_of, walk
 from areno.errors import UsageError
 from tests.config.experiment.samples import SAMPLES, changed
 from tests.config.experiment.shown_by import EFFECTS

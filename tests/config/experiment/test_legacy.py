@@ -6,7 +6,7 @@ import pytest
 
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.legacy import LEGACY_KEYS, load_legacy_config, render_legacy_help
-from areno.config.experiment.settings import paths_of, walk
+from areno.config.experiment.setting_declaration import paths_of, walk
 from areno.errors import UsageError
 
 COMMAND = [

@@ -31,7 +31,7 @@ from areno.config.experiment import (
     settled,
 )
 from areno.config.experiment.saving import public_dict
-from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.setting_declaration import settings_of, walk
 from areno.config.experiment.tree import Override, apply_override, parse_override
 from areno.errors import UsageError
 from tests.config.experiment.samples import RL, SAMPLES, SFT, changed, rl, write

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from areno.config.experiment import GRPOConfig, config_from
-from areno.config.experiment.settings import settings_of
+from areno.config.experiment.setting_declaration import settings_of
 
 REPO = Path(__file__).parents[3]
 

@@ -13,7 +13,7 @@ import yaml
 
 from areno.config.experiment import DPOConfig, GRPOConfig, config_from, experiment_class, load_expr_config
 from areno.config.experiment.notices import changes_nothing, notice
-from areno.config.experiment.settings import paths_of, walk
+from areno.config.experiment.setting_declaration import paths_of, walk
 from areno.errors import UsageError
 from tests.config.experiment.samples import changed
 from tests.config.experiment.shown_by import EFFECTS

@@ -167,7 +167,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "warnings about runs that cannot learn": lambda run: "all rewards" in run.log and "WARNING" in run.log,
     "live display on a terminal": lambda run: isinstance(run.loop.display, LiveProgress),
     "TensorBoard": lambda run: any((run.root / "tb").rglob("events*")),
-    "W&B, SwanLab, Trackio": lambda run: any(run.root.rglob("*.wandb")),
+    "W&B, SwanLab, Trackio, MLflow": lambda run: any(run.root.rglob("*.wandb")),
     "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),
     "memory planned before a run (`areno plan`)": lambda run: "optimizer" in run.output and not run.loops,
     "tuned sizes": lambda run: "max_concurrent_rollouts=" in run.output or "auto tune chose" in run.log,

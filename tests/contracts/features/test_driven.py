@@ -124,7 +124,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags agent": (
         POLICY.replace("{functions}", "{functions}:failing")
         + " --max-steps 1 --agent-fn {agent} --on-reward-error drop --metrics-log-dir {run}/tb --track wandb",
-        "agents, what a failing reward does, TensorBoard, W&B, SwanLab, Trackio",
+        "agents, what a failing reward does, TensorBoard, W&B, SwanLab, Trackio, MLflow",
     ),
     "flags equal": (
         POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
@@ -157,7 +157,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml agent": (
         RUN_POLICY + " total_train_steps=1 rollout.agent.agent_cls_path=tests.experiments.settings_agents.Talker"
         " stats_logger.tensorboard.path={run}/tb stats_logger.wandb.mode=offline",
-        "agents, TensorBoard, W&B, SwanLab, Trackio",
+        "agents, TensorBoard, W&B, SwanLab, Trackio, MLflow",
     ),
     "yaml equal": (
         RUN_POLICY.replace(":letters", ":same") + " total_train_epochs=1",
@@ -358,7 +358,7 @@ def test_each_feature_of_the_page_is_driven(side, spelling):
 
 def names(features: str) -> list[str]:
     """Names of features, one of which has commas in it."""
-    return re.split(r", (?!SwanLab|Trackio|scored once|CISPO|SAPO|M2PO|IcePop)", features)
+    return re.split(r", (?!SwanLab|Trackio|MLflow|scored once|CISPO|SAPO|M2PO|IcePop)", features)
 
 
 @pytest.mark.parametrize("side", ON_A_GPU)

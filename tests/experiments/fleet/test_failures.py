@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from areno.errors import EngineError, UsageError
-from areno.rollouts.fleet.scheduler import WorkerCreationError, WorkerFailedError
+from areno.rollouts.fleet.replica_supervisor import WorkerCreationError, WorkerFailedError
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
 from tests.support.cli import environment, preloaded
 from tests.support.preloaded import Forked

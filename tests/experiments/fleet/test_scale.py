@@ -11,7 +11,7 @@ import pytest
 from areno.cli.main import main
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import control
-from areno.rollouts.fleet.scheduler import WorkerCreationError
+from areno.rollouts.fleet.replica_supervisor import WorkerCreationError
 from areno.rollouts.fleet.weight_transfer import WeightOptions
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
 

@@ -12,7 +12,7 @@ import pytest
 
 from areno.errors import EngineError
 from areno.rollouts.servers.replica import ExternalServer, ServerReplica
-from areno.rollouts.servers.sglang import SglangCalls
+from areno.rollouts.servers.sglang_client import SglangCalls
 from areno.types import Request, SamplingParams
 
 PROMPT = [5, 6, 7]

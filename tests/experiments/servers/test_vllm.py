@@ -19,8 +19,8 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.scorer import ServerScorer
-from areno.rollouts.servers.start import ServerOptions
 from areno.types import Request, SamplingParams
 from examples.experiments import toy
 from tests.experiments.fleet.conftest import config

@@ -1,1 +1,7 @@
-"""GPU rollout: paged KV cache, attention over block tables, CUDA graphs, overlapped decode steps."""
+"""The rollout loop of GPUs: paged KV cache, attention over block tables, CUDA graphs, overlapped decode steps.
+
+- ``loop``: the rollout loop over a paged cache; ``pipeline``: launches a step before the last one's tokens are read.
+- ``paged_kv_cache``: the cache; ``pages``: allocation of its pages; ``plans``: attention plans over it.
+- ``graphs``: one decode step on the device; ``capture``: captures it in CUDA graphs.
+- ``kernel``: decode attention in Triton; ``backends``: that kernel, or a gather where it does not work.
+"""

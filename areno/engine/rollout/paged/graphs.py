@@ -19,8 +19,8 @@ from areno.engine.rollout.compiled.traced import plain_draw
 from areno.engine.rollout.counter_rng import as_int64, random_bits
 from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP
 from areno.engine.rollout.paged.backends import GATHER, AttentionBackend, best_backend
-from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import CaptureError, GraphSet, why_not_captured
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.plans import PagedDecodePlan, open_cells
 from areno.engine.rollout.scheduler import round_up
 from areno.errors import EngineError

@@ -9,8 +9,8 @@ from areno.engine.rollout.decode import EagerDecode
 from areno.engine.rollout.filters import Filters
 from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.loop import RolloutLoop
-from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.graphs import DeviceDecode
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.pages import pages_for
 from areno.engine.rollout.paged.pipeline import DecodePipeline, Landed
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan

@@ -14,7 +14,7 @@ from areno.engine.model.recurrent import SCRATCH, Forward
 from areno.engine.model.varlen import find_kernel
 from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, PrefillSpan
 from areno.engine.rollout.paged.backends import paged_attention
-from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 
 
 class PagedPrefillPlan(PrefillPlan):

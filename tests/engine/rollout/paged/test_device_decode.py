@@ -9,9 +9,9 @@ from areno.engine.model.loading import prepare
 from areno.engine.rollout.kv_cache import PrefillSpan
 from areno.engine.rollout.paged import plans
 from areno.engine.rollout.paged.backends import AttentionBackend, gather_attention
-from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import why_not_captured
 from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepRow, bucket_sizes
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.plans import PagedPrefillPlan
 from areno.errors import EngineError
 from areno.types import SamplingParams

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.pages import SPARE_PAGE, PageAllocator, pages_for
 from areno.engine.rollout.paged.plans import open_cells
 from areno.engine.rollout.prefix_store import PrefixStore

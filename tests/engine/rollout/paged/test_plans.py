@@ -8,7 +8,7 @@ import torch
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.paged.backends import gathered
-from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from tests.support.tiny import VOCAB, tiny_module
 

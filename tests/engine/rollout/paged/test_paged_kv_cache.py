@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.engine.rollout.paged.backends import gathered
-from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 from areno.engine.rollout.paged.plans import open_cells
 from areno.engine.rollout.scheduler import Move
 from areno.errors import EngineError

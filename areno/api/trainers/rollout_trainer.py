@@ -34,7 +34,7 @@ from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
-from areno.loss_fns.pack import knobs_of
+from areno.loss_fns.loss_interface import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import log_lines
 from areno.observability.samples import (
@@ -45,6 +45,7 @@ from areno.observability.samples import (
     row_segments,
     sample_records,
 )
+from areno.observability.screen import ShownSample
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import describe_record
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, known_roles
@@ -207,7 +208,7 @@ class RolloutTrainer(DatasetTrainer):
             stats=stats,
             timings=timings,
             rewards=rewards,
-            sample=_preview(samples[0]),
+            sample=ShownSample(samples[0].item.prompt, samples[0].record.completion, samples[0].reward),
             skipped_long=batch.skipped_long,
         )
 
@@ -442,7 +443,3 @@ def summary_statistics(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}
-
-
-def _preview(sample: Sample) -> str:
-    return f"{sample.item.prompt} → {sample.record.completion} (reward {sample.reward:g})"

@@ -49,8 +49,19 @@ _ROLLOUT: _Rows = (
 _EPISODES: _Rows = (
     ("accepted", "prompts so far whose episodes are in a batch or may enter one"),
     ("rejected", "prompts so far that failed or were filtered out"),
+    ("failed", "those of the rejected whose workflow raised"),
+    ("filtered", "those of the rejected that the filter refused"),
+    ("stale", "prompts so far whose episodes had become too old when they would have been used"),
 )
-_EVALUATED: _Rows = (("accepted", "prompts of this evaluation that succeeded"), ("rejected", "prompts that failed"))
+_LAG: _Rows = (
+    ("staleness", "versions between the weights of the oldest token of each episode and those being trained"),
+)
+_EVALUATED: _Rows = (
+    ("accepted", "prompts of this evaluation that succeeded"),
+    ("rejected", "prompts that failed"),
+    ("n_prompts", "prompts of this evaluation"),
+)
+_EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; it should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
@@ -165,6 +176,7 @@ _DPO: _Rows = (
     ("reward_margin", "chosen minus rejected reward"),
 )
 _TIMES: _Rows = (
+    ("step", "the step without saving and evaluating"),
     ("rollout", "waiting for a batch of episodes"),
     ("rollout_pause", "generation paused"),
     ("recompute_logp", "computing proximal log-probs"),
@@ -182,8 +194,10 @@ _TIMES: _Rows = (
 
 SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Rollout", "rollout", "avg, min, max", _ROLLOUT),
+    ("Rollout", "rollout", "avg, min, max", _LAG),
     ("Rollout", "rollout", "number", _EPISODES),
     ("Evaluation", "eval-rollout", "avg, min, max", _ROLLOUT),
+    ("Evaluation", "eval-rollout", "avg, min, max", _EVALUATED_LENGTH),
     ("Evaluation", "eval-rollout", "number", _EVALUATED),
     ("The batch", "ppo_actor", "avg, min, max", _BATCH),
     ("The batch", "ppo_actor", "number", _BATCH_COUNTS),

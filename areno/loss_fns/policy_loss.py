@@ -13,8 +13,16 @@ from torch import Tensor
 from areno.config.options import check_options
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.loss_fns.kl import reference_kl
-from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
-from areno.loss_fns.policy import Clip, advantages_of, kl_metrics, over_tokens, policy_metrics, ratio_of, sequence_means
+from areno.loss_fns.loss_interface import DataPack, in_float, reduces_over, required
+from areno.loss_fns.policy_terms import (
+    Clip,
+    advantages_of,
+    kl_metrics,
+    over_tokens,
+    policy_metrics,
+    ratio_of,
+    sequence_means,
+)
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
 from areno.loss_fns.stats import Count, Mean, masked_range

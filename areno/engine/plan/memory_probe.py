@@ -5,7 +5,6 @@ resident set can be reset; elsewhere it never decreases, so later, smaller peaks
 """
 
 import gc
-import os
 import resource
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from areno.engine.libc_tuning import retained_bytes, trim_freed_memory
+from areno.machine_memory import free_bytes, proc_figure
 
 # Leaves most memory to weights, gradients and activations, which peak while the cache is idle but allocated.
 KV_SHARE = 0.4
@@ -26,8 +26,7 @@ def available_bytes(device: torch.device) -> int:
     """Free memory of a device; for a CPU, the kernel's available memory, bounded by the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(_figure("/proc/meminfo", "MemAvailable") or portable, _cgroup_available())
+    return free_bytes()
 
 
 def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
@@ -39,7 +38,7 @@ def held_memory(device: torch.device) -> int:
     """Bytes in use: the resident set of the process, or PyTorch's allocated memory on a GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _figure("/proc/self/status", "VmRSS") or _max_resident()
+    return proc_figure("/proc/self/status", "VmRSS") or _max_resident()
 
 
 def usable_bytes(device: torch.device) -> int:
@@ -75,36 +74,7 @@ def peak_since(device: torch.device) -> int:
     """Peak bytes in use since :func:`begin_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _figure("/proc/self/status", "VmHWM") or _max_resident()
-
-
-def _figure(file: str, name: str) -> int:
-    """A figure of a ``/proc`` file in bytes; 0 if there is none, as outside Linux."""
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _cgroup_available() -> int:
-    """Memory left under a cgroup v2 limit; unlimited if there is none."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text()) - _reclaimable(root / "memory.stat")
-        return 2**62 if limit == "max" else max(int(limit) - used, 0)
-    except (OSError, ValueError):
-        return 2**62
-
-
-def _reclaimable(stat: Path) -> int:
-    """Inactive page cache of the group, which the kernel reclaims on demand."""
-    with suppress(OSError, ValueError):
-        for line in stat.read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    return 0
+    return proc_figure("/proc/self/status", "VmHWM") or _max_resident()
 
 
 def _max_resident() -> int:

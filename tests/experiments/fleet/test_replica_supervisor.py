@@ -11,7 +11,13 @@ import time
 import pytest
 
 from areno.engine.parallel.workers import WorkerGroup
-from areno.rollouts.fleet.scheduler import LocalScheduler, ReplicaJob, WorkerCreationError, WorkerFailedError, tail
+from areno.rollouts.fleet.replica_supervisor import (
+    LocalScheduler,
+    ReplicaJob,
+    WorkerCreationError,
+    WorkerFailedError,
+    tail,
+)
 from tests.experiments.fleet import objects
 from tests.experiments.fleet.support import wait_until
 from tests.support.processes import alive, workers_of

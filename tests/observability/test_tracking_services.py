@@ -8,13 +8,14 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 import types
 from dataclasses import asdict
 
 import pytest
 
 from areno.errors import UsageError
-from areno.observability.services import RunName, open_services
+from areno.observability.tracking_services import RunName, open_services
 from tests.config.experiment.samples import rl
 
 RUN = RunName("my exp", "trial/1", {"lr": 0.5})
@@ -22,14 +23,14 @@ RUN = RunName("my exp", "trial/1", {"lr": 0.5})
 # A program per test: services take settings from the environment when they are imported, and keep a global run.
 PROGRAM = """
 import json, sys, pathlib
-from areno.observability.services import RunName, open_services
+from areno.observability.tracking_services import RunName, open_services
 sections = json.loads(sys.argv[2])
 for steps in json.loads(sys.argv[3]):  # each a run of its own, as after a restart
     (service,) = open_services(RunName("my exp", "trial/1", {"lr": 0.5}), pathlib.Path(sys.argv[1]), **sections)
     for step in steps:
-        service.log(step, {"ppo_actor/task_reward/avg": step / 2, "bad": float("nan")})
+        service.log(step, {"ppo_actor/task_reward/avg": step / 2, "bad@1": float("nan")})
     service.close()
-heavy = [name for name in ("wandb", "swanlab", "trackio", "torch") if name in sys.modules]
+heavy = [name for name in ("wandb", "swanlab", "trackio", "mlflow", "torch") if name in sys.modules]
 print("LOADED", json.dumps(heavy))
 """
 
@@ -137,6 +138,40 @@ def test_trackio_local_continues_its_history_after_a_restart(tmp_path):
     assert [json.loads(row[2])["ppo_actor/task_reward/avg"] for row in rows] == [0.0, 0.5, 2.5, 1.5, 2.0]
 
 
+def mlflow_rows(database, table):
+    with sqlite3.connect(database) as base:
+        base.row_factory = sqlite3.Row
+        return [dict(row) for row in base.execute(f"select * from {table}")]
+
+
+@needs("mlflow", "sqlalchemy")
+def test_mlflow_continues_its_run_after_a_restart_with_the_steps_as_they_are(tmp_path):
+    database = tmp_path / "mlflow.db"
+    send(tmp_path, [[0, 1, 5], [3, 4]], mlflow={"mode": "enabled", "tracking_uri": f"sqlite:///{database}"})
+    assert "my exp" in [row["name"] for row in mlflow_rows(database, "experiments")]
+    (run,) = mlflow_rows(database, "runs")
+    assert (run["name"], run["status"]) == ("trial/1", "FINISHED")
+    rows = [row for row in mlflow_rows(database, "metrics") if row["key"] == "ppo_actor/task_reward/avg"]
+    assert sorted((row["step"], row["value"]) for row in rows) == [(0, 0.0), (1, 0.5), (3, 1.5), (4, 2.0), (5, 2.5)]
+    assert {row["is_nan"] for row in mlflow_rows(database, "metrics") if row["key"] == "bad_1"} == {1}
+    assert {row["key"]: row["value"] for row in mlflow_rows(database, "params")} == {"lr": "0.5"}
+
+
+@needs("mlflow")
+def test_a_dead_mlflow_server_is_said_within_seconds(tmp_path):
+    environment = {**os.environ, "HOME": str(tmp_path), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    sections = json.dumps({"mlflow": {"mode": "enabled", "tracking_uri": "http://127.0.0.1:9"}})
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), sections, "[[]]"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "UsageError: mlflow failed to start" in done.stderr
+    assert "mlflow.mode=disabled" in done.stderr
+
+
 def test_tensorboard_events_hold_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -148,11 +183,11 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
 
 def test_nothing_is_imported_for_disabled_services():
     code = (
-        "import sys, pathlib; from areno.observability.services import *\n"
+        "import sys, pathlib; from areno.observability.tracking_services import *\n"
         "off = {'mode': 'disabled'}\n"
         "assert open_services(RunName('e', 't'), pathlib.Path('.'), wandb=off | {'name': None}, swanlab=off, "
-        "tensorboard={'path': None}, trackio={'mode': False}) == []\n"
-        "print([name for name in ('wandb', 'swanlab', 'trackio', 'torch', 'tensorboard') if name in sys.modules])"
+        "tensorboard={'path': None}, trackio={'mode': False}, mlflow=off) == []\n"
+        "print([name for name in ('wandb', 'swanlab', 'trackio', 'mlflow', 'torch', 'tensorboard') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
@@ -164,6 +199,7 @@ def test_nothing_is_imported_for_disabled_services():
         ("wandb", "wandb", {"mode": "offline"}),
         ("swanlab", "swanlab", {"mode": "offline"}),
         ("trackio", "trackio", {"mode": "local"}),
+        ("mlflow", "mlflow", {"mode": "enabled"}),
     ],
 )
 def test_a_missing_package_is_said_with_the_command_that_installs_it(section, package, fields, tmp_path, monkeypatch):
@@ -181,6 +217,7 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(section, pa
         ({"swanlab": {"mode": "online"}}, r"swanlab\.mode='online'.*cloud, local, offline, disabled"),
         ({"trackio": {"mode": "online"}}, r"trackio\.space_id=None: set trackio\.space_id"),
         ({"trackio": {"mode": "local", "space_id": "a/b"}}, r"use trackio\.mode=online"),
+        ({"mlflow": {"mode": "online"}}, r"mlflow\.mode='online'.*enabled, disabled"),
     ],
 )
 def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
@@ -257,3 +294,63 @@ def test_trackio_gets_what_its_section_says(tmp_path, monkeypatch):
     told = package.calls["init"]
     assert (told["project"], told["name"], told["space_id"]) == ("p", "n", "a/b")
     assert open_services(RUN, tmp_path, **section("trackio")) == []
+
+
+class MLflowStandIn(types.ModuleType):
+    """In place of the package mlflow: keeps what a client is called with, and knows one experiment and no runs."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.calls = []
+        self.entities = types.SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+
+    def get_tracking_uri(self):
+        return "sqlite:///mlflow.db"
+
+    def MlflowClient(self, tracking_uri):  # noqa: N802
+        self.calls.append(("client", (tracking_uri,), {}))
+        return MLflowStandInClient(self.calls)
+
+
+class MLflowStandInClient:
+    """The client of :class:`MLflowStandIn`."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        answers = {
+            "get_experiment_by_name": types.SimpleNamespace(experiment_id="7"),
+            "search_runs": [],
+            "create_run": types.SimpleNamespace(info=types.SimpleNamespace(run_id="r")),
+        }
+
+        def call(*values, **named):
+            self.calls.append((name, values, named))
+            return answers.get(name)
+
+        return call
+
+
+def test_mlflow_gets_what_its_section_says(tmp_path, monkeypatch):
+    package = MLflowStandIn()
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    fields = {"tracking_uri": "http://user:secret@host", "experiment": "x", "name": "n"}
+    many = RunName("my exp", "trial/1", {f"a{i}": {"b": i, "c": None} for i in range(150)})
+    (service,) = open_services(many, tmp_path, **section("mlflow", mode="enabled", **fields))
+    service.log(3, {"eval/pass@1": 0.5})
+    service.close()
+    calls = {}
+    for name, values, named in package.calls:
+        calls.setdefault(name, []).append((values, named))
+    assert calls["client"] == [(("http://user:secret@host",), {})]
+    assert calls["get_experiment_by_name"] == [(("x",), {})]
+    assert calls["create_run"] == [(("7",), {"run_name": "n", "tags": {"areno.run_id": "my-exp_trial-1"}})]
+    batches = [named for _, named in calls["log_batch"]]
+    assert [len(batch.get("params", ())) for batch in batches] == [100, 50, 0]
+    assert batches[0]["params"][3] == ("a3.b", "3")
+    ((name, value, milliseconds, step),) = batches[2]["metrics"]
+    assert (name, value, step) == ("eval/pass_1", 0.5, 3)
+    assert abs(milliseconds / 1000 - time.time()) < 60
+    assert calls["set_terminated"] == [(("r",), {})]
+    assert open_services(RUN, tmp_path, **section("mlflow")) == []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, sequence_sums
+from areno.loss_fns.loss_interface import DataPack, in_float, sequence_sums
 from areno.loss_fns.stats import Mean, masked_mean, masked_spread
 
 # exp(20) is finite in fp32 and far outside any clip range.

@@ -1,6 +1,6 @@
 """Runs a server under a supervisor, which ends it and its child processes when the trainer ends for any reason.
 
-    python -m areno.rollouts.servers.launch COMMAND...
+    python -m areno.rollouts.servers.run_supervised COMMAND...
 
 Connects back to the launching process and reports the server's address: this machine's reachable address and a free port,
 which replace ``{host}`` and ``{port}`` in the command.

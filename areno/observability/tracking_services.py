@@ -1,8 +1,8 @@
-"""Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab and Trackio.
+"""Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
 A service's package is imported only if a run uses it; a missing one is an error with the install command. On resume, a
 service with its own history continues it: repeated steps appear after those before the crash, because these services
-cannot delete points.
+cannot delete points; MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +22,7 @@ from areno.errors import UsageError
 from areno.observability.tensorboard import EventWriter
 
 if TYPE_CHECKING:
-    from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig
+    from areno.config.experiment.run_sections import MLflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
 
 _log = logging.getLogger(__name__)
 
@@ -67,19 +69,26 @@ def open_services(
     swanlab: Section = None,
     tensorboard: Section = None,
     trackio: Section = None,
+    mlflow: Section = None,
 ) -> list[TrackingService]:
     """Open the enabled services; ``folder`` is the run's directory. Raises UsageError: one cannot be used."""
     services: list[TrackingService] = []
     if tensorboard and tensorboard.get("path"):
         services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
-    if not (wandb or swanlab or trackio):
+    if not (wandb or swanlab or trackio or mlflow):
         return services
-    from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig  # loads OmegaConf
+    from areno.config.experiment.run_sections import (
+        MLflowConfig,
+        SwanlabConfig,
+        TrackioConfig,
+        WandBConfig,
+    )  # loads OmegaConf
 
     makers: list[tuple[str, Callable[..., TrackingService], Any, tuple[str, ...]]] = [
         ("wandb", _wandb, WandBConfig(**wandb or {}), ("online", "offline", "shared")),
         ("swanlab", _swanlab, SwanlabConfig(**swanlab or {}), ("cloud", "local", "offline")),
         ("trackio", _trackio, TrackioConfig(**trackio or {}), ("online", "local")),
+        ("mlflow", _mlflow, MLflowConfig(**mlflow or {}), ("enabled",)),
     ]
     try:
         for name, make, section, modes in makers:
@@ -235,3 +244,62 @@ def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> T
     )
     # A resumed run exposes the length of its history only as its next automatic step.
     return _TrackedRun("Trackio", opened, lambda last: getattr(opened, "_next_step", 0) if last < 0 else last + 1)
+
+
+class _MLflowRun:
+    """A run of an MLflow store."""
+
+    name = "MLflow"
+
+    def __init__(self, client: Any, run_id: str, metric: Callable[..., Any]) -> None:
+        self._client, self._run_id, self._metric = client, run_id, metric
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(_mlflow_name(name), value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
+    """MLflow: a server, or a database such as ``sqlite:///mlflow.db``; a restart resumes the run with the same id in a tag."""
+    # By default a server that is gone is called for four minutes, while the training waits.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    mlflow = _package("mlflow", "mlflow", "mlflow")
+    experiment, tag = section.experiment or run.experiment, run.run_id(None)
+
+    def open_run() -> _MLflowRun:
+        client = mlflow.MlflowClient(tracking_uri=section.tracking_uri)
+        known = client.get_experiment_by_name(experiment)
+        number = client.create_experiment(experiment) if known is None else known.experiment_id
+        earlier = client.search_runs([number], filter_string=f"tags.`areno.run_id` = '{tag}'", max_results=1)
+        if earlier:
+            client.update_run(earlier[0].info.run_id, status="RUNNING")
+            return _MLflowRun(client, earlier[0].info.run_id, mlflow.entities.Metric)
+        opened = client.create_run(number, run_name=section.name or run.trial, tags={"areno.run_id": tag})
+        params = [mlflow.entities.Param(_mlflow_name(key), str(value)) for key, value in _leaves(run.config)]
+        for start in range(0, len(params), 100):  # a server takes no more at once
+            client.log_batch(opened.info.run_id, params=params[start : start + 100])
+        return _MLflowRun(client, opened.info.run_id, mlflow.entities.Metric)
+
+    opened = _opened("mlflow", open_run)
+    address = section.tracking_uri or mlflow.get_tracking_uri()
+    _log.info("MLflow: experiment %s in %s", experiment, re.sub(r"://[^/@]*@", "://", address))
+    return opened
+
+
+def _mlflow_name(name: str) -> str:
+    """Replace characters that MLflow does not accept in the names of metrics and parameters."""
+    return re.sub(r"[^\w./: -]", "_", name)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested settings, without unset ones."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value

@@ -17,7 +17,7 @@ from areno.engine.model.causal_lm import CHUNK_ELEMENTS, KEPT_CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
-from areno.engine.plan.memory import KV_SHARE, available_bytes
+from areno.engine.plan.memory_probe import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes, Sizes
 from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
 from areno.engine.train.optimizer import OptimizerOptions

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areno.observability import tracker as tracker_module
-from areno.observability.tracker import ReduceType, StatsTracker, merge, reduced, without_counts
+from areno.observability import stats_collector
+from areno.observability.stats_collector import ReduceType, StatsTracker, merge, reduced, without_counts
 from tests.support.examples import examples
 
 finite = st.floats(-1e6, 1e6, width=32)
@@ -102,15 +102,15 @@ def test_scopes_nest_and_a_denominator_of_an_outer_scope_is_seen():
 
 
 def test_named_trackers_begin_their_names_and_are_one_per_process():
-    tracker_module.export_all()  # what earlier tests of this process have left
-    assert tracker_module.get("eval-rollout") is tracker_module.get("eval-rollout")
-    tracker_module.get("eval-rollout").scalar(reward=1.0)
-    tracker_module.get().scalar(plain=3.0)
-    assert tracker_module.export_all() == {
+    stats_collector.export_all()  # what earlier tests of this process have left
+    assert stats_collector.get("eval-rollout") is stats_collector.get("eval-rollout")
+    stats_collector.get("eval-rollout").scalar(reward=1.0)
+    stats_collector.get().scalar(plain=3.0)
+    assert stats_collector.export_all() == {
         **{"eval-rollout/reward": 1.0, "eval-rollout/reward__count": 1},
         **{"plain": 3.0, "plain__count": 1},
     }
-    assert tracker_module.export_all() == {}
+    assert stats_collector.export_all() == {}
 
 
 def test_export_of_one_key_takes_and_forgets_only_that():
@@ -181,7 +181,7 @@ def test_misuse_is_said_with_its_remedy(use, words):
 
 def test_importing_and_scalars_load_neither_torch_nor_numpy():
     code = (
-        "import sys, areno.observability.tracker as t\n"
+        "import sys, areno.observability.stats_collector as t\n"
         "t.get().scalar(x=1.0); t.export_all()\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from areno.observability.statistics import documented, with_short_names
+from areno.observability.experiment_metrics import documented, with_short_names
 from areno.observability.stats_logger import StatsLogger
 from areno.storage.run_dir import RunDirectory
 

@@ -1,0 +1,144 @@
+"""``areno completion``: prints a script with which a shell completes commands, options, choices and files.
+
+The script is made from the parsers of all commands: each prints its help, and the parser that formatted it is read.
+"""
+
+import argparse
+import importlib
+import io
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from typing import NamedTuple
+
+from areno.cli.main import COMMANDS
+from areno.config.algorithms import list_algorithms
+from areno.config.parser import TypedParser
+from areno.config.tracking import SERVICES
+
+_SHELLS = ("bash", "zsh", "fish")
+_PATH = re.compile(
+    r"FILE|PATH|FOLDER|RUN\b|MODEL|ckpt|path|_dir$|config|output"
+)  # in the placeholder or the name of a value
+_BASH = r"""# areno completion __SHELL__; load it with: source <(areno completion __SHELL__)
+__HEAD___areno() {
+  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words="" files="" stem=""
+  if [[ $cur == "=" ]]; then cur=""; elif [[ $prev == "=" ]]; then prev=${COMP_WORDS[COMP_CWORD-2]}; fi
+  if [[ $cur == --*=* ]]; then prev=${cur%%=*} stem=${cur%%=*}= cur=${cur#*=}; fi
+  COMPREPLY=()
+  if ((COMP_CWORD == 1)); then
+    words="__COMMANDS__ --help --version"
+  else
+    case "${COMP_WORDS[1]} $prev" in
+__VALUES__
+      *) case "${COMP_WORDS[1]} $cur" in
+__WORDS__
+      esac ;;
+    esac
+  fi
+  if [[ $words ]]; then COMPREPLY=($(compgen -P "$stem" -W "$words" -- "$cur")); fi
+  if [[ $files ]]; then
+    compopt -o filenames 2>/dev/null
+    local IFS=$'\n'
+    COMPREPLY+=($(compgen -P "$stem" -f -- "$cur"))
+  fi
+}
+complete -F _areno areno
+"""
+_ZSH_HEAD = "autoload -Uz bashcompinit && bashcompinit\n"
+
+
+class _Value(NamedTuple):
+    """What an argument takes: words, files, or nothing."""
+
+    words: tuple[str, ...] = ()
+    files: bool = False
+    switch: bool = False
+    help: str = ""
+
+
+_Command = tuple[dict[str, _Value], _Value]
+"""Options of a command by flag, and what its other arguments take."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the command."""
+    parser = TypedParser(
+        prog="areno completion",
+        description="Print a completion script. Load it with: source <(areno completion bash), the same with zsh after "
+        "compinit, or areno completion fish | source.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", choices=_SHELLS, help="The shell.")
+    shell = parser.parse_args(argv).shell
+    commands = {name: _command(name) for name in COMMANDS}
+    print("\n".join(_fish(commands)) if shell == "fish" else _bash(commands, shell))
+    return 0
+
+
+def _command(name: str) -> _Command:
+    """Read the options of a command from its help; options of algorithms in files of their own would load torch."""
+    module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
+    options: dict[str, _Value] = {}
+    TypedParser.shown = None
+    with redirect_stdout(io.StringIO()) as output, suppress(SystemExit):
+        module.run(["--help"])
+    shown: TypedParser | None = TypedParser.shown  # set by the call
+    for action in shown._actions if shown is not None else ():
+        value = _value(action)
+        options.update(dict.fromkeys(action.option_strings, value))
+        if not action.option_strings:
+            rest = _Value(rest.words + value.words, rest.files or value.files)
+    # Some commands read a few options and files by themselves; their usage names these.
+    usage = output.getvalue() if shown is None else output.getvalue().partition("\n\n")[0]
+    for flag, placeholder in re.findall(r"(--[a-z][a-z-]+)(?: ([A-Z]+))?", usage):
+        options.setdefault(flag, _Value(files=placeholder == "RUN", switch=not placeholder))
+    return options, rest._replace(files=rest.files or "FILE.yaml" in usage)
+
+
+def _value(action: argparse.Action) -> _Value:
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    choices = action.choices or (metavar[1:-1].split("|") if metavar.startswith("[") else ())
+    words = {"algo": list_algorithms(), "track": list(SERVICES)}.get(action.dest, [*map(str, choices)])
+    words = [word for word in words if ":" not in word]
+    text = (
+        "" if action.help == argparse.SUPPRESS else re.split(r"\. | \(default", action.help or "")[0].replace("%%", "%")
+    )
+    return _Value(tuple(words), not words and bool(_PATH.search(f"{metavar} {action.dest}")), action.nargs == 0, text)
+
+
+def _bash(commands: dict[str, _Command], shell: str) -> str:
+    values, words = [], []
+    for name, (options, rest) in commands.items():
+        groups: dict[str, list[str]] = {}
+        for flag, value in options.items():
+            if not value.switch:
+                action = "files=1" if value.files else f'words="{" ".join(value.words)}"'
+                groups.setdefault(action, []).append(f'"{name} {flag}"')
+        values += [f"      {'|'.join(flags)}) {action} ;;" for action, flags in groups.items()]
+        words.append(f'      "{name} -"*) words="{" ".join(options)}" ;;')
+        words.append(f'      "{name} "*) words="{" ".join(rest.words)}" files={"1" if rest.files else ""} ;;')
+    parts = {"HEAD": _ZSH_HEAD if shell == "zsh" else "", "SHELL": shell, "COMMANDS": " ".join(commands)}
+    parts |= {"VALUES": "\n".join(values), "WORDS": "\n".join(words)}
+    return re.sub(r"__([A-Z]+)__", lambda match: parts[match[1]], _BASH)
+
+
+def _fish(commands: dict[str, _Command]) -> Iterator[str]:
+    yield "# areno completion fish; load it with: areno completion fish | source"
+    yield "complete -c areno -f"
+    for name, (options, rest) in commands.items():
+        yield f"complete -c areno -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name])}"
+        seen = f"complete -c areno -n '__fish_seen_subcommand_from {name}'"
+        if rest.words:
+            yield f"{seen} -a {_quoted(' '.join(rest.words))}"
+        if rest.files:
+            yield f"{seen} -F"
+        for flag, value in options.items():
+            form = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+            takes = "" if value.switch else "-rF" if value.files else f"-x -a {_quoted(' '.join(value.words))}"
+            yield " ".join(filter(None, [seen, form, takes, f"-d {_quoted(value.help)}"]))
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

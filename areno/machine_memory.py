@@ -1,0 +1,69 @@
+"""Memory of this machine, bounded by the control group's limit, and of a run's processes. Does not import torch."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int:
+    """Memory that can still be used: the kernel's available memory, bounded by the control group's limit."""
+    portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(proc_figure("/proc/meminfo", "MemAvailable") or portable, _left_in_group())
+
+
+def total_bytes() -> int:
+    """Physical memory, bounded by the control group's limit."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
+
+
+def resident_bytes(root_pid: int) -> int:
+    """Resident memory of a process and its descendants; pages that descendants share count once. 0 if unknown."""
+    import psutil
+
+    try:
+        root = psutil.Process(root_pid)
+        descendants = root.children(recursive=True)
+        held = root.memory_info().rss
+    except (psutil.Error, OSError):
+        return 0
+    for process in descendants:
+        with suppress(psutil.Error, OSError):
+            use = process.memory_info()
+            held += use.rss - getattr(use, "shared", 0)
+    return int(held)
+
+
+def proc_figure(file: str, name: str) -> int:
+    """A figure of a ``/proc`` file in bytes; 0 if there is none, as outside Linux."""
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _group_limit() -> int:
+    """The limit of cgroup v2; huge if there is none."""
+    with suppress(OSError, ValueError):
+        return int((_GROUP / "memory.max").read_text())
+    return 2**62
+
+
+def _left_in_group() -> int:
+    """Memory left under the limit; huge if there is none."""
+    limit = _group_limit()
+    try:
+        return max(limit - int((_GROUP / "memory.current").read_text()) + _reclaimable(_GROUP / "memory.stat"), 0)
+    except (OSError, ValueError):
+        return limit
+
+
+def _reclaimable(stat: Path) -> int:
+    """Inactive page cache of the group, which the kernel reclaims on demand."""
+    with suppress(OSError, ValueError):
+        for line in stat.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,292 @@
+"""What is normal for a metric, and what to do if it is not: read by ``areno explain`` and by ``docs/run-directory.md``.
+
+Ranges are guidance, not limits: a value outside of one is a reason to look. Texts name options of ``areno train``;
+:func:`advice_for` names the settings of an experiment instead.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32
+from areno.observability.train_metrics import matches
+
+ABOVE_ZERO = 5e-324
+"""Lower bound of a range that excludes 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What is normal for a metric, and a remedy; ``low`` and ``high`` bound its normal range where it has one."""
+
+    normal: str
+    remedy: str = ""
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def range(self) -> str:
+        """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if it has none."""
+        if self.low == ABOVE_ZERO:
+            return "above 0"
+        if self.low is None or self.high is None:
+            bounds = ((self.low, "at least"), (self.high, "at most"))
+            return "".join(f"{words} {bound:g}" for bound, words in bounds if bound is not None)
+        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+
+    @property
+    def text(self) -> str:
+        """Range and description."""
+        return "; ".join(filter(None, (self.range, self.normal)))
+
+    def accepts(self, value: float) -> bool | None:
+        """Whether a value is in the normal range; None if there is none."""
+        if self.low is None and self.high is None:
+            return None
+        above = self.low is None or value >= self.low
+        return above and (self.high is None or value <= self.high) and not math.isnan(value)
+
+
+_OFF_POLICY = (
+    "Take fewer optimizer steps per rollout (lower --update-epochs and --update-minibatches, omit "
+    "--gradient-accumulation-steps), or lower --lr"
+)
+_CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or teach it to stop with SFT"
+_NON_FINITE = "Lower --lr or --grad-clip-norm, or use --dtype float32; resume from a checkpoint before that step"
+_DROPPED = "The log names each dropped sample and its reason"
+_RISING_PAIRS = "If it stays where it began, raise --lr. If it reaches 1 early, use fewer --epochs or more pairs"
+_SLOWER = "docs/performance.md says what the time of a step depends on"
+_GAP = (
+    "If it is there from the first step on, use --dtype float32, and check that rollout and trainer have the same weights "
+    "and --temperature; if it grows, take fewer optimizer steps per rollout, or lower --lr"
+)
+
+ADVICE: dict[str, Advice] = {
+    "rollout/rewards_mean": Advice(
+        "rises over tens of steps, with noise from step to step",
+        "Flat: look at zero_std_groups and at samples (areno inspect), raise --lr or --n-samples. Falling: lower --lr. Rising "
+        "while samples get worse: the reward has a loophole",
+    ),
+    "rollout/rewards_std": Advice(
+        "without differences there is nothing to learn from",
+        "Use prompts that are sometimes answered right, a higher --temperature, a larger --n-samples, or a finer reward",
+        low=ABOVE_ZERO,
+    ),
+    "rollout/reward_parts/NAME": Advice(
+        "parts rise together, or one stays where it is",
+        "If one falls while another rises, read late samples: the policy may exploit the rising part. Fix the loophole, or "
+        "change --reward-weights",
+    ),
+    "rollout/accuracy": Advice(
+        "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",
+        "Near 0: easier prompts, or SFT first. Near 1: the task is solved; use harder prompts",
+    ),
+    "rollout/advantages_mean": Advice("near 0 if advantages are relative to the group; longer answers count more"),
+    "rollout/logprobs_mean": Advice(
+        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary's size for a random one",
+        "Far below -2 with a pretrained model: check chat template and tokenizer",
+    ),
+    "rollout/response_len_mean": Advice(
+        "drifts slowly, well below --max-new-tokens",
+        "At the limit: as for truncated_ratio. Collapsing: the reward may favour short answers; lower --lr",
+    ),
+    "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
+    "train/loss": Advice(
+        "near 0 and without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
+        "With a policy, look at the reward instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
+        "jumps, lower it",
+    ),
+    "train/policy_loss": Advice("without a trend: it does not measure success", "Look at the reward instead"),
+    "train/sft_loss": Advice(
+        "falls quickly, then slowly; 0.5 to 3 for a pretrained model",
+        "If it does not fall, raise --lr and check the chat template. If it jumps, lower --lr. If eval/loss rises meanwhile, "
+        "stop earlier (--early-stop-patience)",
+    ),
+    "train/entropy": Advice(
+        "falls slowly; 0.1 to 3 for a pretrained model",
+        "Near 0, all answers are alike and learning ends: raise --temperature, lower --lr, or add a KL term. If it rises "
+        "steadily, the model degenerates: lower --lr",
+    ),
+    "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
+    "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),
+    "train/clip_fraction": Advice("0 with one optimizer step per rollout; higher for GSPO", _OFF_POLICY, 0, 0.2),
+    "train/pg_clipfrac": Advice("0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.2),
+    "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
+    "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
+    "train/logp_abs_diff_mean": Advice(
+        "about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above "
+        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise; with an asynchronous rollout it includes "
+        "the updates in between",
+        _GAP,
+        0,
+        LOGPROB_GAP_LIMIT,
+    ),
+    "train/logp_diff_mean": Advice(
+        "much closer to 0 than logp_abs_diff_mean", _GAP, -LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT
+    ),
+    "train/grad_norm": Advice(
+        "of one order of magnitude over the run",
+        "0: all advantages are 0 (see zero_std_groups), or no token is trained. Spikes: lower --lr or --grad-clip-norm",
+        low=ABOVE_ZERO,
+    ),
+    "train/grad_norm_clipped": Advice(
+        "at most --grad-clip-norm; equal to it in every step if all gradients are clipped"
+    ),
+    "train/grad_zero_ratio": Advice(
+        "below 0.5; higher if only few rows of a large embedding are used", "Near 1: check loss masks", 0, 0.9
+    ),
+    "train/update_skipped": Advice("", _NON_FINITE, 0, 0),
+    "train/loss_scale": Advice(
+        "a power of two that halves when a gradient overflows, and rises again",
+        "If it falls below 1: dtype bfloat16 or float32",
+        low=1,
+    ),
+    "train/kl_loss": Advice(
+        "0 at first, then up to a few tenths",
+        "If it keeps rising, the policy leaves the reference: raise the weight of the KL term, or lower --lr",
+        0,
+        1,
+    ),
+    "train/kl_reward_mean": Advice("small beside the rewards", "Lower --kl-reward-coef if it outweighs the rewards"),
+    "train/routed_experts_changed": Advice("0 in the first optimizer step on a rollout", _OFF_POLICY, 0, 0.2),
+    "train/reward_errors": Advice("", "The log names each record: fix the reward function", 0, 0),
+    "train/empty_responses": Advice(
+        "", "The model stops at once: check its chat template, and that the reward does not favour empty answers", 0, 0
+    ),
+    "train/zero_std_groups": Advice(
+        "the rest of the prompts gives the signal",
+        "If rewards are low: easier prompts, SFT first, a larger --n-samples, a higher --temperature or a finer reward. If "
+        "they are high: harder prompts",
+        0,
+        0.5,
+    ),
+    "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
+    "train/sampling_cut_mass": Advice(
+        "0 without --top-k and --top-p; below 1 - top_p with it",
+        "Training assumes the full distribution: use a higher --top-p, or none",
+        0,
+        0.2,
+    ),
+    "train/staleness_mean": Advice(
+        "at most --max-staleness", "Lower --max-staleness if learning is unstable, or add rollout replicas"
+    ),
+    "train/staleness_max": Advice(
+        "at most --max-staleness", "Lower --max-staleness if learning is unstable, or add rollout replicas"
+    ),
+    "train/agent_failed": Advice("", _DROPPED, 0, 0),
+    "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
+    "train/agent_forks": Advice(
+        "0 if each request extends the conversation", "docs/agentic.md says when a conversation forks", 0, 0
+    ),
+    "train/workflow_failed": Advice("", _DROPPED, 0, 0),
+    "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
+    "train/step_wall_time_s": Advice("the sum of the stages (time/*), with some reporting", _SLOWER),
+    "train/weight_update_time_s": Advice("small beside the step", "docs/fleet.md compares the ways to deliver weights"),
+    "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
+    "train/dpo_accuracy": Advice("0.5 at first, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
+    "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
+    "train/dpo_chosen_reward": Advice(
+        "near 0; often falls slightly while the rejected reward falls faster",
+        "If both fall far below 0, the model forgets its answers: raise --dpo-beta, lower --lr, use fewer --epochs",
+    ),
+    "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
+    "train/rm_accuracy": Advice("0.5 at first, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),
+    "train/critic_explained_variance": Advice(
+        "below 0 at first, then rises to 0.3 and more",
+        "If it stays near 0, raise --critic-lr. areno train also has --critic-warmup-steps, and --no-bootstrap-truncated for "
+        "answers that are mostly truncated",
+        0,
+        1,
+    ),
+    "train/critic_value_loss": Advice(
+        "falls during the warm-up, then follows the policy", "As for critic_explained_variance"
+    ),
+    "train/critic_value_clipfrac": Advice("", "Lower --critic-lr, or raise --value-clip-eps", 0, 0.2),
+    "train/normalized_advantage_std": Advice("1 with --whiten-advantages", "", 0.9, 1.1),
+    "train/actor_train_skipped": Advice("1 in the first --critic-warmup-steps steps, then 0"),
+    "eval/rewards_mean": Advice(
+        "rises with the reward of training, somewhat lower",
+        "If it falls while the reward of training rises, the policy memorizes or exploits the training prompts: stop at the "
+        "best (--keep-best, --early-stop-patience), or use more prompts",
+    ),
+    "eval/loss": Advice(
+        "falls, slightly above the training loss",
+        "If it rises while the training loss falls: stop earlier, or add data",
+    ),
+    "eval/accuracy": Advice("rises", "As for eval/rewards_mean"),
+    "eval/pass@K": Advice(
+        "rises with K", "If pass@1 rises while a larger K falls, diversity is lost: see train/entropy", 0, 1
+    ),
+    "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
+    "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers cost most"),
+    "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
+}
+"""By the metric's name in ``areno train``."""
+_LIKE = {
+    "train/clip_fraction": ("train/clip_fraction_high", "train/clip_fraction_low", "ppo_actor/update/clip_ratio"),
+    "train/dpo_loss": ("train/pair_loss", "dpo/loss"),
+    "train/dpo_accuracy": ("train/pair_accuracy", "dpo/reward_accuracy"),
+    "train/dpo_reward_margin": ("train/dpo_margin", "train/pair_reward_margin", "dpo/reward_margin"),
+    "train/dpo_chosen_reward": ("train/pair_chosen_reward", "dpo/chosen_reward"),
+    "train/rm_accuracy": ("rw/correct_ratio",),
+    "train/rm_loss": ("rw/loss",),
+    "train/sft_loss": ("sft/loss",),
+    "train/update_skipped": ("train/critic_update_skipped",),
+    "train/grad_norm": ("train/critic_grad_norm",),
+    "rollout/rewards_mean": ("train/reward_mean", "rollout/reward", "ppo_actor/task_reward"),
+    "eval/rewards_mean": ("eval-rollout/reward",),
+    "train/truncated_ratio": ("ppo_actor/no_eos_ratios",),
+    "train/ratio_mean": ("ppo_actor/update/importance_weight",),
+    "train/policy_loss": ("train/total_loss", "ppo_actor/update/actor_loss"),
+    "train/pg_clipfrac_lower": ("train/clip_fraction_dual", "ppo_actor/update/dual_clip_ratio"),
+    "train/critic_value_loss": ("ppo_critic/critic_loss",),
+    "train/critic_value_clipfrac": ("ppo_critic/clip_ratio",),
+    "train/staleness_mean": ("rollout/staleness",),
+    "time/rollout": ("timeperf/rollout",),
+    "time/reward": ("train/reward_score_time_s",),
+    "train/weight_update_time_s": ("timeperf/update_weights", "train/rollout_pause_time_s", "timeperf/rollout_pause"),
+}
+"""Metrics that the advice of another also holds for."""
+_LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
+
+EXPERIMENT_SETTINGS = {
+    "--gradient-accumulation-steps": "actor.ppo_n_minibatches",
+    "--early-stop-patience": "evaluator.early_stop_patience",
+    "--whiten-advantages": "actor.adv_norm",
+    "--update-minibatches": "actor.ppo_n_minibatches",
+    "--max-context-len": "gconfig.max_tokens",
+    "--max-prompt-tokens": "train_dataset.max_length",
+    "--max-new-tokens": "gconfig.max_new_tokens",
+    "--grad-clip-norm": "actor.optimizer.gradient_clipping",
+    "--reward-weights": "reward.weights",
+    "--kl-reward-coef": "actor.kl_ctl",
+    "--dtype float32": "actor.dtype=float32",
+    "--reward-workers": "reward.max_workers",
+    "--update-epochs": "actor.ppo_n_epochs",
+    "--max-staleness": "rollout.max_head_offpolicyness",
+    "--value-clip-eps": "critic.eps_clip",
+    "--temperature": "gconfig.temperature",
+    "--critic-lr": "critic.optimizer.lr",
+    "--keep-best": "evaluator.keep_best",
+    "--n-samples": "gconfig.n_samples",
+    "--dpo-beta": "actor.beta",
+    "--epochs": "total_train_epochs",
+    "--top-k": "gconfig.top_k",
+    "--top-p": "gconfig.top_p",
+    "--lr": "actor.optimizer.lr",
+}
+"""Settings of experiments that correspond to options of ``areno train`` in advice and warnings."""
+_OPTION = re.compile(f"(?:{'|'.join(map(re.escape, EXPERIMENT_SETTINGS))})(?![\\w-])")
+
+
+def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
+    """The advice for a metric by full name, for an ``experiment`` with its settings; None if there is none."""
+    source = _LIKE_OF.get(name, name)
+    advice = ADVICE.get(source) or next((ADVICE[key] for key in ADVICE if matches(key, source)), None)
+    if advice is None or not experiment:
+        return advice
+    texts = (
+        _OPTION.sub(lambda option: EXPERIMENT_SETTINGS[option[0]], text) for text in (advice.normal, advice.remedy)
+    )
+    normal, remedy = texts
+    return replace(advice, normal=normal, remedy=remedy)

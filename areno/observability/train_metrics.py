@@ -1,0 +1,241 @@
+"""The metrics of ``areno train`` with unit and meaning; the tables of ``docs/run-directory.md`` are generated from them.
+
+A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` and ``pass@K`` match any name and number.
+What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_Rows = tuple[tuple[str, str, str], ...]
+"""Names without their prefix, unit, and meaning."""
+_SUMMARY = "{mean,std,min,max}"
+_GRADIENT = "grad_{zero,nonzero,total}"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A documented metric; ``unit`` is empty if the meaning has it."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_ROLLOUT: _Rows = (
+    ("rewards_{mean,std,max,min}", "reward", "reward over the samples of the step"),
+    ("reward_parts/NAME", "reward", "mean of a part of the reward, if it has [parts](rewards.md#named-parts)"),
+    ("accuracy", "fraction", "samples with a reward above 0"),
+    ("advantages_{mean,std}", "advantage", "advantage over response tokens"),
+    ("logprobs_mean", "nats", "log-prob of response tokens, recorded while sampling"),
+    ("num_sequences", "rows", "training rows of the step"),
+    ("{seq,prompt,response}_len_mean", "tokens", "length of a row, of its prompt, of its response"),
+    ("{,total_}skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`: for this step, since the start"),
+)
+_SAMPLES: _Rows = (
+    ("reward_mean", "reward", "mean reward over the samples of the step"),
+    ("reward_errors", "samples", "samples dropped because their reward failed"),
+    ("empty_responses", "samples", "samples dropped because they are empty"),
+    ("zero_std_groups", "fraction", "prompts whose answers all got the same reward, and so give no learning signal"),
+    ("truncated_ratio", "fraction", "answers cut at `--max-new-tokens`"),
+    (
+        "sampling_cut_mass",
+        "probability",
+        "probability removed by `--top-k`, `--top-p` and grammars (agents' `tool_choice`, structured output), mean per token",
+    ),
+    (f"reward_model_raw_reward_{_SUMMARY}", "reward", "with `--reward-ckpt`: scores of the reward model"),
+    (
+        "staleness_{mean,max}",
+        "updates",
+        "with `--rollout async`: policy updates between the weights of a sample's oldest token and the current ones, over "
+        "the samples of the step",
+    ),
+    ("agent_failed", "samples", "with `--agent-fn`: samples dropped because the agent failed"),
+    ("agent_rerun", "samples", "with `--agent-fn`: samples run again after a failure"),
+    ("agent_filtered_long", "samples", "with `--agent-fn`: samples dropped because they are longer than the context"),
+    (
+        "agent_forks",
+        "rows",
+        "with `--agent-fn`: rows added because a conversation forked ([when](agentic.md#when-a-conversation-forks))",
+    ),
+    ("agent_turns_mean", "answers", "with `--agent-fn`: answers per sample"),
+    ("workflow_failed", "prompts", "with `--workflow`: prompts whose workflow raised"),
+    ("workflow_left_out", "samples", "with `--workflow`: samples for which it returned nothing"),
+)
+_UPDATE: _Rows = (
+    ("loss", "", "the loss; near 0 for GSPO and GRPO, [why](run-directory.md#why-the-loss-is-near-0)"),
+    ("policy_loss", "", "loss of a policy without its KL term"),
+    ("total_loss", "", "loss with its KL term, if it has one"),
+    (
+        "entropy",
+        "nats",
+        "entropy of the policy's distribution, mean per trained token; falls as it becomes more certain",
+    ),
+    (
+        "ratio_{mean,std}",
+        "ratio",
+        "importance ratio of the trained to the sampling policy; 1 until the policy has moved",
+    ),
+    (
+        "clip_fraction{,_high,_low,_dual}",
+        "fraction",
+        "tokens (GRPO) or answers (GSPO) outside the clip range, which get no gradient: all, above it, below it, above "
+        "the dual bound",
+    ),
+    ("rollout_logprobs_mean", "nats", "log-prob of trained tokens when sampled"),
+    ("train_logprobs_mean", "nats", "log-prob of trained tokens when trained"),
+    ("logp_diff_mean", "nats", "train minus rollout log-prob per token, in the first optimizer step of a batch"),
+    (
+        "logp_abs_diff_mean",
+        "nats",
+        "absolute difference of rollout and train log-prob per token, in the first optimizer step of a batch",
+    ),
+    ("advantage_mean", "advantage", "advantage over response tokens"),
+    ("response_len", "tokens", "trained tokens of a row"),
+    ("grad_norm", "", "norm of the gradient before `--grad-clip-norm`"),
+    ("grad_norm_clipped", "", "norm of the gradient after `--grad-clip-norm`"),
+    (f"{_GRADIENT}_count", "", "entries of the gradient that are 0, that are not, and all"),
+    ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient that are 0, and that are not"),
+    (
+        "update_skipped",
+        "",
+        "1 if the gradient was not finite, so that the update was skipped; five in a row end the run",
+    ),
+    ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
+    ("lr", "", "learning rate of the update"),
+    ("kl_loss", "nats", "with a KL term in the loss: its estimate, mean per token"),
+    ("kl_coef", "", "with a KL term in the loss: its weight"),
+    (f"kl_reward_{_SUMMARY}", "reward", "with `--kl-reward-coef`: sum of the KL penalties of a row"),
+    (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under it"),
+    ("m2_filtered_fraction", "fraction", "M2PO: trained tokens that the bound on the second moment excludes"),
+    (
+        "tree_token_ratio",
+        "fraction",
+        "tokens that are computed, in passes whose rows share prompts or earlier turns",
+    ),
+    (
+        "routed_experts_changed",
+        "fraction",
+        "with [routing replay](rollout.md#routing-replay): replayed choices, one per token and mixture, that differ from "
+        "the router's current choice",
+    ),
+    ("sft_loss", "nats", "SFT: negative log-prob of a response token"),
+    ("sft_logprob_mean", "nats", "SFT: log-prob of a response token"),
+    ("sft_target_tokens", "tokens", "SFT: trained tokens per optimizer step"),
+)
+_PPO: _Rows = (
+    ("pg_clipfrac", "fraction", "tokens outside the clip range, which get no gradient"),
+    ("pg_clipfrac_lower", "fraction", "tokens at the dual-clip bound"),
+    ("ppo_kl", "nats", "mean of log p_old - log p_now: how far the update has moved the policy"),
+    (f"old_logprob_{_SUMMARY}", "nats", "log-prob of trained tokens when sampled"),
+    (f"critic_value_{_SUMMARY}", "reward", "the critic's predictions before the update"),
+    (f"return_{_SUMMARY}", "reward", "returns: the targets of the critic"),
+    (f"gae_advantage_{_SUMMARY}", "advantage", "advantages before whitening"),
+    (f"normalized_advantage_{_SUMMARY}", "advantage", "advantages after whitening"),
+    (
+        "critic_explained_variance",
+        "fraction",
+        "variance of the returns that the critic explains; absent if they do not vary",
+    ),
+    ("critic_value_loss", "", "the critic's loss"),
+    ("critic_value_clipfrac", "fraction", "trained tokens whose prediction is clipped"),
+    ("critic_value_mse", "", "mean squared error of the critic, during the update"),
+    ("critic_value_abs_error_mean", "reward", "mean absolute error of the critic, during the update"),
+    ("critic_value_pred_mean", "reward", "the critic's predictions during the update"),
+    ("critic_value_target_mean", "reward", "the critic's targets during the update"),
+    ("critic_old_value_mean", "reward", "the critic's predictions before the update"),
+    ("critic_grad_norm{,_clipped}", "", "norm of the critic's gradient, before and after `--critic-grad-clip-norm`"),
+    (f"critic_{_GRADIENT}_count", "", "entries of the critic's gradient that are 0, that are not, and all"),
+    ("critic_grad_{zero,nonzero}_ratio", "fraction", "entries of the critic's gradient that are 0, and that are not"),
+    ("critic_{update_skipped,loss_scale,lr,tree_token_ratio}", "", "as without `critic_`, of the critic's update"),
+    ("actor_train_skipped", "", "1 in a warm-up step of the critic, which does not train the policy"),
+    ("critic_value_forward_time_s", "seconds", "time to predict values"),
+    ("critic_train_time_s", "seconds", "time to update the critic"),
+    ("actor_train_wall_time_s", "seconds", "time to update the policy"),
+)
+_PAIRS: _Rows = (
+    ("{dpo,pair,rm}_loss", "nats", "loss of DPO, of preferences without a reference (SimPO), of a reward model"),
+    ("{dpo,pair,rm}_accuracy", "fraction", "pairs whose chosen answer is preferred"),
+    ("{dpo,rm}_margin", "reward", "by how much the chosen answer is preferred"),
+    ("{dpo,pair}_reward_margin", "reward", "by how much the chosen answer is preferred"),
+    ("{dpo,pair}_{chosen,rejected}_reward", "reward", "implicit reward of chosen and of rejected answers"),
+    ("rm_{chosen,rejected}_score", "reward", "scores of chosen and of rejected answers"),
+    ("dpo_response_len", "tokens", "tokens per answer"),
+)
+_SPEED: _Rows = (
+    (
+        "tokens_per_second",
+        "tokens/s",
+        "tokens generated per second of rollout; with SFT, DPO and RM, tokens trained on",
+    ),
+    ("step_{rollout,train,e2e}_time_s", "seconds", "time of rollout, of training and of both, measured by the engine"),
+    ("policy_train_wall_time_s", "seconds", "time to update the policy"),
+    ("reward_score_time_s", "seconds", "time to reward the samples"),
+    ("step_wall_time_s", "seconds", "time of the whole step"),
+    ("weight_update_time_s", "seconds", "with `--rollout async`: time to deliver new weights to the replicas"),
+    ("rollout_pause_time_s", "seconds", "with `--rollout async`: longest pause of a replica"),
+    ("ref_logprob_forward_time_s", "seconds", "time to score with the reference: once with DPO, else each step"),
+)
+_EVALUATION: _Rows = (
+    ("rewards_{mean,std}", "reward", "reward over the answers to held-out prompts"),
+    ("reward_parts/NAME", "reward", "mean of a part of the reward"),
+    ("accuracy", "fraction", "answers with a reward above 0; with DPO and RM, pairs whose chosen answer is preferred"),
+    ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
+    ("response_len_mean", "tokens", "tokens per answer"),
+    ("truncated_ratio", "fraction", "answers cut at `--max-new-tokens`"),
+    ("num_prompts", "", "held-out prompts"),
+    ("num_samples", "", "answers to them"),
+    ("skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`"),
+    ("reward_errors", "answers", "answers whose reward failed"),
+    ("loss", "", "SFT: negative log-prob per response token, in nats; DPO and RM: the loss"),
+    ("perplexity", "", "SFT: exp(loss)"),
+    ("target_tokens", "tokens", "SFT: predicted tokens"),
+    ("num_sequences", "rows", "SFT: held-out rows"),
+    ("skipped_long_or_empty", "rows", "SFT: rows left out"),
+    ("{,reward_}margin", "reward", "DPO and RM: by how much the chosen answer is preferred"),
+    ("{chosen,rejected}_reward", "reward", "DPO: implicit reward of chosen and of rejected answers"),
+    ("{chosen,rejected}_score", "reward", "RM: scores of chosen and of rejected answers"),
+    ("eval_time_s", "seconds", "time of the evaluation"),
+)
+_STAGES: _Rows = (
+    ("rollout", "seconds", "time to generate samples, or to wait for them"),
+    ("reward", "seconds", "time to reward the samples"),
+    ("advantage", "seconds", "time for advantages, and the log-probs and values that they need"),
+    ("train", "seconds", "time of the optimizer steps"),
+)
+
+SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
+    ("The samples of a step", "rollout/", _ROLLOUT),
+    ("Rewarding and dropping samples", "train/", _SAMPLES),
+    ("The update", "train/", _UPDATE),
+    ("PPO", "train/", _PPO),
+    ("Preference pairs: DPO, SimPO, reward models", "train/", _PAIRS),
+    ("Speed", "train/", _SPEED),
+    ("Evaluation on held-out data", "eval/", _EVALUATION),
+    ("Seconds of each stage", "time/", _STAGES),
+)
+"""Title, prefix and rows."""
+
+
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern with braces stands for: ``a_{b,c}`` is ``a_b`` and ``a_c``."""
+    head, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    choices, _, tail = rest.partition("}")
+    return [head + choice + end for choice in choices.split(",") for end in expanded(tail)]
+
+
+def documented() -> Iterator[tuple[str, Metric]]:
+    """Yield all metrics with the title of their section."""
+    for title, prefix, rows in SECTIONS:
+        for names, unit, meaning in rows:
+            for name in expanded(names):
+                yield title, Metric(prefix + name, unit, meaning)
+
+
+def matches(documented_name: str, name: str) -> bool:
+    """Whether a documented name, in which ``NAME`` and ``K`` stand for any, is that of a metric."""
+    pattern = re.escape(documented_name).replace("NAME", "[^/]+").replace("@K", "@[0-9]+")
+    return re.fullmatch(pattern, name) is not None

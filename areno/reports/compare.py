@@ -1,0 +1,254 @@
+"""Compares two runs: settings, environment, curves, and the first step that differs with what may have caused it.
+
+Runs of both front ends can be compared: metrics by the names in ``KEYS``, settings by those that both have.
+"""
+
+import filecmp
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.config.options import options_of
+from areno.config.train_options import TrainOptions
+from areno.reports.divergence import Divergence, common_steps, divergence
+from areno.reports.run_data import RunData
+from areno.storage.metric_columns import Series
+
+CURVES = (
+    *(
+        "reward",
+        "eval_reward",
+        "eval_loss",
+        "loss",
+        "grad_norm",
+        "entropy",
+        "logprob_gap",
+        "response_length",
+        "truncated",
+    ),
+    *("learning_rate", "tokens_per_second", "step_seconds"),
+)
+"""Curves that are compared, of ``KEYS``."""
+
+COUNTERPARTS = {
+    "seed": "seed",
+    "ckpt": "actor.path",
+    "dataset_path": "train_dataset.path",
+    "eval_dataset_path": "valid_dataset.path",
+    "shuffle": "train_dataset.shuffle",
+    "batch_size": "train_dataset.batch_size",
+    "epochs": "total_train_epochs",
+    "max_steps": "total_train_steps",
+    "n_samples": "gconfig.n_samples",
+    "max_new_tokens": "gconfig.max_new_tokens",
+    "temperature": "gconfig.temperature",
+    "top_p": "gconfig.top_p",
+    "greedy": "gconfig.greedy",
+    "reward_fn_path": "reward.fn",
+    "dtype": "actor.dtype",
+    "lr": "actor.optimizer.lr",
+    "weight_decay": "actor.optimizer.weight_decay",
+    "adam_beta1": "actor.optimizer.beta1",
+    "adam_beta2": "actor.optimizer.beta2",
+    "grad_clip_norm": "actor.optimizer.gradient_clipping",
+    "lr_decay_style": "actor.optimizer.lr_scheduler_type",
+    "grpo_clip_eps": "actor.eps_clip",
+    "update_epochs": "actor.ppo_n_epochs",
+    "update_minibatches": "actor.ppo_n_minibatches",
+    "kl_reward_coef": "actor.kl_ctl",
+    "kl_coef": "actor.kl_loss_coef",
+}
+"""Options of ``areno train`` and the settings of ``areno run`` that mean the same."""
+
+# Settings of an experiment that say where and how it runs, what it saves and how often it evaluates.
+_RUNS_ALIKE = re.compile(
+    r"(experiment_name|trial_name|fileroot|setup_timeout|request_timeout|workers_ready_timeout|request_retries|log_level)$"
+    r"|^(cluster|saver|recover|stats_logger|perf_tracer|memory_profiler|evaluator|valid_dataset|launcher|scheduler)\."
+    r"|scheduling_(spec|strategy)"
+)
+_MODEL = r"ckpt|(^|\.)path$|dtype|device|attn|lora|world_size|tp_size|fsdp|backend|kernels|4bit|eager|compile"
+# Settings that act in a phase; all act in the update.
+_ACTS_IN = {
+    "prompts": r"seed|shuffle|dataset|batch_size|max_prompt|max_sequences|thinking|tokenizer|filter|workflow|ckpt|(^|\.)path$",
+    "sampled tokens": rf"seed|n_samples|temperature|top_|greedy|tokens|stop|eos|penalty|context|rollout|gconfig|agent|{_MODEL}",
+    "log-probs": rf"temperature|batch|{_MODEL}",
+    "rewards": r"reward",
+    "advantages": r"algo|advantage|norm|kl_|reward|discount|gamma|lam|gae|overlong|mask_no_eos|whiten|bootstrap|n_samples",
+    "evaluation": r"eval|valid",
+}
+_UNSET = "-"
+_LARGE = 2**26  # bytes of a file above which contents are not compared
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A setting, or a fact of the environment, whose values differ; ``same`` counts further settings with these values."""
+
+    name: str
+    values: tuple[Any, Any]
+    changes_results: bool
+    same: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CurveDifference:
+    """A curve at the steps that both runs recorded: first, last and mean value of each, and the difference of the means."""
+
+    key: str
+    names: tuple[str | None, str | None]
+    steps: int
+    first: tuple[float, float]
+    last: tuple[float, float]
+    mean: tuple[float, float]
+    difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """What differs between two runs."""
+
+    runs: tuple[dict[str, Any], dict[str, Any]]
+    settings: list[SettingDifference]
+    environment: list[SettingDifference]
+    curves: list[CurveDifference]
+    divergence: Divergence
+    causes: list[SettingDifference]
+    """Differences that act in the first phase that differs."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the runs have the same results so far: the same steps, values and settings that change results."""
+        decisive = any(setting.changes_results for setting in self.settings)
+        lengths = {run["last_step"] for run in self.runs}
+        return not decisive and len(lengths) == 1 and self.divergence.different is None
+
+    def as_data(self) -> dict[str, Any]:
+        """The comparison as JSON types."""
+        return {"equal": self.equal, **asdict(self)}
+
+
+def compare_runs(a: RunData, b: RunData) -> RunComparison:
+    """Compare two runs."""
+    settings, environment = list(_settings(a, b)), list(_environment(a, b))
+    result = divergence(a, b)
+    return RunComparison(
+        runs=(_described(a), _described(b)),
+        settings=settings,
+        environment=environment,
+        curves=[*_curves(a, b)],
+        divergence=result,
+        causes=_causes(result, settings, environment),
+    )
+
+
+def _described(run: RunData) -> dict[str, Any]:
+    config = run.config
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "command": "areno run" if run.is_experiment else "areno train",
+        "last_step": run.metrics.last_step,
+        "state": run.status.get("state", "unknown"),
+        "algorithm": config.get("algo") or (config.get("actor") or {}).get("algorithm") or "",
+    }
+
+
+def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
+    """Settings whose values differ, once for each pair of values that a name has at several places."""
+    first, second = _flat(a.config), _flat(b.config)
+    if a.is_experiment != b.is_experiment:
+        options, experiment = (second, first) if a.is_experiment else (first, second)
+        shared = {key: name for key, name in COUNTERPARTS.items() if key in options and name in experiment}
+        options, experiment = {key: options[key] for key in shared}, {key: experiment[shared[key]] for key in shared}
+        first, second = (experiment, options) if a.is_experiment else (options, experiment)
+    grouped: dict[tuple[str, str, bool], list[tuple[str, tuple[Any, Any]]]] = {}
+    for name in {**first, **second}:
+        values = first.get(name, _UNSET), second.get(name, _UNSET)
+        if values[0] == values[1] or ("auto" in values and a.is_experiment != b.is_experiment):
+            continue
+        decisive = _changes_results(name, first, second) and not _same_content(*values)
+        grouped.setdefault((name.rpartition(".")[2], repr(values), decisive), []).append((name, values))
+    for (_, _, decisive), places in grouped.items():
+        name, values = min(places, key=lambda place: place[0].count("."))
+        yield SettingDifference(name, _shortened(*values), decisive, len(places) - 1)
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        return {prefix.rstrip("."): values}
+    return {name: item for key, value in values.items() for name, item in _flat(value, f"{prefix}{key}.").items()}
+
+
+def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
+    """Whether a setting may change the results of a run."""
+    option = next((entry for entry in options_of(TrainOptions) if entry.name == name), None)
+    if option is not None:
+        return option.info.changes_results
+    section = name.partition(".")[0]
+    if section in ("sglang", "vllm"):  # settings of servers that may not be used
+        return any(str(config.get("rollout.backend", "")).startswith(section) for config in configs)
+    return not _RUNS_ALIKE.search(name)
+
+
+def _same_content(x: Any, y: Any) -> bool:
+    """Whether two values are paths of files with equal content."""
+    paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
+    if len(paths) < 2 or not all(path.is_absolute() and path.is_file() for path in paths):
+        return False
+    return paths[0].stat().st_size <= _LARGE and filecmp.cmp(paths[0], paths[1], shallow=False)
+
+
+def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
+    """Two absolute paths relative to the last folder that they share; other values as they are."""
+    if not all(isinstance(value, str) and os.path.isabs(value) for value in (x, y)):
+        return x, y
+    root = os.path.commonpath([os.path.dirname(x), os.path.dirname(y)])
+    return os.path.relpath(x, root), os.path.relpath(y, root)
+
+
+def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
+    first, second = _flat(a.environment), _flat(b.environment)
+    for name in {**first, **second}:
+        values = first.get(name, _UNSET), second.get(name, _UNSET)
+        if name != "recorded" and values[0] != values[1]:
+            yield SettingDifference(name, values, changes_results=name not in ("host", "memory_bytes"))
+
+
+def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
+    names = {key: (a.metric_of(key), b.metric_of(key)) for key in CURVES}
+    pairs = {key: (a.series(key), b.series(key)) for key in CURVES}
+    parts = b.reward_parts()
+    pairs |= {f"reward_parts/{part}": (series, parts.get(part, Series())) for part, series in a.reward_parts().items()}
+    for key, pair in pairs.items():
+        _, x, y = common_steps(*pair)
+        if len(x):
+            means = _mean(x), _mean(y)
+            first, last = ((float(x[index]), float(y[index])) for index in (0, -1))
+            yield CurveDifference(key, names.get(key, (key, key)), len(x), first, last, means, means[1] - means[0])
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of the finite values; NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else float("nan")
+
+
+def _causes(
+    result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
+) -> list[SettingDifference]:
+    """Differences that act in the first phase that differs; after the first step any setting may act, through the weights."""
+    if result.different is None:
+        return []
+    phase, earlier = result.different.phase, result.unequal is not None and result.unequal.step < result.different.step
+    decisive = [setting for setting in settings if setting.changes_results]
+    causes = [setting for setting in decisive if re.search(_ACTS_IN.get(phase, ""), setting.name)]
+    if earlier and not causes:
+        causes = decisive
+    if phase in ("sampled tokens", "log-probs", "update"):
+        causes += [each for each in environment if each.changes_results]
+    return causes

@@ -1,0 +1,109 @@
+"""Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
+
+Both front ends are covered: the metrics of ``areno train``, and the statistics of experiments. Losses report under the
+same short names in both, so ``ppo_actor/update/entropy`` and ``train/entropy`` explain each other.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from areno.observability import experiment_metrics, train_metrics
+from areno.observability.metric_advice import Advice, advice_for
+from areno.reports.run_data import KEYS
+
+_PREFIXES = ("rollout/", "train/", "eval/", "time/")
+_SCOPES = ("train/", "ppo_actor/update/", "ppo_critic/update/", "sft/", "dpo/", "rw/")
+"""Prefixes of an update's metrics, which have one meaning under any of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a metric is.
+
+    Attributes:
+        name: full name; for a statistic without ``/avg``, ``/min`` and ``/max``.
+        unit: empty if the meaning has it.
+        section: title of the section that lists it.
+        advice: what is normal, and what to do if it is not; None for a metric that only informs.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    section: str
+    is_experiment: bool
+    advice: Advice | None
+
+    @property
+    def front_end(self) -> str:
+        """The command whose runs have it."""
+        return "areno run" if self.is_experiment else "areno train"
+
+
+@cache
+def explanations() -> tuple[Explanation, ...]:
+    """All documented metrics: those of ``areno train``, then those of experiments."""
+    return tuple(_documented())
+
+
+def explain(query: str) -> list[Explanation]:
+    """The metrics that a full name, a short name or one of :data:`~areno.reports.run_data.KEYS` means; [] if unknown."""
+    exact = _by_full_name(query)
+    if exact is not None:
+        return [exact]
+    name = _without_number(query)
+    full_names = [*KEYS.get(name, ()), *(prefix + name for prefix in _PREFIXES)]
+    full_names += [one.name for one in explanations() if one.name.endswith(f"/{name}")]
+    full_names += [full for alias, full in experiment_metrics.SHORT_NAMES.items() if alias.endswith(f"/{name}")]
+    explained = (_by_full_name(full) for full in full_names)
+    return list(dict.fromkeys(one for one in explained if one is not None))
+
+
+def known_names() -> list[str]:
+    """Everything that :func:`explain` accepts, short names first."""
+    names = [one.name for one in explanations()]
+    return list(
+        dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])
+    )
+
+
+def _documented() -> Iterator[Explanation]:
+    for section, metric in train_metrics.documented():
+        advice = advice_for(metric.name)
+        yield Explanation(metric.name, metric.unit, _plain(metric.meaning), section, False, advice)
+    for section, statistic in experiment_metrics.documented():
+        name = statistic.name
+        advice = advice_for(name, experiment=True)
+        if advice is None and name.startswith(_SCOPES):
+            advice = advice_for(f"train/{name.rpartition('/')[2]}", experiment=True)
+        yield Explanation(name, "", _plain(statistic.meaning), section, True, advice)
+
+
+def _by_full_name(query: str) -> Explanation | None:
+    """The metric with this name, or with the same name in another update."""
+    plain = _without_number(query)
+    for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
+        for one in explanations() if name else ():
+            if name is not None and train_metrics.matches(one.name, name):
+                return replace(one, name=name)
+    scope = next((scope for scope in _SCOPES if plain.startswith(scope)), None)
+    if scope is None:
+        return None
+    twins = [other + plain.removeprefix(scope) for other in _SCOPES if other != scope]
+    for one in explanations():
+        if one.name in twins:
+            is_experiment = scope != "train/"
+            advice = advice_for(one.name, experiment=is_experiment)
+            return replace(one, name=plain, is_experiment=is_experiment, advice=advice)
+    return None
+
+
+def _without_number(name: str) -> str:
+    return re.sub("/(avg|min|max)$", "", name)
+
+
+def _plain(text: str) -> str:
+    """A table's text without Markdown."""
+    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text).replace("`", "")

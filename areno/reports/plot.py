@@ -1,0 +1,176 @@
+"""Curves of several runs as SVG, for papers and pages.
+
+A curve is one run, or the mean over runs that differ in their seed, with a band from the lowest to the highest of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.config.options import nearest
+from areno.errors import UsageError
+from areno.reports.run_data import KEYS, RunData
+from areno.reports.svg import Line, line_chart
+from areno.storage.metric_columns import Series
+
+X_AXES = ("step", "time", "tokens")
+"""What curves are drawn over."""
+_TOKENS = ("ppo_actor/n_valid_tokens", "train/sft_target_tokens", "sft/n_valid_tokens")
+_UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+Floats = NDArray[np.float64]
+Runs = Mapping[str, Sequence[RunData]]
+"""The runs of each curve by its name in the legend."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlotLayout:
+    """How to draw: the x axis, the steps of the moving mean, the title, and the size of a chart in px."""
+
+    x: str = "step"
+    smooth: int = 1
+    title: str = ""
+    width: int = 640
+    height: int = 360
+
+
+def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
+    """Metrics that a pattern selects: one of ``KEYS``, or names and globs of recorded metrics.
+
+    Raises UsageError: no run recorded such a metric.
+    """
+    if pattern in KEYS and any(run.metric_of(pattern) for run in runs):
+        return [pattern]
+    recorded = dict.fromkeys(name for run in runs for name in run.metrics.names)
+    names = [name for name in recorded if fnmatchcase(name, pattern)]
+    if not names:
+        raise UsageError(
+            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; take one of these, or a name in "
+            f"metrics.jsonl: {', '.join(key for key in KEYS if any(run.metric_of(key) for run in runs))}"
+        )
+    return names
+
+
+def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str, str] | None = None) -> str:
+    """Draw one chart per metric, below each other, as an SVG document.
+
+    Args:
+        runs: the curves; one of several runs is their mean.
+        metrics: names of metrics, or of ``KEYS``.
+        layout: how to draw.
+        size: width and height of the document with units; None takes those of the layout in px.
+
+    A curve is left out if one of its runs lacks the metric.
+
+    Raises:
+        UsageError: a run lacks what ``layout.x`` needs.
+    """
+    unit, label = _time_unit(runs) if layout.x == "time" else (1.0, layout.x)
+    charts = []
+    for index, metric in enumerate(metrics):
+        chart = line_chart(
+            [_line(name, group, metric, layout, unit) for name, group in runs.items() if recorded(group, metric)],
+            width=layout.width,
+            height=layout.height,
+            title=layout.title if index == 0 else "",
+            x_label=label,
+            y_label=metric,
+            heading=True,
+            background="#fff",
+        )
+        place = f'y="{index * layout.height}" width="{layout.width}" height="{layout.height}"'
+        charts.append(chart.replace("<svg ", f"<svg {place} ", 1))
+    height = layout.height * len(charts)
+    shown = size or (f"{layout.width}", f"{height}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{shown[0]}" height="{shown[1]}" '
+        f'viewBox="0 0 {layout.width} {height}">{"".join(charts)}</svg>\n'
+    )
+
+
+def recorded(runs: Sequence[RunData], metric: str) -> bool:
+    """Whether all of some runs have values of a metric."""
+    return all(len(_series(run, metric).steps) for run in runs)
+
+
+def _series(run: RunData, metric: str) -> Series:
+    return run.series(metric) if metric in KEYS else run.metrics[metric]
+
+
+def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, unit: float) -> Line:
+    """The curve of a group of runs, at the steps that all of them have."""
+    curves = [_curve(run, metric, layout) for run in group]
+    steps = reduce(np.intersect1d, [steps for steps, _, _ in curves])
+    rows = [np.searchsorted(own, steps) for own, _, _ in curves]
+    x = np.mean([x[row] for (_, x, _), row in zip(curves, rows, strict=True)], axis=0) / unit
+    values = np.array([y[row] for (_, _, y), row in zip(curves, rows, strict=True)])
+    if len(group) > 1:
+        smooth = np.array([moving(row, layout.smooth)[0] for row in values])
+        return Line(name, x, smooth.mean(0), smooth.min(0), smooth.max(0))
+    if layout.smooth > 1:
+        return Line(name, x, *moving(values[0], layout.smooth))
+    return Line(name, x, values[0])
+
+
+def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.int64], Floats, Floats]:
+    """Steps, x and y of a metric; the last value of a step counts, and steps without an x are left out."""
+    steps, y = _series(run, metric).arrays()
+    steps, last = _last_of_each(steps)
+    y = y[last]
+    if layout.x == "step":
+        return steps, steps.astype(float), y
+    at, x = _times(run) if layout.x == "time" else _tokens(run)
+    kept = np.isin(steps, at)
+    return steps[kept], x[np.searchsorted(at, steps[kept])], y[kept]
+
+
+def _last_of_each(steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Distinct steps in order, and the position of the last record of each."""
+    unique, first = np.unique(steps[::-1], return_index=True)
+    return unique, len(steps) - 1 - first
+
+
+def _times(run: RunData) -> tuple[NDArray[np.int64], Floats]:
+    """Steps, and seconds from the first record to the last one of each step."""
+    steps, times = run.metrics.times.arrays()
+    if not np.isfinite(times).all():
+        raise UsageError(f"--x time: {run.path} has records without a time; use --x step")
+    unique, last = _last_of_each(steps)
+    return unique, times[last] - times[0] if len(times) else times
+
+
+def _time_unit(runs: Runs) -> tuple[float, str]:
+    longest = max((float(_times(run)[1].max(initial=0.0)) for group in runs.values() for run in group), default=0.0)
+    return next((size, name) for least, size, name in _UNITS if longest >= least)
+
+
+def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
+    """Steps, and tokens generated (SFT: trained on) until the end of each."""
+    name = next((name for name in _TOKENS if name in run.metrics), None)
+    if name is not None:
+        steps, counts = run.metrics[name].arrays()
+    else:
+        steps, counts = run.metrics["rollout/num_sequences"].arrays()
+        lengths = run.metrics["rollout/response_len_mean"].arrays()[1]
+        if not len(steps) or len(lengths) != len(steps):
+            raise UsageError(f"--x tokens: {run.path} has not recorded how many tokens it generated; use --x step")
+        counts = np.round(counts * lengths)
+    unique, last = _last_of_each(steps)
+    return unique, np.cumsum(counts[last])
+
+
+def moving(values: Floats, size: int) -> tuple[Floats, Floats, Floats]:
+    """Mean, minimum and maximum of the finite values among the ``size`` around each; fewer at the ends."""
+    before, after = (size - 1) // 2, size // 2
+    padded = np.pad(np.where(np.isfinite(values), values, np.nan), (before, after), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size)
+    count = np.isfinite(windows).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.nansum(windows, 1) / count
+    low = np.where(count, np.where(np.isnan(windows), np.inf, windows).min(1), np.nan)
+    high = np.where(count, np.where(np.isnan(windows), -np.inf, windows).max(1), np.nan)
+    return mean, low, high

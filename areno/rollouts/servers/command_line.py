@@ -1,0 +1,115 @@
+"""The inference servers of a fleet, and the command line and environment variables that start one."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import torch
+from transformers import AutoConfig
+
+from areno.config.paths import base_of
+from areno.engine.limits import context_length
+from areno.errors import UsageError
+from areno.rollouts.servers.calls import SERVED_NAME
+from areno.rollouts.servers.run_supervised import HOST, PORT
+
+Product = Literal["vllm", "sglang"]
+
+_EXTENSION = Path(__file__).parent / "extension"
+_WORKER = "areno_vllm_worker.ArenoWorker"
+_WORKER_OPTION = "--worker-extension-cls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The inference servers of a fleet.
+
+    Attributes:
+        arguments: command line arguments from the section of the product.
+        command: command that starts a server; empty uses the product's command from PATH or this Python.
+        addresses: running servers to join, one per replica, instead of starting them.
+        adapter: name of the trainer's adapter; empty without one.
+    """
+
+    product: Product
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    api_key: str = ""
+    adapter: str = ""
+    gpu: bool = False  # the servers compute on GPUs
+    request_timeout_s: float = 3600.0
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a joined server may be on another machine, which can share folders but not memory."""
+        hosts = {urlsplit(address).hostname for address in self.addresses}
+        return bool(hosts - {"localhost", "127.0.0.1", "::1"})
+
+
+def context_length_of(path: str) -> int | None:
+    """Context length of a checkpoint's model in tokens, if stated."""
+    return context_length(AutoConfig.from_pretrained(base_of(path)))
+
+
+def command_of(options: ServerOptions) -> list[str]:
+    """The command that starts a server, without arguments; UsageError if the product is not installed."""
+    if options.command:
+        return list(options.command)
+    if options.product == "sglang":
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        executable = command[0] if importlib.util.find_spec("sglang") is not None else None
+    else:
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        executable = shutil.which("vllm", path=search_path)
+        command = [str(executable), "serve"]
+    if executable is None:
+        example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
+        raise UsageError(
+            f"{options.product} is not installed here; install it, set the command of another environment, such as "
+            f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join running "
+            "servers (rollout.api_url, --rollout-url), or use areno's own engine (rollout.backend=areno:dN)"
+        )
+    return command
+
+
+def has_custom_worker(options: ServerOptions) -> bool:
+    """Whether the arguments name another worker extension of vLLM than areno's."""
+    return any(word.partition("=")[0] == _WORKER_OPTION for word in options.arguments)
+
+
+def arguments_of(path: str, options: ServerOptions) -> list[str]:
+    """The arguments of a server of the model at ``path``."""
+    where = ["--host", HOST, "--port", PORT, "--served-model-name", SERVED_NAME]
+    if options.product == "sglang":
+        weights = ["--model-path", path, "--weight-version", "0"]
+        return [*weights, *where, *options.arguments]
+    needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    extension = [_WORKER_OPTION, _WORKER, "--weight-transfer-config", '{"backend": "areno"}']
+    worker = [] if has_custom_worker(options) else extension
+    return [path, *where, *needed, *worker, *options.arguments]
+
+
+def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
+    """Default environment variables of a server; None for ``devices`` if a launcher assigns them."""
+    chosen = {}
+    if devices is not None:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)
+    if options.product == "vllm":
+        paths = [str(_EXTENSION), os.environ.get("PYTHONPATH", "")]
+        chosen |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "VLLM_SERVER_DEV_MODE": "1",  # pauses and weight updates
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if not options.gpu:
+            chosen |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            chosen["OMP_NUM_THREADS"] = str(threads)
+    return chosen

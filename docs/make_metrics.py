@@ -1,0 +1,48 @@
+"""Writes the tables of metrics in ``docs/run-directory.md``, from ``areno.observability``.
+
+    python docs/make_metrics.py
+
+A test compares the file with `page`, so the tables cannot drift from the code. The text around them is edited by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areno.observability.metric_advice import ADVICE
+from areno.observability.train_metrics import SECTIONS, expanded
+
+PAGE = Path(__file__).with_name("run-directory.md")
+BEGIN = (
+    "<!-- Written by docs/make_metrics.py from areno/observability/train_metrics.py and metric_advice.py, "
+    "down to the next mark. -->\n"
+)
+END = "<!-- The end of what docs/make_metrics.py writes. -->\n"
+_NOTE = (
+    "The losses of DAPO, CISPO, SAPO, M2PO and IcePop also report, under `train/`, the statistics of "
+    "[an experiment's update](statistics.md#the-actors-update).\n"
+)
+
+
+def render() -> str:
+    """Return the tables as Markdown."""
+    parts = []
+    for title, prefix, rows in SECTIONS:
+        lines = [
+            f"| {', '.join(f'`{name}`' for name in expanded(names))} | {unit} | {meaning} |"
+            for names, unit, meaning in rows
+        ]
+        parts += [f"### {title}: `{prefix}*`\n", "| Name | Unit | Meaning |\n|---|---|---|", *lines, ""]
+    advice = [f"| `{name}` | {one.text} | {one.remedy} |" for name, one in ADVICE.items()]
+    parts += [_NOTE, "### What is normal\n", "| Name | Normal | If it is not |\n|---|---|---|", *advice, ""]
+    return "\n".join(parts)
+
+
+def page() -> str:
+    """Return the whole page: what stands before the first mark and after the second one, and the tables."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text.partition(BEGIN)[0] + BEGIN + "\n" + render() + "\n" + END + text.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
