@@ -6,7 +6,7 @@
 - :mod:`catalog`: the runs below a folder, and one opened run
 - :mod:`curves`: metrics for charts
 - :mod:`sample_pages`: filters, search and pages of recorded samples
-- :mod:`compare`: differences of two configurations, and answers of two evaluations
+- :mod:`evaluations`: answers to the same prompts in two evaluations
 - :mod:`timeline`: sessions and phases over time, with weight versions
 - :mod:`tails`: the ends of files that a run appends to
 - :mod:`changes`: server-sent events about new data

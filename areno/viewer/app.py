@@ -14,13 +14,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from areno import __version__
 from areno.observability.chart import printable
-from areno.reports.run_data import KEYS
+from areno.reports.compare import compare_runs
+from areno.reports.explanation import Explanation, explain
+from areno.reports.run_data import KEYS, RunData
 from areno.serving.errors import install_error_handlers
+from areno.storage.run_dir import json_safe
 from areno.viewer.access import AccessMiddleware
 from areno.viewer.catalog import OpenedRun, RunCatalog, describe
 from areno.viewer.changes import event_stream, watched
-from areno.viewer.compare import compare_runs, evaluations
 from areno.viewer.curves import MAX_POINTS, curve
+from areno.viewer.evaluations import evaluations
 from areno.viewer.sample_pages import SampleQuery, read_one, sample_page
 from areno.viewer.tails import file_size
 from areno.viewer.timeline import timeline
@@ -35,22 +38,14 @@ Counts = Annotated[list[int], Query(max_length=_MAX_NAMES)]
 
 
 class DataResponse(JSONResponse):
-    """JSON in ASCII, which incomplete characters of a model's output cannot break; numbers that are not finite are null."""
+    """JSON in ASCII, which incomplete characters of a model's output cannot break; numbers that are not finite are strings."""
 
     def render(self, content: Any) -> bytes:
         """Encode the content."""
         try:
             return json.dumps(content, allow_nan=False, default=str).encode()
         except ValueError:
-            return json.dumps(_finite(content), allow_nan=False, default=str).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+            return json.dumps(json_safe(content), allow_nan=False, default=str).encode()
 
 
 def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event) -> FastAPI:
@@ -90,8 +85,14 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
-        """What differs in the configurations and environments of two runs."""
-        return DataResponse(compare_runs(catalog.open(left), catalog.open(right)))
+        """What differs between two runs, as ``areno diff --json`` prints it, except for their paths."""
+        comparison = compare_runs(*(RunData(catalog.open(run).path) for run in (left, right))).as_data()
+        return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
+
+    @app.get("/api/explain")
+    def explained(name: str) -> DataResponse:
+        """What a metric is, what is normal and what to do, in each front end."""
+        return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")
     def timeline_of(run_id: str, until: float | None = None) -> DataResponse:
@@ -168,6 +169,12 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]
             yield from _files(entry, f"{prefix}{entry.name}/")
         else:
             yield f"{prefix}{entry.name}", entry.read_bytes()
+
+
+def _explanation(one: Explanation) -> dict[str, str]:
+    advice = one.advice
+    known = {"normal": advice.text, "remedy": advice.remedy} if advice else {}
+    return {"name": one.name, "unit": one.unit, "meaning": one.meaning, "command": one.front_end, **known}
 
 
 def _overview(run: OpenedRun) -> dict[str, Any]:

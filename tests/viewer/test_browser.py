@@ -113,6 +113,9 @@ def test_chosen_runs_lead_to_their_curves_and_differences(page, url, ids):
     # Right or left depends on the order in the list.
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "lr"} == {("0.001", "0.01")}
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "algo"} == {("grpo", "gspo")}
+    assert "that both recorded are bit-equal" in page.text()
+    titles = ["First difference", "Settings that may change results", "Other settings", "Environment"]
+    assert page.run("[...document.querySelectorAll('h2')].map(title => title.innerText)")[:4] == titles
     page.run("[...document.querySelectorAll('#pages a')].find(link => link.innerText.startsWith('Curves')).click()")
     page.wait("document.querySelectorAll('figure .value').length >= 6")
     page.run("sessionStorage.clear()")
@@ -174,6 +177,8 @@ def test_the_values_of_a_chart_are_a_table_and_read_by_arrow_keys(page, url, ids
     )
     records = [record for record in lines_of(folder / "one" / "metrics.jsonl") if "rollout/rewards_mean" in record]
     assert cells == [[record["step"], pytest.approx(record["rollout/rewards_mean"], rel=1e-3)] for record in records]
+    page.run("[...document.querySelectorAll('figure summary')].find(one => one.innerText === 'What it means').click()")
+    page.wait("document.querySelector('figure').innerText.includes('rollout/rewards_mean')")
     page.run("document.querySelector('figure').focus()")
     page.press("ArrowLeft")
     assert "step 18: one 0.5313" in page.run("document.querySelector('figure').getAttribute('aria-label')")

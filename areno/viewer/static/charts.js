@@ -125,7 +125,11 @@ export async function show(page, here) {
         charts.delete(name);
       }
     }
-    for (const name of names) if (!charts.has(name)) charts.set(name, chart(keys.includes(name) ? name.replaceAll("_", " ") : name, "curves"));
+    for (const name of names) {
+      if (charts.has(name)) continue;
+      charts.set(name, chart(keys.includes(name) ? name.replaceAll("_", " ") : name, "curves"));
+      charts.get(name).figure.append(explanation(name));
+    }
     const figures = names.map((name) => charts.get(name).figure);
     if (figures.length !== grid.children.length || figures.some((figure, place) => grid.children[place] !== figure)) fill(grid, figures);
     for (const name of names) {
@@ -137,6 +141,20 @@ export async function show(page, here) {
       });
       charts.get(name).draw(lines, { smooth, log, unit });
     }
+  }
+
+  /** What a metric means, requested when it is opened. */
+  function explanation(name) {
+    const box = el("details", { on: { toggle: async () => {
+      if (!box.open || box.children.length > 1) return;
+      const kinds = new Set(runs.map((one) => (one.kind === "experiment" ? "areno run" : "areno train")));
+      const all = await get("/api/explain", { name }), fitting = all.filter((one) => kinds.has(one.command));
+      const lines = (fitting.length ? fitting : all).map((one) => [
+        el("p", {}, el("code", {}, one.name), ` ${one.meaning}${one.unit ? ` (${one.unit})` : ""}`),
+        one.normal && el("p", {}, `Normal: ${one.normal}`), one.remedy && el("p", {}, `If not: ${one.remedy}`)]);
+      box.append(el("div", {}, all.length ? lines.flat().filter(Boolean) : "This metric is not documented."));
+    } } }, el("summary", {}, "What it means"));
+    return box;
   }
 
   async function load() {

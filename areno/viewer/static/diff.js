@@ -1,8 +1,8 @@
-// What differs between the configurations and environments of two runs.
+// What differs between two runs: the first step that differs and why, settings, environment, curves.
 
 import { get } from "./api.js";
 import { keep, link } from "./app.js";
-import { el, field, fill, select, shown, table } from "./dom.js";
+import { el, field, fill, number, select, shown, table } from "./dom.js";
 
 export async function show(page, { params }) {
   const { runs } = await get("/api/runs");
@@ -22,26 +22,46 @@ export async function show(page, { params }) {
     body,
   );
 
-  function part(title, answer) {
-    const code = (value) => (value === undefined ? el("span", { class: "muted" }, "absent") : el("code", {}, shown(value)));
-    const rows = [
-      ...answer.different,
-      ...answer.left_only,
-      ...answer.right_only,
-    ].map((one) => [el("code", {}, one.name), el("del", {}, code(one.left)), el("ins", {}, code(one.right))]);
-    const count = `${answer.different.length} differ, ${answer.left_only.length} only left, ` +
-      `${answer.right_only.length} only right, ${answer.equal} are equal.`;
+  function settings(title, list) {
+    const rows = list.map((one) => [
+      [el("code", {}, one.name), one.same > 0 && el("span", { class: "muted" }, ` and ${one.same} alike`)].filter(Boolean),
+      ...one.values.map((value) => el("code", {}, shown(value))),
+    ]);
+    return [el("h2", {}, title), rows.length ? table(title, ["Name", name(left), name(right)], rows, { class: "diff" }) : el("p", {}, "No differences.")];
+  }
+
+  function firstDifference({ divergence, causes }) {
+    const { different, unequal, steps } = divergence;
+    if (!steps) return el("p", {}, "The runs have no metrics in common.");
+    if (!different) {
+      return el("p", {}, unequal
+        ? `The ${steps} steps that both recorded agree to 1e-6; they are not bit-equal since step ${unequal.step}: ${unequal.text}.`
+        : `The ${steps} steps that both recorded are bit-equal.`);
+    }
+    const cause = causes.map((one) => `${one.name} ${one.values.map(shown).join(" and ")}`).join("; ");
     return [
-      el("h2", {}, title),
-      el("p", {}, count),
-      rows.length > 0 && table(title, ["Name", name(left), name(right)], rows, { class: "diff" }),
+      el("p", {}, el("strong", {}, `Step ${different.step}, ${different.phase}`), different.text && `: ${different.text}`),
+      el("p", {}, cause ? `What differs and acts here: ${cause}` : "No setting that acts here differs."),
     ];
+  }
+
+  function curves(list) {
+    const rows = list.map((one) => [one.key.replaceAll("_", " "), ...[...one.first, ...one.last, ...one.mean, one.difference].map(number)]);
+    const heads = ["Metric", "first left", "right", "last left", "right", "mean left", "right", "difference of means"];
+    return [el("h2", {}, "Curves over the steps of both"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
   }
 
   async function load() {
     keep("diff", { left, right });
     const answer = await get("/api/diff", { left, right });
-    fill(body, part("Configuration", answer.config), part("Environment", answer.environment));
+    fill(
+      body,
+      el("h2", {}, "First difference"), firstDifference(answer),
+      settings("Settings that may change results", answer.settings.filter((one) => one.changes_results)),
+      settings("Other settings", answer.settings.filter((one) => !one.changes_results)),
+      settings("Environment", answer.environment),
+      curves(answer.curves),
+    );
   }
 
   await load();
