@@ -8,10 +8,10 @@ import importlib
 import os
 from typing import Any
 
-# How long an idle OpenMP thread spins before it sleeps. For a small model waking it costs more than its work: a training
-# step of 28 ms on two cores takes 42 ms with a spin of 0.5 ms. Next to a busy process GNU OpenMP's default of about 13 ms is
-# worst (400 ms per step), a short spin takes 115 ms, and this one (40 ms) 100 ms, because a spinning thread keeps its core.
-# It must be set before torch is loaded; the user's own value wins.
+# How long an idle OpenMP thread spins before it sleeps. For a small model, waking a thread costs more than the thread's work: a
+# training step of 28 ms on two cores takes 42 ms with a spin of 0.5 ms. Next to a busy process, GNU OpenMP's default of about
+# 13 ms is the worst (400 ms per step); a short spin takes 115 ms, and this spin (40 ms) takes 100 ms, because a spinning thread
+# keeps its core. The value must be set before torch is loaded; the user's own value wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 

@@ -1,7 +1,7 @@
 """The cache folder, and scratch folders of a process.
 
 The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
-locked by their owner; one whose owner was killed is deleted by the next process that creates one.
+locked by their owner. If the owner was killed, the next process that creates a scratch folder deletes the old one.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_ABANDONED_S = 24 * 3600  # far longer than any build
+_ABANDONED_S = 24 * 3600  # far longer than any build takes
 _NEW_S = 60  # a younger folder may not have been locked yet
 _SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
@@ -48,7 +48,7 @@ def planted_problem(path: Path) -> str:
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the file system of ``target`` to build it in; also deletes those of killed builds."""
+    """Yield a temporary folder, on the file system of ``target``, in which to build it; deletes folders of killed builds."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):
         with suppress(OSError):  # another build may be deleting it too
@@ -59,11 +59,11 @@ def building_folder(target: Path) -> Iterator[Path]:
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process; if the process is killed, a later one deletes it.
+    """A temporary folder of this process; if the process is killed, a later process deletes the folder.
 
     Args:
-        kind: part of its name.
-        root: parent folder; None is the system's temporary folder.
+        kind: part of the folder's name.
+        root: parent folder; None: the system's temporary folder.
     """
 
     def __init__(self, kind: str, root: Path | None = None) -> None:

@@ -25,7 +25,7 @@ def openmp_threads() -> int | None:
 
 
 def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
-    """Return the CPU limit of the process's control groups, in cores, as set by ``docker run --cpus``; None is no limit."""
+    """Return the CPU limit of the process's control groups in cores, as set by ``docker run --cpus``; None: no limit."""
     limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
     return min(limits, default=None)
 
@@ -40,7 +40,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # Inside a container the named group may be the mounted root itself.
+        # In a container the named group may be the mounted root itself.
         for group in (leaf := PurePosixPath("/" + path.strip("/")), *leaf.parents):
             folder = root / "cpu" / group.relative_to("/") if controllers else root / group.relative_to("/")
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)

@@ -3,11 +3,13 @@
 import re
 import sys
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_MEMORY_HINT = (
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+"""How libraries report a failed allocation."""
+MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
     "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
 )
+"""What to do then."""
 
 
 class ArenoError(Exception):
@@ -39,7 +41,7 @@ class CheckpointError(ArenoError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint differs from what was written."""
+    """The files of a checkpoint differ from what was written."""
 
 
 class EngineError(ArenoError, RuntimeError):
@@ -49,21 +51,21 @@ class EngineError(ArenoError, RuntimeError):
 def exit_code(error: BaseException) -> int:
     """Print the error that ended the program in one line on stderr, and return its exit code.
 
-    2 for a `UsageError`, 130 for Ctrl-C, that of a ``SystemExit`` (which prints nothing), otherwise 1.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, the code of a ``SystemExit`` (which prints nothing), otherwise 1.
     """
     if isinstance(error, SystemExit):
         return int(error.code or 0)
     interrupted = isinstance(error, KeyboardInterrupt)
     sys.stderr.write("interrupted\n" if interrupted else f"error: {str(error) or type(error).__name__}\n")
     if ran_out_of_memory(error):
-        sys.stderr.write(f"{_MEMORY_HINT}\n")
+        sys.stderr.write(f"{MEMORY_HINT}\n")
     return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or one of its causes is a failed allocation on a CPU or a GPU."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))):
             return True
         error = error.__cause__
     return False

@@ -1,8 +1,8 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair each header starts with the connection's key, which the leading side draws and sends first: stray bytes that
-something else writes to the socket raise an error at once instead of being read as a length. Between machines header and body
-are signed, see :class:`SignedFormat`.
+On a socket pair each header starts with the connection's key, which the leading side draws and sends first: if something else
+writes bytes to the socket, they raise an error at once instead of being read as a length. Between machines header and body are
+signed, see :class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FrameError(ArenoError):
 
 
 class KeyedFormat:
-    """Frames of a key, the length and the body. :class:`SignedFormat` documents the methods."""
+    """Frames that consist of a key, the length and the body. :class:`SignedFormat` documents the methods."""
 
     header_bytes, trailer_bytes = _HEADER.size, 0
 
@@ -59,11 +59,11 @@ class KeyedFormat:
 class SignedFormat:
     """Frames whose header and body are signed with a shared key, the direction and the position in the stream.
 
-    A man in the middle cannot change, replay, drop, insert or reflect a message.
+    An attacker between the two ends cannot change, replay, drop, insert or reflect a message without being detected.
 
     Args:
         key: shared key of the connection.
-        dials: whether this end opened the connection; distinguishes the directions.
+        dials: whether this end opened the connection; this distinguishes the directions.
     """
 
     header_bytes, trailer_bytes = _LENGTH.size + _MAC_BYTES, _MAC_BYTES
@@ -134,12 +134,12 @@ class Frames:
 
     @classmethod
     def follow(cls, sock: socket.socket) -> Frames:
-        """Wrap the following end, which trusts the leading one and accepts bodies of any size."""
+        """Wrap the following end, which trusts the leading end and accepts bodies of any size."""
         return cls(sock, KeyedFormat(sock.recv(_KEY_BYTES, socket.MSG_WAITALL)), sys.maxsize)
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """Wrap the following end, given its file descriptor."""
+        """Wrap the following side of the connection, given its file descriptor."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:
@@ -247,4 +247,4 @@ class Frames:
     def _break(self, problem: str) -> None:
         self._end = FrameError(problem)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # keeps a selector reporting it until it is raised
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that a selector reports the socket until the error is raised

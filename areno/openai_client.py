@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible servers: teachers, judges, and models to evaluate."""
+"""Client of OpenAI-compatible servers, for teachers, judges and models to evaluate."""
 
 import os
 import time
@@ -20,12 +20,12 @@ class ServerError(ArenoError):
 class OpenAIClient:
     """A thread-safe client of one server, with the API key of ``OPENAI_API_KEY``.
 
-    It connects at the first request, so it may be created in one process and used in another.
+    The client connects at the first request, so it may be created in one process and used in another.
 
     Args:
         url: base URL with the API version, such as ``http://HOST:8000/v1``.
         timeout_s: timeout of one request.
-        model: model name on the server; None takes the first that it lists.
+        model: model name on the server; None: the first model that the server lists.
     """
 
     def __init__(self, url: str, timeout_s: float, model: str | None = None) -> None:
@@ -45,13 +45,13 @@ class OpenAIClient:
         return self._model
 
     def check(self, description: str) -> None:
-        """Raise UsageError, with ``description`` as its first words, if the server does not response."""
+        """Raise UsageError, with ``description`` as its first words, if the server does not respond."""
         try:
             self.model()
         except ServerError as error:
             raise UsageError(
-                f"{description}: no OpenAI-compatible server answers there ({error}); start it, correct the address, or pass "
-                "a model folder"
+                f"{description}: no OpenAI-compatible server answers ({error}); start the server, correct the address, or "
+                "pass a model folder"
             ) from error
 
     def post(self, path: str, body: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Writes ``docs/coming-from.md``: settings of other tools, and what they are called here.
+"""Writes ``docs/coming-from.md``: settings of other tools, and their names in areno.
 
     python docs/make_coming_from.py
 
@@ -19,23 +19,24 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists what it does not carry over:
+`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists the settings that it does not
+include:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6
 areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5
 ```
 
-Options that belong to areno come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check the
+Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check the
 result with `--dry-run`, which reads the model's configuration, the data and the reward function before anything is loaded.
 
-Two things differ in all cases. A *reward function* gets one record with the answer and the row of the data set, and returns a
-number or named parts ([rewards](rewards.md)); adapt the signature. *Data* is JSON lines, Parquet or a data set of the hub, with
-prompts as text or messages ([data](data.md)).
+Two things differ in all cases. A *reward function* gets one record, which has the answer and the row of the data set, and
+returns a number or named parts ([rewards](rewards.md)), so its signature must be adapted. *Data* is JSON lines, Parquet or a
+data set of the hub, with prompts as text or messages ([data](data.md)).
 
 ## AReaL
 
-Experiments run as they are: `areno run FILE.yaml`. A notice at the start lists settings that have no effect here, with the
+Experiments run as they are: `areno run FILE.yaml`. A notice at the start lists settings that have no effect in areno, with the
 reason ([experiments](experiments.md), [settings](configuration.md)).
 """
 
@@ -54,7 +55,7 @@ _VERL = """
 
 
 def _table(rules: Mapping[str, Rule]) -> str:
-    lines = ["| setting | here |", "|---|---|"]
+    lines = ["| setting | in areno |", "|---|---|"]
     for name, rule in rules.items():
         here = f"`{rule.option}`" if rule.option else ""
         lines.append(f"| `{name}` | {'; '.join(part for part in (here, rule.note) if part)} |")

@@ -2,7 +2,7 @@
 
     python docs/make_configuration.py
 
-A test compares the file with `render`, so the page cannot drift from what is read.
+A test compares the file with `render`, so the page always agrees with the declarations.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ GROUPS = {
         "FP8EngineConfig",
     ],
 }
-"""Every class of settings, grouped by what one is looking for."""
+"""Every class of settings, grouped by topic."""
 
 _HEAD = """\
 # Configuration of experiments
 
 <!-- Written by docs/make_configuration.py from the declarations in areno/config/experiment; do not edit by hand. -->
 
-An experiment is a YAML file, and a program that reads it:
+An experiment is a YAML file, which `areno run` or your own program reads:
 
 ```bash
 python3 train.py --config experiment.yaml actor.lr=1e-4 seed=42
@@ -103,46 +103,50 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 
 ## How a file is read
 
-- **Overrides.** `key=value` sets any setting by its dotted path, whether the file has it or not. `+key=value` does the
-  same, `~key` takes a key out of the file. Values are YAML: `[a, b]`, `{k: 1}`, `null`, `true`, `1e-4`. A later override
-  wins. `actor.scheduling_spec.0.cpu=4` reaches into a list. `actor.lr` is short for `actor.optimizer.lr`.
-- **Interpolation.** `${gconfig.n_samples}` is the value of another setting, also of one that has its default; `${actor}`
-  is a whole section, `${.path}` a neighbour, `${oc.env:HOME}` a variable of the environment.
-- **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` reach every section that has them. A section
-  with another name is refused; only `saver.fileroot` and `recover.fileroot` may be another place.
-- **Inherited.** Where a default below names another setting, an unset value is that one's: `ref` and `critic` take path
-  and backend from `actor`, groups are `gconfig.n_samples` large.
-- **By machine.** `auto`, and sizes that are not given, become what the machine has; a run prints them once. The value for
-  a large GPU node stands in brackets.
-- **Saved.** `save_config` writes the whole resolved configuration, which loads to the same one. Keys to services
-  (`admin_api_key`, `wandb_api_key` and the like) are left out; give them anew, or by the services' own variables.
-- **Errors.** All mistakes are listed at once, each with the nearest name, the value and what to write instead. A setting
-  that asks for something that this version cannot do is an error, unless it has its default: areno's, or the one in brackets.
-- **Notice.** Settings that change nothing here are accepted, and one notice in the log lists them with the reasons: sections
-  of backends that are not used, resources for cluster schedulers, keys of services, what another setting decides.
+- **Overrides.** `key=value` sets any setting by its dotted path, whether or not the file has it. `+key=value` does the same;
+  `~key` removes a key of the file. Values are YAML: `[a, b]`, `{k: 1}`, `null`, `true`, `1e-4`. A later override wins.
+  `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short for `actor.optimizer.lr`.
+- **Interpolation.** `${gconfig.n_samples}` is the value of another setting, even if that setting has its default. `${actor}` is
+  a whole section, `${.path}` a setting of the same section, `${oc.env:HOME}` an environment variable.
+- **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` apply to every section that has these settings. A
+  section that sets a different value is refused; only `saver.fileroot` and `recover.fileroot` may differ from
+  `cluster.fileroot`.
+- **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting: `ref` and
+  `critic` take path and backend from `actor`, and the group size is `gconfig.n_samples`.
+- **By machine.** `auto`, and sizes that are not set, are resolved according to the machine; a run prints the resolved values.
+  The value for a large GPU node is in brackets.
+- **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
+  services (`admin_api_key`, `wandb_api_key` and the like) are omitted; set them again, or use the services' own environment
+  variables.
+- **Errors.** All mistakes are listed at once, each with the nearest name, the value and what to write instead. A setting that
+  requests something that areno does not support is an error, unless it has its default value (areno's default, or the one in
+  brackets).
+- **Notice.** Settings that have no effect in areno are accepted, and one notice in the log lists them with the reasons:
+  sections of unused backends, resources for cluster schedulers, keys of services, settings that another setting overrides.
 
 ## Backends
 
-`actor.backend` and `rollout.backend` say which engine runs a role, on how many devices, and how they are divided:
-`fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` on two that are two tensor-parallel devices each, and `areno:d2`
-generates on two. areno's own engine serves both: whole weights on each data-parallel rank, and the optimizer sharded
-among them. On a CPU a device is a process. `ref` and `critic` live on the actor's ranks.
+`actor.backend` and `rollout.backend` say which engine runs a role, on how many devices, and how the devices are divided:
+`fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` on two data-parallel replicas of two tensor-parallel devices each, and
+`areno:d2` generates on two devices. areno's own engine is used for both: each data-parallel rank has the full weights, and the
+optimizer states are sharded across these ranks. On a CPU a device is a process. `ref` and `critic` run on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
 backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` divides
-expert layers differently. `allocation_mode` holds several at once: `areno:d2+fsdp:d2` on devices of their own,
-`areno[rollout]:d2|fsdp[actor]:d2` on the same ones. The forms of earlier versions, in which m is tensor parallel, are
-translated: `areno.d2m1+d2m1`; `d2m1` alone, which is generation and training on the same devices; and sizes by model, as
-`actor_gen:d2,*:d4`, where training has devices of its own. [Layouts](layouts.md) says which layouts run, [servers](servers.md)
-what vLLM and SGLang need; an impossible layout is refused with the nearest possible one.
+expert layers differently. `allocation_mode` sets several backends at once: `areno:d2+fsdp:d2` on separate devices,
+`areno[rollout]:d2|fsdp[actor]:d2` on the same devices. The forms of earlier versions, in which m is tensor parallel, are
+translated: `areno.d2m1+d2m1`; `d2m1` alone, which means generation and training on the same devices; and sizes by model, as in
+`actor_gen:d2,*:d4`, where training has its own devices. [Layouts](layouts.md) describes the supported layouts,
+[servers](servers.md) what vLLM and SGLang need. If a layout is impossible, the error names the nearest possible one.
 
-## Traps that are errors here
+## Common mistakes that are errors
 
-- `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. Unset, `kl_ctl` is 0.1 with a `ref` alone, else 0.
-- `rejection_sampling` without `use_decoupled_loss`, whose importance weight it bounds.
-- A group of a normalisation that is not the `n_samples` answers to one prompt, or that has one member.
-- `actor.temperature` or `actor.max_new_tokens` other than those of `gconfig`, with which was sampled.
-- An evaluation without `valid_dataset`, and the other way round.
+- `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. If unset, `kl_ctl` is 0.1 with a `ref` and without
+  `kl_loss_coef`, else 0.
+- `rejection_sampling` without `use_decoupled_loss`: it bounds the importance weight of that loss.
+- Normalization over groups whose size is not `n_samples`, or is 1.
+- `actor.temperature` or `actor.max_new_tokens` that differ from those of `gconfig`, which are used for sampling.
+- An evaluation without `valid_dataset`, or `valid_dataset` without an evaluation.
 
 """
 _COLUMNS = "| Setting | Type | Default | Meaning |\n|---|---|---|---|"
@@ -160,7 +164,7 @@ def render() -> str:
 
 
 def declared() -> dict[str, type]:
-    """Every class of settings by name: those of all experiments, and the bases that declare their fields."""
+    """Every class of settings by name: the classes of all experiments, and the base classes that declare their fields."""
     found: dict[str, type] = {}
     for root in (PPOConfig, GRPOConfig, SFTConfig, RWConfig, DPOConfig):
         kinds = [root, *(e.kind for e in paths_of(root).values() if e.shape in ("section", "sections"))]
@@ -172,7 +176,7 @@ def declared() -> dict[str, type]:
 
 
 def where_used() -> dict[str, list[str]]:
-    """For each class the keys of sections that are made of it, in YAML files of any kind."""
+    """For each class, the keys of the sections that have its settings, in YAML files of all kinds."""
     places: dict[str, dict[str, None]] = {}
     for root in (GRPOConfig, DPOConfig, SFTConfig, RWConfig):
         for path, entry in paths_of(root).items():
@@ -208,7 +212,7 @@ def _common(reasons: Iterable[str]) -> str:
 
 
 def _is_own(entry: Setting, declaration: type) -> bool:
-    """Declared here, or with another default than in the class that it is taken from."""
+    """Whether a class declares a setting itself, or with a default other than its base class."""
     bases = [base for base in declaration.__mro__[1:-1] if entry.name in settings_of(base)]
     return not bases or entry.default_text != settings_of(bases[0])[entry.name].default_text
 
@@ -236,8 +240,9 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
 def _quickstart() -> str:
     lines = [
         "## Keys of the quickstart\n",
-        "`main_async_ppo.py` and `main_sync_ppo.py` take the keys below without a file. They are translated to the settings of "
-        "PPOConfig, each of which can be given as well.\n",
+        "`main_async_ppo.py` and `main_sync_ppo.py` take the keys below without a file. The keys are translated to the "
+        "settings of "
+        "PPOConfig, which can also be set directly.\n",
         "| Key | Default | Setting | Meaning |\n|---|---|---|---|",
     ]
     for name, key in LEGACY_KEYS.items():

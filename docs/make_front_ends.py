@@ -1,4 +1,4 @@
-"""Writes ``docs/front-ends.md``: what a run can do, as options of ``areno train`` and as settings of ``areno run``.
+"""Writes ``docs/front-ends.md``: features, with their options of ``areno train`` and settings of ``areno run``.
 
     python docs/make_front_ends.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("front-ends.md")
 ALWAYS = "always"
-"""No setting is needed."""
+"""Shown for a feature that needs no setting."""
 
 _HEAD = """\
 # Options and settings side by side
@@ -31,9 +31,9 @@ class Feature:
     """One line of the table.
 
     Attributes:
-        name: what it is.
-        flags: options, ``always``, or nothing where it is missing.
-        settings: settings by their paths, alike.
+        name: name of the feature.
+        flags: options, ``always``, or nothing if ``areno train`` lacks the feature.
+        settings: paths of settings, ``always``, or nothing if ``areno run`` lacks the feature.
     """
 
     name: str
@@ -43,22 +43,22 @@ class Feature:
 
 FEATURES = (
     Feature("passes over the data", ("--epochs",), ("total_train_epochs",)),
-    Feature("most steps", ("--max-steps",), ("total_train_steps",)),
-    Feature("most trained sequences", ("--max-sequences",), ("total_train_n_seqs",)),
+    Feature("maximum steps", ("--max-steps",), ("total_train_steps",)),
+    Feature("maximum trained sequences", ("--max-sequences",), ("total_train_n_seqs",)),
     Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
     Feature("rows of one pass", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
     Feature("optimizer steps per rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
     Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
-    Feature("prompts shared in training", ("--tree-training",), ("actor.enable_tree_training",)),
+    Feature("shared prompts computed once in training", ("--tree-training",), ("actor.enable_tree_training",)),
     Feature("8-bit Adam", ("--adam-8bit",), ("actor.optimizer.type",)),
     Feature("a model in a GGUF file", ("--ckpt",), ("actor.path",)),
     Feature("LoRA", ("--lora-rank",), ("actor.use_lora", "actor.lora_rank")),
-    Feature("LoRA on a base in 4 bits", ("--load-in-4bit",), ("actor.load_in_4bit",)),
-    Feature("optimizer in the computer's memory", ("--offload-optimizer",), ("actor.optimizer.offload",)),
-    Feature("activations in the computer's memory", ("--offload-activations",), ("actor.offload_activations",)),
+    Feature("LoRA on a 4-bit base", ("--load-in-4bit",), ("actor.load_in_4bit",)),
+    Feature("optimizer in host memory", ("--offload-optimizer",), ("actor.optimizer.offload",)),
+    Feature("activations in host memory", ("--offload-activations",), ("actor.offload_activations",)),
     Feature("recomputed activations", ("--activation-checkpointing",), ("actor.gradient_checkpointing",)),
     Feature("several devices", ("--world-size", "--tp-size"), ("actor.backend",)),
-    Feature("weights sharded over replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
+    Feature("weights sharded across replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
     Feature("algorithm by name or from your own file", ("--algo",), ("actor.algorithm",)),
     Feature(
         "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
@@ -69,16 +69,16 @@ FEATURES = (
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ("actor.kl_loss_coef",)),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
     Feature("reference of DPO, scored once and kept on disk", ("--ref-ckpt",), ("ref.path",)),
-    Feature("swapped labels of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
+    Feature("label smoothing of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("weights of a reward's parts", ("--reward-weights",), ("reward.weights",)),
     Feature("normalised parts of a reward", ("--reward-normalize-parts",), ("reward.normalize_parts",)),
     Feature("reward model", ("--reward-ckpt",), ("reward.path",)),
-    Feature("what a failing reward does", ("--on-reward-error",), ("reward.on_error",)),
+    Feature("handling of failing rewards", ("--on-reward-error",), ("reward.on_error",)),
     Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),
     Feature("workflows", ("--workflow",), ("workflow.path",)),
     Feature("asynchronous rollout", ("--rollout", "--max-staleness"), ("rollout.max_head_offpolicyness",)),
-    Feature("generating and training in turn on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
+    Feature("alternating generation and training on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
     Feature("rollout replicas", ("--rollout-replicas",), ("rollout.backend",)),
     Feature("speculative decoding", ("--speculate",), ("rollout.speculate",)),
     Feature("routing replay", ("--return-routed-experts",), ("rollout.return_routed_experts",)),
@@ -87,18 +87,19 @@ FEATURES = (
     Feature("best checkpoint", ("--keep-best",), ("evaluator.keep_best",)),
     Feature("early stop", ("--early-stop-patience",), ("evaluator.early_stop_patience",)),
     Feature("checkpoints to resume from", ("--save-interval",), ("recover.freq_steps", "recover.mode")),
-    Feature("checkpoints by the clock", ("--save-interval-minutes",), ("recover.freq_secs",)),
-    Feature("models beside checkpoints", ("--model-save-interval",), ("saver.freq_steps",)),
-    Feature("saving beside training", ("--save-async",), ("saver.mode",)),
+    Feature("checkpoints at time intervals", ("--save-interval-minutes",), ("recover.freq_secs",)),
+    Feature("models in addition to checkpoints", ("--model-save-interval",), ("saver.freq_steps",)),
+    Feature("saving in the background", ("--save-async",), ("saver.mode",)),
     Feature("exact resume", ("--resume",), ("recover.mode",)),
     Feature("saving on Ctrl-C, SIGTERM and SIGHUP", (ALWAYS,), (ALWAYS,)),
     Feature("warnings about runs that cannot learn", (ALWAYS,), (ALWAYS,)),
     Feature("live display on a terminal", (ALWAYS,), (ALWAYS,)),
+    Feature("saved training rows", ("--save-rollouts",), ("rollout.save_rollouts",)),
     Feature("TensorBoard", ("--metrics-log-dir",), ("stats_logger.tensorboard.path",)),
     Feature("W&B, SwanLab, Trackio, MLflow", ("--track",), ("stats_logger.wandb.mode",)),
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
-    Feature("memory planned before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
+    Feature("memory plan before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
     Feature("tuned sizes", ("--tune-params",), ("areno plan --tune-params",)),
 )
 

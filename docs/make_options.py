@@ -21,9 +21,9 @@ _HEAD = """\
 <!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
 
 Every option but `--config` itself may be a flag or a line of the `--config` file; [train.md](train.md) explains the
-command. An on/off option also has a `--no-` form. "Only" names the algorithms that read an option: given to another one,
-it is an error. "Resume" says whether `--resume` may change it. "Later" marks options that are known but not in this
-version; giving one says so.
+command. An on/off option also has a `--no-` form. "Only" names the algorithms that read an option; with another algorithm the
+option is an error. "Resume" says whether the option may be changed when a run is resumed with `--resume`. "Later" marks options
+that this version does not support yet; using one is an error that says so.
 """
 _COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
 

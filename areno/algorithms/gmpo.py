@@ -17,7 +17,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.stats import TokenFlags, masked_mean
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class GMPOOptions:
 def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> tuple[Tensor, dict[str, Any]]:
     """L = - mean_i A_i (prod_t c_t)^(1 / L_i), with log c_t = sgn(A_i) min(sgn(A_i) (log pi - log pi_rollout), eps).
 
-    The ratio of each of the L_i response tokens is clipped before the geometric mean, on the side towards which A_i pushes it;
-    A_i is the mean advantage of the sequence. A sequence without response tokens contributes 0 and still counts in the mean.
+    The ratio of each of the L_i response tokens is clipped before the geometric mean, on the side to which A_i moves it; A_i is
+    the mean advantage of the sequence. A sequence without response tokens contributes 0 and still counts in the mean.
     """
     ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
     advantage = sequence_means(advantages_of(data_pack), data_pack)
@@ -43,7 +43,8 @@ def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> t
     ratio = ratio_of(sequence_means(bounded.to(difference.dtype), data_pack))
     loss, metrics = with_kl(over_sequences(-advantage * ratio), None, 0.0)
     metrics |= policy_metrics(data_pack, logprobs, ratio_of(difference))
-    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask)}
+    flags = TokenFlags(clipped & (advantage != 0)[ids])
+    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask), "clipped": flags}
 
 
 SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=GMPOOptions, min_samples=2)

@@ -17,8 +17,14 @@ from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 class SimPOOptions:
     """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
-    simpo_beta: float = option(2.0, above=0, help="Scale of the reward: the mean log-prob of an answer.")
-    simpo_gamma: float = option(1.0, minimum=0, help="Target reward margin of the chosen answer.")
+    simpo_beta: float = option(
+        2.0, above=0, help="Factor beta of the implicit reward, which is beta times the mean log-prob of an answer."
+    )
+    simpo_gamma: float = option(
+        1.0,
+        minimum=0,
+        help="Margin gamma by which the reward of the chosen answer should exceed that of the rejected one.",
+    )
 
 
 @mean_loss("pair", means("pair_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"))

@@ -1,9 +1,10 @@
 """The SDK. Names are imported lazily, so that importing this package does not import torch.
 
-- ``trainer``: ``areno.Trainer``; ``sampler``: its generation, inside a ``session``; ``backend``: what runs its models.
+- ``trainer``: ``areno.Trainer``; ``sampler``: generation inside a ``session``; ``backend``: runs the models.
 - ``run_training``: whole runs, for ``areno train`` and ``areno eval``; ``trainers``: the steps of ``areno train``.
+- ``replay``: ``areno replay`` of such runs.
 - ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
-- ``evaluation``: held-out prompts; ``server_evaluation``: the same on an OpenAI-compatible server.
+- ``evaluation``: evaluates a policy on held-out prompts; ``server_evaluation``: evaluates a model on a server.
 - ``rewards``: the reward runner of a run; ``records``: what reward functions receive.
 - ``arguments``: checks the arguments of the SDK.
 """

@@ -124,7 +124,7 @@ def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabul
             )
         if vocabulary is not None and (wrong := unknown_id(prompt, vocabulary)) is not None:
             raise UsageError(
-                f"prompt {index} has token id {wrong}, but the model's ids are 0 to {vocabulary - 1}; encode it with "
+                f"prompt {index} has token id {wrong}, but the model's ids are 0 to {vocabulary - 1}; encode prompts with "
                 "trainer.get_tokenizer()"
             )
     return checked
@@ -152,12 +152,12 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError for rows of unknown temperature if the trainer has sampled at other temperatures than 1."""
+    """Raise UsageError for rows of unknown temperature if the trainer has sampled at temperatures other than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
         raise UsageError(
-            f"the sampling temperature of the logprobs of row {unknown[0]} is unknown, and this trainer has sampled at "
+            f"the sampling temperature of the logprobs of row {unknown[0]} is unknown, but this trainer has sampled at "
             f"{sampled}; pass TrainSequence(temperature=sequence.temperature), or build logprobs as "
             "[0.0] * len(prompt) + sequence.resp_logprobs, which keeps the temperature"
         )

@@ -1,7 +1,7 @@
 """Reads data files into ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
 
-Unlike with the builders of ``datasets``, files are read into memory without a global cache, so that nothing is stale, and a
-malformed row is reported with its line and key.
+Unlike the builders of ``datasets``, this module reads files into memory without a global cache, so that data is never stale,
+and reports a malformed row with its line and key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_file(path: Path, option: str) -> Dataset:
 
 
 def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
-    """Read one split of a folder: of ``save_to_disk``, or of data files of one format whose names start with the split."""
+    """Read one split of a folder: either of ``save_to_disk``, or of data files of one format, named after their splits."""
     if saved_splits(folder) is not None:
         return _read_saved(folder, option, split)
     files = split_files(folder, split, option)
@@ -53,7 +53,7 @@ def _read_saved(folder: Path, option: str, split: str) -> Dataset:
 
     try:
         loaded = load_from_disk(str(folder))
-    except Exception as error:  # damaged files raise all kinds of errors
+    except Exception as error:  # damaged files raise errors of many types
         raise DataError(
             f"{folder}: this save_to_disk folder is damaged: {_first_line(error)}; save it again"
         ) from error
@@ -79,7 +79,7 @@ def _read_json(path: Path) -> pa.Table:
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    # Split at newlines only: JSON strings may contain other characters that `splitlines` splits at.
+    # Split at newlines only: JSON strings may contain other characters at which `splitlines` would split.
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue

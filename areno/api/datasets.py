@@ -64,8 +64,8 @@ def load_training_dataset(
 ) -> Sequence[Mapping[str, Any]]:
     """Load the rows for a trainer, at least one mapping, through the user's loader if there is one.
 
-    A loader is called with the path, which it may interpret freely, and the keywords ``default_loader`` (bound to the split),
-    ``load_dataset`` and ``load_from_disk``.
+    A loader is called with the path, which it may interpret as it likes, and the keywords ``default_loader`` (bound to the
+    split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.
@@ -112,9 +112,9 @@ def iter_prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Yield batches of encoded prompts.
 
-    Rows with too long a prompt are skipped and counted. The last batch may be smaller, none is empty. The position to
-    resume at is ``start`` plus the ``scanned`` of all batches so far; skipped rows after a batch are counted in it, so that
-    the sum reaches the end of ``order`` with the last batch.
+    Rows with too long a prompt are skipped and counted. The last batch may be smaller; no batch is empty. The position at which
+    to resume is ``start`` plus the ``scanned`` of all batches so far. Skipped rows after a batch count towards that batch, so
+    that the sum reaches the end of ``order`` with the last batch.
 
     Args:
         batch_size: accepted rows per batch.
@@ -122,7 +122,7 @@ def iter_prompt_batches(
         context_limit: maximum tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
         prompt_key: key of the prompt, a string or a list of chat messages.
         solutions_key: key of the reference answer; may be missing.
-        order: row indices in visiting order; None is the order of the file.
+        order: row indices in visiting order; None: the order of the file.
         start: first position in ``order``.
         source: name of the data in error messages.
 
@@ -174,7 +174,7 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
 
 def _can_only_be_a_path(reference: str) -> bool:
     folder, slash, _ = reference.partition("/")
-    # `data/typo` with an existing folder `data` is a typo; with a `:config` it can only be the hub.
+    # If the folder `data` exists, `data/typo` is a typo; with a `:config` it can only be a hub reference.
     in_folder = bool(slash) and ":" not in reference and Path(folder).is_dir()
     return in_folder or looks_like_path(reference)
 

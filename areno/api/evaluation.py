@@ -1,7 +1,7 @@
 """Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-A sample's seed only depends on the run's seed, the prompt and the sample index, in a separate stream of random numbers. So
-evaluations of different checkpoints can be compared sample by sample, and they do not affect training.
+A sample's seed depends only on the run's seed, the prompt and the sample index, in a separate stream of random numbers. So
+evaluations of different checkpoints can be compared sample by sample, and an evaluation does not affect training.
 """
 
 import math
@@ -21,7 +21,7 @@ from areno.errors import RewardError
 from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
-"""Scores records, given the token ids of prompt and response; None for a score that failed."""
+"""Scores records, given the token ids of prompt and response. Returns None for a score that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class EvalAnswer:
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
-"""Answers the prompts of one batch, given their indices in the evaluation; ordered by prompt, None for a missing answer."""
+"""Answers the prompts of one batch, given their indices in the evaluation. Answers are ordered by prompt; None: missing."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 """Receives the records of one batch of an evaluation with their rewards, None for a reward that failed."""
 
-# Second part of every seed, where training has the step: a number that no run reaches.
+# Second part of every seed: training has the step there, evaluation this number, which no run reaches.
 EVALUATION_STREAM = 0x6576616C
-# Samples per batch as a multiple of the concurrent ones: keeps slots busy, and bounds the tokens held in memory.
+# Samples per batch as a multiple of the concurrent samples: keeps slots busy, and bounds the tokens held in memory.
 _WAVES = 4
 
 
@@ -98,7 +98,7 @@ def evaluate_prompts(
         rewards: scores the answers of one batch.
         sampling: generation controls; see :func:`evaluation_sampling`.
         n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts are skipped and counted, as are those that leave no room in the context.
+        max_prompt_tokens: longer prompts, and prompts that leave no room in the context, are skipped and counted.
         max_running: maximum number of answers generated concurrently.
         seed: the same seed, rows and policy give the same answers.
         source: name of the data in error messages.
@@ -108,7 +108,7 @@ def evaluate_prompts(
     Returns:
         ``rewards_mean, rewards_std``, the means of reward parts as ``reward_parts/NAME``, ``accuracy`` (fraction of rewards
         above 0), ``pass@k`` for k = 1, 2, 4, ... and ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio,
-        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward only count in the
+        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward count only towards the
         lengths.
 
     Raises:
@@ -134,7 +134,7 @@ def evaluate_prompts(
             _completions, trainer, sampling=sampling, n_samples=n_samples, max_running=max_running, seed=seed
         )
     metrics = measure(batches, answers or policy, rewards, n_samples, on_scored)
-    trainer.clock.close_step()  # keeps this generation out of the next training step's times
+    trainer.clock.close_step()  # excludes this generation from the times of the next training step
     return metrics
 
 
@@ -251,7 +251,8 @@ class _EvalTotals:
         """Return the metrics by short name."""
         if not self.rewards:
             raise RewardError(
-                f"all rewards of the evaluation failed ({len(self.lengths)} answers); --on-reward-error stop shows the error"
+                f"all rewards of the evaluation failed ({len(self.lengths)} answers); use --on-reward-error stop to see the "
+                "error"
             )
         num_samples = len(self.lengths)
         return {
@@ -269,7 +270,7 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Average over the prompts with at least k scored answers; omits a k without any."""
+        """Average over the prompts with at least k scored answers; omits a k for which there is no such prompt."""
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

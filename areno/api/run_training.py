@@ -30,6 +30,7 @@ from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import ProgressDisplay
 from areno.observability.logs import setup_logging
+from areno.reports.report import report_at_end
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import is_run
 from areno.storage.run_lock import run_lock
@@ -44,7 +45,7 @@ _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
     *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
-"""Options with the same name in ``ArenoConfig.runtime``."""
+"""Options that have the same name in ``ArenoConfig.runtime``."""
 
 
 def run_training(
@@ -55,7 +56,7 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train; returns the exit code: 0, or 128 plus the signal that stopped the run.
+    """Train. Returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
@@ -66,9 +67,9 @@ def run_training(
     """
     run_dir = RunDirectory(options.run_path).create()
     level = console_level or (None if options.log_level == "auto" else options.log_level)
-    with _locked(options), setup_logging(run_dir, level=level):
+    with locked_run(options), setup_logging(run_dir, level=level):
         try:
-            with recorded_status(run_dir):
+            with report_at_end(run_dir), recorded_status(run_dir):
                 _train(options, run_dir, reward_fn, loader_fn, progress)
         except StopRequested as stop:
             logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
@@ -92,24 +93,24 @@ def _train(
     if not options.tune_params:  # tuning may choose another batch size
         check_length(options, len(dataset))
     checkpoint = _checkpoint(options)
-    trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
+    trainer = make_trainer(options, get_algorithm(options.algo).trains, checkpoint)
     try:
         trainer.init()
         if options.tune_params:
             options = _tuned(options, trainer, len(dataset))
             check_length(options, len(dataset))
         torch.manual_seed(options.seed)  # for dropout
-        loop = _loop(options, trainer, dataset, reward_fn)
+        loop = make_loop(options, trainer, dataset, reward_fn)
         loop.eval_rows, loop.resumed_from = held_out, checkpoint
         if progress is not None:
             loop.report.display = progress
-        _fit(options, loop, run_dir, start)
+        run_loop(options, loop, run_dir, start)
     finally:
         trainer.close()
 
 
 @contextmanager
-def _locked(options: TrainOptions) -> Iterator[None]:
+def locked_run(options: TrainOptions) -> Iterator[None]:
     """Lock the run's directories for this process."""
     directories = {
         "--run-dir": options.run_path,
@@ -145,7 +146,7 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the rows of ``--eval-dataset-path`` with its own loader or the run's; None without that option.
+    """Load the rows of ``--eval-dataset-path`` with ``--eval-dataset-loader-fn`` or the run's loader; None without that path.
 
     Restores the random state afterwards, so that a loader does not affect training.
     """
@@ -181,7 +182,7 @@ def run_evaluation(
     """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
-        options: validated options; the ``eval_*`` ones set the number of rows and samples, and the temperature.
+        options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
         reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows when the model is loaded.
@@ -189,9 +190,9 @@ def run_evaluation(
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)
-    with _trainer(options, trains="nothing") as trainer:
+    with make_trainer(options, trains="nothing") as trainer:
         trainer.init()
-        loop = cast(RolloutTrainer, _loop(options, trainer, rows, reward_fn))
+        loop = cast(RolloutTrainer, make_loop(options, trainer, rows, reward_fn))
         try:
             loop.load_models()
             loop.prepare()
@@ -202,14 +203,18 @@ def run_evaluation(
             loop.cleanup()
 
 
-def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DatasetTrainer:
+def make_loop(
+    options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any, kind: type | None = None
+) -> DatasetTrainer:
+    """Create the trainer of the algorithm, or one of another ``kind``, on an SDK trainer."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
-    make: Callable[..., DatasetTrainer] = spec.resolve_trainer_cls()
+    make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
     return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
-def _fit(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
+def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
+    """Run a loop to its end, and write the summary; ``start`` is when the run started (``time.perf_counter``)."""
     with loop.stop.signals():
         state = loop.fit()
     latest = loop.checkpointing.folder.latest()
@@ -257,12 +262,12 @@ def _checkpoint(options: TrainOptions) -> Path | None:
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
-def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
+def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
     """Create the SDK trainer; a resumed run loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
-        # Tuning may raise it.
+        # Tuning may raise this.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer=optimizer_settings(options),
         runtime={

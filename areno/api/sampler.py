@@ -27,7 +27,7 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` is the duration of the last training, which ended at ``trained_at`` (``time.perf_counter``).
+    ``trained_s`` is the duration of the last training call, which ended at ``trained_at`` (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StepClock:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Measure the training inside the context."""
+        """Measure the training calls inside the context."""
         start = time.perf_counter()
         self._step_start = self._step_start or start
         yield
@@ -96,7 +96,7 @@ class Sampler:
         """Load tokenizer and model; required once before other calls, and again after :meth:`close`."""
         if self._backend is not None:
             raise EngineError(
-                "the trainer is already initialized; loading the model again would discard its training. "
+                "the trainer is already initialized; loading the model again would discard what it has learned. "
                 "Call close() first, or create a new Trainer"
             )
         self._backend = self._load()
@@ -120,7 +120,7 @@ class Sampler:
         return self.backend.tokenizer
 
     def dp_size(self) -> int:
-        """Return the data-parallel size: ``world_size`` divided by the tensor-parallel size."""
+        """Return the data-parallel size, ``world_size`` divided by the tensor-parallel size."""
         return self.backend.dp_size
 
     def model_context_len(self) -> int | None:
@@ -133,13 +133,13 @@ class Sampler:
             from areno.engine.libc_tuning import release_workers  # lazy: it imports torch
 
             backend, running = self.backend, running_sequences(max_running_prompts)
-            release_workers()  # an agent may send requests from other threads while this one waits
+            release_workers()  # an agent may send requests from other threads while this thread waits
             self.clock.begin_rollout()
             backend.set_max_running(running)
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session; the outermost one aborts pending requests. Does nothing after :meth:`close`."""
+        """Leave a session; leaving the outermost session aborts pending requests. Does nothing after :meth:`close`."""
         if self._closed:
             return
         if self._depth == 0:
@@ -258,7 +258,7 @@ class Sampler:
             Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
 
         Raises:
-            EngineError: no such role, or not a policy.
+            EngineError: there is no such role, or it is not a policy.
         """
         rows, values = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
         routed: dict[str, Any] = {} if routed_experts is None else {"routed": routed_experts}

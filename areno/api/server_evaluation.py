@@ -43,12 +43,12 @@ def evaluate_server(
 
     Args:
         url: base URL of the server, with the API version.
-        model: model name on the server; None takes the first that it lists.
+        model: model name on the server; None: the first model that the server lists.
         options: as for :func:`areno.api.run_training.run_evaluation`; a prompt that is a string becomes a user message.
 
     Raises:
         UsageError: the server does not answer.
-        EngineError: it rejects a prompt, or stops answering.
+        EngineError: the server rejects a prompt, or stops answering.
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     client = OpenAIClient(url, _TIMEOUT_S, model)
@@ -72,7 +72,7 @@ def evaluate_server(
 
 
 def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterator[PromptBatch]:
-    """Yield batches of prompts without tokens, which the server computes."""
+    """Yield batches of prompts without tokens: the server tokenizes them."""
     for start in range(0, len(rows), size):
         items = []
         for index in range(start, min(start + size, len(rows))):

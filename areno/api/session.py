@@ -42,7 +42,7 @@ class RolloutSession:
 
     @property
     def proxy(self) -> AgentServer:
-        """The running server. Raises RuntimeError if the session has none, or has not been entered."""
+        """The running server. Raises RuntimeError if the session has no server, or has not been entered."""
         if self._proxy is None:
             raise RuntimeError(
                 "rollout session proxy is disabled: open it with proxy=True"
@@ -53,7 +53,7 @@ class RolloutSession:
 
     @property
     def agent_context(self) -> AgentContext:
-        """URL and API keys, as passed to an agent of ``areno train``."""
+        """URL and API keys, in the form that agents of ``areno train`` receive."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 
@@ -71,11 +71,11 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint, or that of a task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
+        """Return the URL of the endpoint, or a URL for one task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return the API key of a task, whose conversations are recorded separately."""
+        """Return an API key for one task, so that its conversations are recorded separately."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
@@ -91,7 +91,7 @@ class RolloutSession:
             trajectories: turns, trajectories, or lists of them.
 
         Returns:
-            One sample per task, ordered by prompt and sample. Raises ValueError for a response of another session.
+            One sample per task, ordered by prompt and sample. Raises ValueError for a response from another session.
         """
         from areno.api.agentic.collect import by_item
         from areno.api.agentic.samples import fill_context_logprobs, make_sample

@@ -33,7 +33,7 @@ class Trainer(Sampler):
         model_path: checkpoint folder or Hugging Face repo id.
         backend_type: ``areno.Areno`` (the default), a name, or your own registered backend.
         custom_config: the backend's configuration; default ``areno.ArenoConfig()``.
-        metrics_log_dir: folder for TensorBoard events of each :meth:`train` call; None writes none.
+        metrics_log_dir: folder for TensorBoard events of each :meth:`train` call; None: no events.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Trainer(Sampler):
         super().__init__(world_size, model_path, backend_type, custom_config)
         self._events = EventWriter(metrics_log_dir) if metrics_log_dir else None
         self._steps = 0
-        self._skipped = [0, 0]  # too long prompts: since the last step, and in total
+        self._skipped = [0, 0]  # number of too long prompts: since the last step, and in total
 
     def load_prompt_batches(
         self,
@@ -86,7 +86,7 @@ class Trainer(Sampler):
 
         Args:
             sampling_params: default generation controls.
-            loss_mask_policy: :class:`areno.api.agentic.LossMaskPolicy`: which of an agent's tokens are trained on.
+            loss_mask_policy: which of an agent's tokens are trained on.
             max_running_prompts: maximum number of sequences decoded concurrently.
             timeout_s: timeout of an agent, and of each of its requests.
             proxy: serve an OpenAI-compatible endpoint to agents; the session is their ``ctx``.
@@ -119,7 +119,7 @@ class Trainer(Sampler):
             batch_data: at least one row.
             loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.loss_interface`.
             mini_bs: rows per forward and backward pass; does not change the result.
-            gradient_accumulation_steps: microbatches per optimizer step; None takes one step for all rows.
+            gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
 
         Returns:
             Scalar statistics of the call.
@@ -148,7 +148,7 @@ class Trainer(Sampler):
         return stats
 
     def finish_step(self) -> dict[str, float]:
-        """End a step that trains no policy, such as in the critic's warmup; returns its times in seconds."""
+        """End a step that does not train the policy, such as in the critic's warmup; returns the step's times in seconds."""
         self._steps += 1
         return self.clock.close_step()
 
@@ -187,11 +187,11 @@ class Trainer(Sampler):
             micro_bs: rows per forward pass.
 
         Returns:
-            Per row one value per token: entry i is the value after reading tokens 0 to i. The value before response
-            token i, its baseline, is therefore entry i - 1.
+            Per row one value per token: entry i is the value after tokens 0 to i. So the baseline of response token i, the
+                value before it, is entry i - 1.
 
         Raises:
-            EngineError: no such role, or of another kind.
+            EngineError: there is no such role, or it is of another kind.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_values(role, rows, arguments.integer("micro_bs", micro_bs))
@@ -208,7 +208,7 @@ class Trainer(Sampler):
             One raw score per row.
 
         Raises:
-            EngineError: no such role, or of another kind.
+            EngineError: there is no such role, or it is of another kind.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_rewards(role, rows, arguments.integer("micro_bs", micro_bs))
@@ -227,10 +227,10 @@ class Trainer(Sampler):
 
         Args:
             role: a trainable role of kind ``value``.
-            batch_data: at least one row; lists are aligned with tokens, so the entry of response token i is the value before
-                it, ``score_values(...)[i - 1]``.
+            batch_data: at least one row. Lists are aligned with tokens: the entry of response token i is the value before that
+                token, ``score_values(...)[i - 1]``.
             mini_bs: rows per forward and backward pass.
-            gradient_accumulation_steps: microbatches per optimizer step; None takes one step for all rows.
+            gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
             cliprange_value: clip range of the change of a prediction.
             value_loss_coef: factor on the loss.
 
@@ -238,7 +238,7 @@ class Trainer(Sampler):
             Scalar statistics; :meth:`train` or :meth:`finish_step` return the step's times.
 
         Raises:
-            EngineError: no such role, or it is frozen.
+            EngineError: there is no such role, or it is frozen.
             ValueError: no rows, or rows without ``returns``.
         """
         from areno.loss_fns import value_loss_fn  # lazy: it imports torch
@@ -262,7 +262,7 @@ class Trainer(Sampler):
         """Replace a role's schedule by a constant learning rate, starting with its next optimizer step.
 
         Raises:
-            EngineError: no such role, or it is frozen.
+            EngineError: there is no such role, or it is frozen.
             ValueError: the rate is negative or not finite.
         """
         self.backend.set_learning_rate(role, arguments.real("the learning rate", value, minimum=0))
@@ -302,7 +302,7 @@ class Trainer(Sampler):
             max_running=arguments.integer("max_running_prompts", max_running_prompts),
             seed=self.seed,
         )
-        self._sampled_at = before  # evaluation answers are not trained on
+        self._sampled_at = before  # answers of an evaluation are not trained on
         return metrics
 
     def save_checkpoint(self, path: str) -> str:

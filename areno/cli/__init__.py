@@ -1,6 +1,6 @@
-"""The command line: one thin module per command, each imported only when it is chosen; ``main`` chooses it.
+"""The command line: one small module per command, imported only when the command is used; ``main`` dispatches to it.
 
-Flags are declared outside this package, where a command has many:
+The flags of commands with many flags are declared outside this package:
 
 - ``train``, ``plan``: ``areno/config/*_options.py``, and for some algorithms their file in ``areno/algorithms``.
 - ``eval``, ``export``: ``areno/config/eval_options.py``; ``serve``, ``chat``: ``areno/config/serve_options.py``.

@@ -54,7 +54,7 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
 
 
 class ChatSession:
-    """A chat with one model on a server: its history, system message and sampling parameters."""
+    """A chat with one model on a server: history, system message and sampling parameters."""
 
     def __init__(
         self, client: ChatClient, model: str, options: ChatOptions, first: Sequence[dict[str, str]] = ()
@@ -75,7 +75,7 @@ class ChatSession:
         }
 
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
-        """Ask a question; yields ``(text, is_reasoning)`` chunks. The history changes only once the answer is complete."""
+        """Ask a question; yields ``(text, is_reasoning)`` chunks. The history changes only when the answer is complete."""
         messages = [*self.messages, {"role": "user", "content": question}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""

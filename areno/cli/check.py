@@ -1,6 +1,6 @@
-"""``areno check``: reports whether this machine is ready to train, and how to fix what is not.
+"""``areno check``: reports whether this machine is ready to train, and how to fix problems.
 
-No GPU is needed. FAIL: training cannot work (exit code 1); WARN: it will be slower or may break; INFO: something optional
+No GPU is needed. FAIL: training cannot work (exit code 1); WARN: training will be slower or may fail; INFO: something optional
 is missing.
 """
 
@@ -117,7 +117,7 @@ def _devices(report: dict[str, Any]) -> Iterator[Check]:
         yield Check("OK", f"device cuda:{gpu['index']}", detail)
     if not report["gpus"]:
         cores, threads = report["cpu"]["usable_cores"], report["cpu"].get("torch_threads", "unknown")
-        yield Check("OK", "device cpu", f"{cores} cores, {threads} PyTorch threads; no GPU, none needed")
+        yield Check("OK", "device cpu", f"{cores} cores, {threads} PyTorch threads; no GPU (none is needed)")
 
 
 def _mps(report: dict[str, Any]) -> Iterator[Check]:
@@ -175,7 +175,7 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
     yield _check(
         free >= 5 * _GIB,
         "WARN",
-        "disk space here",
+        "disk space",
         f"{free / _GIB:.1f} GiB free in {Path.cwd()}",
         "Free some disk space, or put the run on a larger disk (--run-dir).",
     )
@@ -189,6 +189,6 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
 
 def _memory(report: dict[str, Any]) -> Iterator[Check]:
     available = report["cpu"].get("available_bytes")
-    if available is not None:  # unknown without torch, whose check has failed already
+    if available is not None:  # unknown without torch; its check has failed already
         remedy = "Close other programs; a tiny model needs about 2 GiB."
         yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)

@@ -18,21 +18,23 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno convert",
-        description="Print the areno train command for a configuration of TRL or verl, and what it does not carry over. "
-        "Experiments of AReaL need no conversion: areno run FILE.yaml.",
+        description="Print the areno train command for a configuration of TRL or verl, and the settings that it does not "
+        "include. Experiments of AReaL need no conversion: areno run FILE.yaml.",
         allow_abbrev=False,
     )
-    parser.add_argument("tool", choices=("trl", "verl"), help="The tool that the configuration is for.")
+    parser.add_argument("tool", choices=("trl", "verl"), help="The tool of the configuration.")
     parser.add_argument(
         "settings",
         metavar="FILE.yaml | --name value | name=value",
         nargs=argparse.REMAINDER,
-        help="A YAML file, settings as that tool takes them on its command line, or both; later ones win.",
+        help="A YAML file, settings in the form of the tool's command line, or both; later settings win.",
     )
     parser.add_argument(
         "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
     )
-    parser.add_argument("--devices", type=int, default=1, help="Number of devices, whose rows TRL counts (default: 1).")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="Number of devices (default: 1): TRL counts rows per device."
+    )
     options = parser.parse_args(argv)
     if options.devices < 1:
         raise UsageError(f"--devices {options.devices}: use at least 1")
@@ -44,12 +46,12 @@ def run(argv: Sequence[str]) -> int:
     conversion = convert(options.tool, settings, options.kind, options.devices)
     print(conversion.command)
     if conversion.notes:
-        print("\nnot on this line:", *conversion.notes, sep="\n  ", file=sys.stderr)
+        print("\nnot included:", *conversion.notes, sep="\n  ", file=sys.stderr)
     return 0
 
 
 def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Names and values of files, of ``--name value`` and of ``name=value``."""
+    """Return names and values from files, ``--name value`` and ``name=value``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

@@ -66,7 +66,7 @@ class EvalProgress:
         self._bar.stop()
 
     def start(self, rows: int) -> None:
-        """Start the clock after the model is loaded; ``rows`` includes prompts that turn out to be too long."""
+        """Start the clock after the model is loaded; ``rows`` includes prompts that will be skipped as too long."""
         self._total, self._started = rows, time.monotonic()
         self._bar.update(self._task, total=rows)
         self._bar.start()

@@ -13,6 +13,7 @@ from areno.config.parser import TypedParser
 from areno.errors import UsageError
 from areno.observability.chart import printable
 from areno.reports.run_data import RunData
+from areno.reports.run_samples import sample_id
 from areno.storage.sample_index import Entries
 
 _ANSWER_WIDTH = 60
@@ -56,12 +57,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _id(entry: Any) -> str:
-    return f"{entry['step']}/{entry['prompt']}/{entry['sample']}"
-
-
-def _find(entries: Entries, sample_id: str) -> Any:
-    numbers = sample_id.split("/")
+def _find(entries: Entries, name: str) -> Any:
+    numbers = name.split("/")
     if len(numbers) == 3 and all(part.isdecimal() for part in numbers):
         step, prompt, sample = map(int, numbers)
         places = np.flatnonzero(
@@ -70,8 +67,8 @@ def _find(entries: Entries, sample_id: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {sample_id}: no such sample; the run has {_id(entries[0])} to {_id(entries[-1])} (the best, worst and "
-        "first of each step's first prompts); omit --sample to list them"
+        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])} (the best, worst "
+        "and first of each step's first prompts); omit --sample to list them"
     )
 
 
@@ -83,7 +80,7 @@ def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
         rows = len(sample["rows"]) if "rows" in sample else "-"
         answer = " ".join(f"{_parts(sample)} {sample['completion']}".split())
         answer = answer if len(answer) <= _ANSWER_WIDTH else answer[: _ANSWER_WIDTH - 1] + "…"
-        yield f"{_id(entry):<12}{entry['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
+        yield f"{sample_id(entry):<12}{entry['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
     if len(entries) < total:
         yield f"the newest {len(entries)} of {total} samples; --limit lists more, --step those of one step"
 

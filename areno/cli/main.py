@@ -1,6 +1,7 @@
 """``areno``: dispatches to a command, and turns typed errors into messages and exit codes.
 
-1 is a failure, 2 a usage error, 130 an interrupt. Only the chosen command's module is imported, to keep ``--help`` fast.
+Exit code 1 is a failure, 2 a usage error, 130 an interrupt. Only the module of the command is imported, to keep ``--help``
+fast.
 """
 
 import importlib
@@ -27,6 +28,8 @@ COMMANDS = {
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
+    "replay": "Train on the recorded samples of a step again, with other options of the loss.",
+    "report": "Write the report of a run as one page: did it learn, why did it end, what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a running experiment.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",
@@ -34,16 +37,17 @@ COMMANDS = {
     "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
 }
 """Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code;
-``main`` reports the `ArenoError` that it raises."""
+``main`` reports an `ArenoError` that ``run`` raises.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (without the program's name) and return the exit code."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # logs and pipes are read while the run is in progress
+        sys.stdout.reconfigure(line_buffering=True)  # because logs and pipes are read while the run is in progress
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
+        sys.stdout.flush()  # raises BrokenPipeError now instead of at interpreter exit
         return code
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: argparse has printed the help
         return exit_code(error)

@@ -13,8 +13,8 @@ usage: areno run FILE.yaml [key=value ...]
        areno run FILE.yaml --dry-run     check everything and show what would run
 
 Any setting can be overridden: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
-train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in a
-directory; for a run of areno train it takes the options of areno train.
+train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in a directory; a
+run of areno train is continued with options of areno train.
 """
 
 
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """Return the run directory in ``--resume`` and the other arguments; None if it is not a run of ``areno run``."""
+    """Return the run directory in ``--resume`` and the other arguments; None if ``areno run`` did not write it."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:
         return None

@@ -1,7 +1,8 @@
 """``areno train``: prepares the run, prints its summary, and trains.
 
-The flags are declared in ``areno/config``: ``run_options.py``, ``rollout_options.py`` and ``update_options.py``, each a field
-of a dataclass. Some algorithms in ``areno/algorithms`` add their own. :mod:`areno.api.run_training` is what runs next.
+The flags are declared in ``areno/config``: in ``run_options.py``, ``rollout_options.py`` and ``update_options.py``, each as a
+field of a dataclass. Some algorithms in ``areno/algorithms`` add their own flags. The run itself is in
+:mod:`areno.api.run_training`.
 """
 
 from collections.abc import Sequence

@@ -26,10 +26,10 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Critic-free policy gradient: sample, reward, compute advantages from groups, update."""
+"""Trainer of policy-gradient algorithms without a critic: samples, rewards, computes advantages from groups, updates."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
-"""Preference pairs, without a reference model."""
+"""Trainer on preference pairs without a reference model."""
 
 _DPO_TRAINER = "areno.api.trainers.supervised:DPODatasetTrainer"
 _REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"
@@ -54,17 +54,17 @@ class AlgorithmSpec:
         name: registry name, lower-case.
         trainer: trainer class, or ``module:attribute`` for a lazy import.
         default_loss: loss function, or ``module:attribute``; None if the trainer has its own.
-        requires_rollout: generates completions and needs a reward.
-        loss_fn_factory: function (or ``module:attribute``) from the run's options to the loss function; for losses that
-            need more than parameters by name.
-        experimental: hidden from ``list_algorithms(include_experimental=False)``.
+        requires_rollout: whether the algorithm generates completions and needs a reward.
+        loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
+            that need more than parameters by name.
+        experimental: whether ``list_algorithms(include_experimental=False)`` omits it.
         options: dataclass of additional options (declared with ``areno.config.option``), which become flags. An optional field
             with a dataclass adds its options, prefixed with the field's name; it is created when one of them is set.
-        uses: options of built-in algorithms that this one reads too, such as ``grpo_clip_eps``.
+        uses: options of built-in algorithms that this algorithm reads too, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
-        min_samples: minimum ``--n-samples``; 2 if it compares the samples of a prompt.
-        presets: changed defaults of ``options``.
-        renamed: loss parameter -> name of its built-in option, if they differ.
+        min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
+        presets: other defaults of ``options``.
+        renamed: loss parameter -> name of its built-in option, if the names differ.
     """
 
     name: str
@@ -99,7 +99,7 @@ class AlgorithmSpec:
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
     def own_options(self) -> tuple[Option, ...]:
-        """Return the options that it declares, with its presets as defaults."""
+        """Return the options that the algorithm declares, with its presets as defaults."""
         if self.options is None:
             return ()
         declared = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
@@ -111,7 +111,7 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Instantiate ``options`` with the values of a run; None if it declares none. Raises the dataclass's ValueError."""
+        """Create ``options`` with a run's values; None if the algorithm declares none. Raises the dataclass's ValueError."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
@@ -195,7 +195,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``; those in files import torch."""
+    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Algorithms in files import torch."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():

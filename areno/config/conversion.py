@@ -1,7 +1,7 @@
-"""Settings of TRL and verl, and the options of ``areno train`` that do the same.
+"""Settings of TRL and verl, and the equivalent options of ``areno train``.
 
-One table for each tool, with the names and meanings of TRL 1.16 and verl 0.9; ``areno convert`` and ``docs/coming-from.md`` are
-made from them.
+There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. ``areno convert`` and
+``docs/coming-from.md`` are made from these tables.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Words = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a setting: an option with its value, or a note where there is no ``option`` for it alone.
+    """The equivalent of a setting: an option with its value, or a note if there is no single ``option`` for it.
 
-    ``value`` converts the value, given all settings; True gives a switch, None leaves the option out. ``together`` marks a
-    setting that takes part in options which several settings decide.
+    ``value`` converts the value, given all settings; True gives a switch, None omits the option. ``together`` marks a setting
+    that determines options only in combination with other settings.
     """
 
     option: str = ""
@@ -33,14 +33,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A command of areno, and what it does not carry over."""
+    """A command of areno, and the settings that it does not include."""
 
     words: Words
     notes: list[str]
 
     @property
     def command(self) -> str:
-        """The command, one option a line."""
+        """The command, with one option per line."""
         lines, line = [], "areno train"
         for word in self.words:
             if word.startswith("--"):
@@ -80,7 +80,7 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """A value that counts only where another setting is on."""
+    """A value that is used only if another setting is on."""
     return lambda value, settings: value if _is_on(settings.get(name, False)) else None
 
 
@@ -89,8 +89,8 @@ def _of_gae(value: Any, settings: Settings) -> Any:
 
 
 _ALWAYS = "always on"
-_BY_MEMORY = "decided from free memory; --kv-cache-tokens sets it"
-_PREPARED = "the rows are read with --dataset-path, or by a function of yours (--dataset-loader-fn)"
+_BY_MEMORY = "the size of the KV cache follows from free memory; --kv-cache-tokens sets it"
+_PREPARED = "rows are read with --dataset-path, or by your own function (--dataset-loader-fn)"
 
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
@@ -101,10 +101,10 @@ TRL: dict[str, Rule] = {
     "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="counted in --batch-size, in prompts of a step, and --mini-bs"
+        together=True, note="included in --batch-size (prompts per step) and --mini-bs"
     ),
     "gradient_accumulation_steps": Rule(
-        together=True, note="counted in --batch-size: a step trains on all of its rows"
+        together=True, note="included in --batch-size: a step trains on all of its rows"
     ),
     "num_generations": Rule("--n-samples"),
     "max_completion_length": Rule("--max-new-tokens"),
@@ -112,15 +112,15 @@ TRL: dict[str, Rule] = {
     "temperature": Rule("--temperature"),
     "top_p": Rule("--top-p"),
     "top_k": Rule("--top-k", value=_positive),
-    "beta": Rule(together=True, note="--kl-coef; of DPO --dpo-beta"),
+    "beta": Rule(together=True, note="--kl-coef; for DPO --dpo-beta"),
     "num_iterations": Rule("--update-epochs", value=_above_one),
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
-    "delta": Rule(note="areno bounds the loss instead: --grpo-dual-clip"),
+    "delta": Rule(note="areno instead bounds the loss: --grpo-dual-clip"),
     "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo, token --algo grpo"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean: grpo is sequence, dapo and bnpo are token, dr_grpo is dr_grpo; of DPO --dpo-loss-type",
+        note="--grpo-loss-mean: grpo is sequence, dapo and bnpo are token, dr_grpo is dr_grpo; for DPO --dpo-loss-type",
     ),
     "scale_rewards": Rule(
         "--advantage",
@@ -142,7 +142,9 @@ TRL: dict[str, Rule] = {
     "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if _is_on(value) else None),
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
-    "attn_implementation": Rule(note="--attn-backend flash takes the device's own kernels, native those of PyTorch"),
+    "attn_implementation": Rule(
+        note="--attn-backend: flash uses FlashAttention if the device supports it, native the kernels of PyTorch"
+    ),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
     "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
     "lora_alpha": Rule("--lora-alpha", value=_if_on("use_peft")),
@@ -162,7 +164,7 @@ TRL: dict[str, Rule] = {
     "use_vllm": Rule(
         "--rollout-backend",
         value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
-        note="areno's own engine generates; --rollout-backend vllm uses servers instead",
+        note="areno's own engine generates; with --rollout-backend vllm, servers do",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
     "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
@@ -170,7 +172,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="no equivalent: a reward function sees why an answer ended, and can decide"
+        note="no equivalent: a reward function knows why an answer ended, and can return any reward for it"
     ),
 }
 
@@ -204,11 +206,11 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.optim.weight_decay": Rule("--weight-decay"),
     f"{_ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style"),
     f"{_ACTOR}.grad_clip": Rule("--grad-clip-norm"),
-    f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; of PPO --clip-eps"),
-    f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; of PPO --clip-eps"),
+    f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; for PPO --clip-eps"),
+    f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; for PPO --clip-eps"),
     f"{_ACTOR}.policy_loss.loss_mode": Rule(together=True, note="gspo is --algo gspo; vanilla needs no option"),
     f"{_ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
-    f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c of PPO, --grpo-dual-clip of GRPO"),
+    f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
     f"{_ACTOR}.loss_agg_mode": Rule(
         "--grpo-loss-mean",
         value=lambda value, settings: (
@@ -219,19 +221,19 @@ VERL: dict[str, Rule] = {
             else None
         ),
     ),
-    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; of PPO --use-kl-loss"),
+    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; for PPO --use-kl-loss"),
     f"{_ACTOR}.kl_loss_coef": Rule("--kl-coef", value=_if_on(f"{_ACTOR}.use_kl_loss")),
     f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type"),
-    f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, not part of the loss"),
+    f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, but is not part of the loss"),
     f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{_ACTOR}.ppo_mini_batch_size": Rule(
-        together=True, note="prompts of an optimizer step: --update-minibatches is train_batch_size over it"
+        together=True, note="prompts per optimizer step: --update-minibatches is train_batch_size divided by this"
     ),
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
-        together=True, note="rows of a pass on one GPU: --mini-bs counts those of all"
+        together=True, note="rows of a pass on one GPU: --mini-bs counts the rows of all GPUs"
     ),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Rule(
-        note="an experiment bounds tokens of a pass: actor.mb_spec.max_tokens_per_mb"
+        note="an experiment bounds the tokens of a pass: actor.mb_spec.max_tokens_per_mb"
     ),
     f"{_ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows by tokens: actor.mb_spec.max_tokens_per_mb"),
     f"{_ACTOR}.strategy": Rule("--fsdp", value=lambda value, _: True if str(value).startswith("fsdp") else None),
@@ -246,9 +248,7 @@ VERL: dict[str, Rule] = {
             _positive(settings.get("actor_rollout_ref.model.lora_rank", 0), settings) and value
         ),
     ),
-    f"{_ROLLOUT}.name": Rule(
-        note="areno's own engine generates; --rollout-backend vllm or sglang uses servers instead"
-    ),
+    f"{_ROLLOUT}.name": Rule(note="areno's own engine generates; with --rollout-backend vllm or sglang, servers do"),
     f"{_ROLLOUT}.n": Rule("--n-samples"),
     f"{_ROLLOUT}.temperature": Rule("--temperature"),
     f"{_ROLLOUT}.top_p": Rule("--top-p"),
@@ -264,13 +264,13 @@ VERL: dict[str, Rule] = {
     "trainer.total_epochs": Rule("--epochs"),
     "trainer.total_training_steps": Rule("--max-steps"),
     "trainer.n_gpus_per_node": Rule("--world-size"),
-    "trainer.nnodes": Rule(note="several nodes need an experiment: areno run FILE.yaml cluster.n_nodes=N"),
+    "trainer.nnodes": Rule(note="several nodes require an experiment: areno run FILE.yaml cluster.n_nodes=N"),
     "trainer.save_freq": Rule("--save-interval", value=_positive),
     "trainer.test_freq": Rule("--eval-interval", value=_positive),
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
-    "trainer.experiment_name": Rule(note="the run directory is the name: --run-dir"),
+    "trainer.experiment_name": Rule(note="the name is that of the run directory: --run-dir"),
     "trainer.logger": Rule(
         "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
     ),
@@ -284,13 +284,13 @@ def _estimator(settings: Settings) -> str:
 
 
 def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
-    """The command for a configuration of TRL or verl.
+    """Return the command for a configuration of TRL or verl.
 
     Args:
         tool: ``trl`` or ``verl``.
-        settings: by name; those of verl with their section, as ``data.train_batch_size``.
+        settings: values by name; for verl with the section, as in ``data.train_batch_size``.
         kind: what TRL trains: ``grpo``, ``sft`` or ``dpo``.
-        devices: on how many, as TRL counts rows of each.
+        devices: number of devices, because TRL counts rows per device.
     """
     rules = TRL if tool == "trl" else VERL
     algorithm, words = _of_trl(settings, kind, devices) if tool == "trl" else _of_verl(settings)
@@ -311,7 +311,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
 
 def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
-    """The algorithm, and options that several settings decide together."""
+    """Return the algorithm, and options that depend on several settings."""
     rows = _whole(settings.get("per_device_train_batch_size", 8)) * devices
     of_step = rows * _whole(settings.get("gradient_accumulation_steps", 1))
     algorithm, words = kind, ["--mini-bs", str(rows)]

@@ -28,11 +28,13 @@ def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]
     for entry in options_of(TrainOptions):
         info = entry.info
         if not spec.reads(entry):
-            reasons[entry.name] = f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; remove it"
+            reasons[entry.name] = (
+                f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; remove the option"
+            )
         elif info.rollout_only and not spec.requires_rollout:
             reasons[entry.name] = (
-                f"has no effect with --algo {spec.name}, which has no rollouts; remove it, or use an algorithm that has, "
-                "such as gspo"
+                f"has no effect with --algo {spec.name}, which has no rollouts; remove the option, or use an algorithm with "
+                "rollouts, such as gspo"
             )
     for name, because in _combinations(options, spec):
         reasons.setdefault(name, because)
@@ -73,10 +75,13 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         for name in servers if options.rollout_backend == "areno" else ():
             yield name, "has no effect on areno's own engine; set --rollout-backend vllm or sglang too"
         if options.rollout_backend != "areno":
-            yield "return_routed_experts", "has no effect on servers, whose routing areno does not read; remove it"
+            yield (
+                "return_routed_experts",
+                "has no effect on servers, whose routing areno does not read; remove the option",
+            )
         if options.rollout_url:
             for name in servers[1:]:
-                yield name, "has no effect on servers that are already running; remove it"
+                yield name, "has no effect on servers that are already running; remove the option"
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
@@ -88,7 +93,7 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
             yield name, "has no effect with --workflow, which returns the rewards itself; use only one of them"
     elif options.reward_ckpt and not options.reward_fn_path:
         for name in of_functions:
-            yield name, "has no effect with --reward-ckpt, which runs no reward function; remove it"
+            yield name, "has no effect with --reward-ckpt, which runs no reward function; remove the option"
     if options.turn_discount is not None:
         yield (
             "reward_normalize_parts",
@@ -120,7 +125,7 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
             yield name, "has no effect without tuning; set --tune-params too"
     elif options.resume is not None:
         for name in ("tune_params", "mem_frac", "tune_max_samples"):
-            yield name, "has no effect with --resume, because a resumed run keeps its sizes; remove it"
+            yield name, "has no effect with --resume, because a resumed run keeps its sizes; remove the option"
     elif options.explicit.issuperset(TUNED_OPTIONS):
         flags = listed([flag_of(name) for name in TUNED_OPTIONS])
         yield "tune_params", f"has nothing to choose, because {flags} are all set; remove one of them"
@@ -131,7 +136,7 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
         )
     for name, what in (("offload_optimizer", "the optimizer"), ("offload_activations", "every activation")):
         if options.device == "cpu" and getattr(options, name):
-            yield name, f"has no effect on a CPU, where {what} is in host memory anyway; remove it"
+            yield name, f"has no effect on a CPU, where {what} is in host memory anyway; remove the option"
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
@@ -148,4 +153,4 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
         return
     yield "ref_ckpt", because
     if not ppo and not options.reward_ckpt and not options.train_tool_results:
-        yield "score_micro_bs", "has no effect without a scoring model (--kl-coef or --reward-ckpt); remove it"
+        yield "score_micro_bs", "has no effect without a scoring model (--kl-coef or --reward-ckpt); remove the option"

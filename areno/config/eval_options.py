@@ -1,6 +1,6 @@
-"""Options of ``areno eval`` and ``areno export``, most of them taken from training, some under shorter names.
+"""Options of ``areno eval`` and ``areno export``. Most are options of training, some under shorter names.
 
-Those of ``areno eval`` are mapped to `TrainOptions`, so that a checkpoint is evaluated by the same code as during training.
+Options of ``areno eval`` are mapped to `TrainOptions`, so that a checkpoint is evaluated by the same code as during training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that a server decides itself, or that its protocol lacks.
+# Options that do not apply to a server: it decides them itself, or its protocol lacks them.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
@@ -111,7 +111,7 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="When a reward fails: stop, or exclude that sample from the averages and count it.",
+        help="If a reward fails: stop, or exclude that sample from the averages and count it.",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -173,7 +173,7 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
     """Yield options that have no effect with the others, and why."""
     if is_address(options.ckpt):
         for name in _LOCAL_MODEL_ONLY:
-            yield name, "on the model of a server; remove it"
+            yield name, "on the model of a server; remove the option"
     else:
         yield "model", "on a local model; it selects a model of the server at --ckpt"
     if options.greedy:
@@ -187,9 +187,9 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
     if options.reward_ckpt:
         yield "reward_fn_path", "with --reward-ckpt, which provides the reward; use only one of them"
         for name in ("reward_weights", "reward_timeout_s", "reward_workers", "reward_memory_gb"):
-            yield name, "with --reward-ckpt, which runs no reward function; remove it"
+            yield name, "with --reward-ckpt, which runs no reward function; remove the option"
     else:
-        yield "score_micro_bs", "without --reward-ckpt; remove it"
+        yield "score_micro_bs", "without --reward-ckpt; remove the option"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class ExportOptions(CommandOptions):
     dtype: str = option_from(
         BasicOptions,
         "dtype",
-        help="Dtype of the written weights; auto keeps that of the base model. The merge is computed in float32.",
+        help="Dtype of the written weights; auto keeps the dtype of the base model. The merge is computed in float32.",
     )
     gguf: str | None = option(
         None,

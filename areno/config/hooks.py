@@ -1,4 +1,5 @@
-"""Loads user-defined functions from Python files, with early checks so that mistakes surface before a model is loaded.
+"""Loads user-defined functions from Python files, and checks them early, so that mistakes are reported before a model is
+loaded.
 
 The file's folder stays on ``sys.path``, because a hook may import modules next to it inside a function.
 """
@@ -121,7 +122,7 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
     module, expected = import_user_file(path, option=hook.option), f"{name}({hook.signature})"
     if not hasattr(module, name):
         raise UsageError(
-            f"{hook.option} {path} defines no {name}; define {expected}, or pass another one as {path}:function"
+            f"{hook.option} {path} defines no {name}; define {expected}, or name another function as {path}:function"
         )
     function = getattr(module, name)
     if not callable(function):

@@ -34,7 +34,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
-    """Read the ``config.json`` of a language model, or of an adapter's base model; {} if it is not local or unreadable."""
+    """Read the ``config.json`` of a language model or of an adapter's base model; {} if not local or unreadable."""
     try:
         config = json.loads((Path(base_of(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported by `ckpt_problem`
@@ -43,7 +43,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why the attention heads (`HEADS`) of a model cannot be divided by ``tp_size``; empty if they can."""
+    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if they can."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:
@@ -68,7 +68,7 @@ def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
         return ""
     return (
         f"--rollout-replicas {options.rollout_replicas}: training on {options.world_size} GPUs (--world-size) from GPU {first} "
-        f"on, plus rollout on {ranks}, need more than the {gpus} of this machine; use fewer, or remove --rollout and "
+        f"on, plus rollout on {ranks}, need more than the {gpus} GPUs of this machine; use fewer, or remove --rollout and "
         "--rollout-backend"
     )
 
@@ -108,7 +108,7 @@ def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None
     if not device.startswith("cuda"):
         return ""
     if not gpus:
-        return f"--device {device}: PyTorch sees no GPU here; use --device cpu, or run `areno check` for the reason"
+        return f"--device {device}: PyTorch finds no GPU on this machine; use --device cpu, or run `areno check` for the reason"
     first = _first_gpu(device)
     indices = chosen or range(first, first + ranks)
     if max(indices) < gpus:

@@ -1,6 +1,6 @@
-"""How options are declared: each is a dataclass field made by ``option(...)``, from which flags, YAML and help are derived.
+"""Declaration of options: each is a dataclass field made by ``option(...)``, from which flags, YAML keys and help are derived.
 
-The options themselves are in the modules ``*_options.py`` beside this one; the settings of experiments (YAML) are in
+The options themselves are in the modules ``*_options.py`` of this package. The settings of experiments (YAML) are in
 ``experiment/*_sections.py`` and made by ``setting(...)`` of ``experiment/setting_declaration.py``.
 
 An option's type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
@@ -41,9 +41,9 @@ class OptionInfo:
         stored: written to ``config.yaml``; False for options of one invocation or of the run's location.
         path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; existing paths are stored as absolute paths.
         inherits: dotted path of the setting whose value, if any, an unset or empty setting takes.
-        inner: for a section, ``inherits`` of some of its fields, by name; overrides the field's own, and an empty path
-            inherits nothing.
-        documented: default in the documentation of the format if areno's differs; treated like an unset value.
+        inner: for a section, ``inherits`` of some of its fields, by name; overrides the field's own. An empty path inherits
+            nothing.
+        documented: default in the documentation of the format, if areno's default differs; treated like an unset value.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -55,8 +55,8 @@ class OptionInfo:
     below: float | None = None  # exclusive upper bound
     choices: tuple[str, ...] = ()  # allowed values; empty allows all
     algorithms: tuple[str, ...] = ()  # algorithms that read the option; empty means all
-    rollout_only: bool = False  # only read by algorithms that generate completions
-    changes_results: bool = True  # a resumed run may not change it
+    rollout_only: bool = False  # whether only algorithms that generate completions read the option
+    changes_results: bool = True  # whether a resumed run must keep the value
     documented_default: str = ""  # help text of a default that depends on the machine
     unset: str = ""  # help text of a default of None
     stored: bool = True
@@ -66,7 +66,7 @@ class OptionInfo:
     # For experiments only:
     inherits: str = ""
     inner: Mapping[str, str] = field(default_factory=dict)
-    required: bool = False  # must be set or inherited
+    required: bool = False  # whether the setting must be set or inherited
     synonyms: Mapping[str, str] = field(default_factory=dict)  # alternative spelling -> value
     shown: str = ""  # default as shown in help and docs; empty shows the value itself
     documented: Any = None
@@ -168,7 +168,7 @@ def options_of(declaration: type) -> tuple[Option, ...]:
 
 
 def check_options(values: Any, prefix: str = "") -> None:
-    """Raise a `ValueError` for the first option of a dataclass outside its bounds or choices; None is always allowed."""
+    """Raise `ValueError` for the first option of a dataclass that is outside its bounds or choices; None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
         value = getattr(values, entry.name)

@@ -1,4 +1,4 @@
-"""Optional packages: detects missing ones without importing them, and tells how to install them."""
+"""Optional packages: detects missing packages without importing any, and tells how to install them."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ _MODULES_OF_EXTRAS = {
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs an extra for the running interpreter, from the source folder or as its packages.
+    """Return a command that installs an extra for the running interpreter: from the source folder, or package by package.
 
     Not ``pip install areno[...]``: PyPI has another project of that name.
     """
@@ -32,7 +32,7 @@ def install_command(extra: str) -> str:
 
 
 def _source_folder() -> tuple[Path | None, bool]:
-    """Return the project's folder, and whether the package is imported from it."""
+    """Return the project's folder, and whether areno is imported from it."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return _PACKAGE.parent, True
     try:

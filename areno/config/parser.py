@@ -1,6 +1,6 @@
 """Parses the arguments of a command into its options, and formats its help.
 
-argparse only collects strings; `convert_values` converts those and YAML values, and all errors are reported together.
+argparse only collects strings. `convert_values` converts strings and YAML values; all errors are reported together.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options with different names in different commands, for hints."""
+"""Options that have different names in different commands, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ PLAN = CommandText(
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
     "Estimate the memory of a training run by phase, whether it fits into the free memory of this machine, and what to "
     "change if not. Takes the options of areno train, without data and rewards; reads no weights. "
-    "With a file and settings of areno run, estimates each engine of that experiment, and with "
-    "--tune-params the largest sizes that fit. "
+    "With a file and settings of areno run, estimates each engine of that experiment; --tune-params then prints the largest "
+    "sizes that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -72,7 +72,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise UsageError with the problem, or a numbered list of the problems, if there is any."""
+        """If there are problems, raise UsageError with the single problem or a numbered list."""
         if len(self.messages) == 1:
             raise UsageError(self.messages[0])
         if self.messages:

@@ -99,7 +99,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def base_of(model: str) -> str:
-    """Return the folder or repo id of a model: of an adapter its base model, of a GGUF file its converted folder."""
+    """Return the folder or repo id of a model: for an adapter, its base model; for a GGUF file, the converted folder."""
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
         require_packages("gguf", f"{base} needs")
@@ -108,7 +108,7 @@ def base_of(model: str) -> str:
 
 
 def tokenizer_of(model: str) -> str:
-    """Return the folder or repo id of a model's tokenizer: that of an adapter if it has one, else of its base model."""
+    """Return the folder or repo id of a model's tokenizer; for an adapter without tokenizer, that of its base model."""
     has_tokenizer = (Path(model).expanduser() / "tokenizer_config.json").is_file()
     return model if has_tokenizer else base_of(model)
 
@@ -119,7 +119,10 @@ def adapter_problem(text: str, option: str) -> str:
     if not path.is_dir():
         return f"{option} folder does not exist: {text}; pass the folder of a PEFT adapter"
     if not (path / ADAPTER_CONFIG).is_file():
-        return f"{option} {text} has no {ADAPTER_CONFIG}; pass the folder of a PEFT adapter, or omit it for a new one"
+        return (
+            f"{option} {text} has no {ADAPTER_CONFIG}; pass the folder of a PEFT adapter, or omit the option for a new "
+            "adapter"
+        )
     return ""
 
 
@@ -130,7 +133,10 @@ def _base_problem(path: Path, option: str) -> str:
     except UsageError as error:
         return f"{option} {error}"
     if is_adapter(base):
-        return f"{option} {path / ADAPTER_CONFIG}: its base model {base} is itself an adapter; merge that one with areno export"
+        return (
+            f"{option} {path / ADAPTER_CONFIG}: its base model {base} is itself an adapter; merge the base model with "
+            "areno export"
+        )
     problem = ckpt_problem(base, "base_model_name_or_path")
     return f"{option} {path / ADAPTER_CONFIG}: {problem}; correct the file" if problem else ""
 
@@ -164,7 +170,7 @@ def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
 
 
 def unwritable(path: Path, option: str) -> str:
-    """Return why a directory cannot be created or written at ``path``; empty if it can. Creates nothing."""
+    """Return why a directory cannot be created at ``path`` or written to; empty if it can. Creates nothing."""
     existing = path.expanduser().absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -10,11 +10,11 @@ _FORWARD_PASS = ("recompute", "metrics")
 
 @dataclass
 class PolicyLossOptions:
-    """Options of the policy loss; [algorithms.md](algorithms.md#the-family-on-one-loss) lists those of each algorithm."""
+    """Options of the policy loss; see [Algorithms](algorithms.md#algorithms-that-share-one-policy-loss)."""
 
     eps_clip: float = option(0.2, minimum=0, help="The ratio is clipped to 1 - eps_clip ... 1 + eps_clip.")
     eps_clip_higher: float | None = option(
-        None, minimum=0, help="Upper clip range if different: 1 + eps_clip_higher (clip-higher)."
+        None, minimum=0, help="If set, the upper bound of the clip range is 1 + eps_clip_higher (clip-higher)."
     )
     c_clip: float | None = option(None, above=1, help="Dual clip: the loss is at most c_clip * |advantage|.")
     importance_sampling_level: str = option(
@@ -27,7 +27,7 @@ class PolicyLossOptions:
     sapo_tau_neg: float = option(1.05, above=0, help="SAPO's temperature for negative advantages.")
     use_cispo_loss: bool = option(
         False,
-        help="CISPO: the clipped ratio, without gradient, weights the log-prob, so every token keeps its gradient.",
+        help="CISPO: the clipped ratio, without gradient, weights the log-prob, so that every token keeps its gradient.",
     )
     use_decoupled_loss: bool = option(
         False,
@@ -36,11 +36,11 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Proximal log-probs of the decoupled loss: from a forward pass (metrics also reports the error of the other "
-        "methods), interpolated in log-probs or probabilities, or those of the rollout.",
+        help="Proximal log-probs of the decoupled loss: from a forward pass (recompute, or metrics to report the error "
+        "of the others), interpolated (loglinear or linear), or from the rollout.",
     )
     m2_threshold: float | None = option(
-        None, above=0, help="M2PO: mask the tokens that raise the mean squared log-ratio above this."
+        None, above=0, help="M2PO: mask tokens with the largest squared log-ratio until its mean is at most this."
     )
 
     @property
@@ -65,18 +65,18 @@ class PolicyLossOptions:
         if self.m2_threshold is not None and not self.needs_proximal:
             yield (
                 "m2_threshold",
-                "compares proximal log-probs with those of the rollout; set use_decoupled_loss too, with "
-                f"prox_logp_method {' or '.join(_FORWARD_PASS)}",
+                "compares proximal log-probs with rollout log-probs; set use_decoupled_loss too, with prox_logp_method "
+                f"{' or '.join(_FORWARD_PASS)}",
             )
 
     def _unused(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield options that have no effect with the others, with the reason and the remedy."""
+        """Yield options that the others make ineffective, with the reason and the remedy."""
         if self.use_sapo_loss:
-            yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it"
+            yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove the option"
         else:
             yield ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too"
         if self.use_cispo_loss:
-            yield ("c_clip",), "with use_cispo_loss, which keeps every token; remove it"
+            yield ("c_clip",), "with use_cispo_loss, which keeps every token; remove the option"
         if not self.use_decoupled_loss:
             yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too"
 
@@ -103,7 +103,7 @@ class RejectionSamplingConfig:
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="Aggregation over a sequence's tokens; for ratio in log space, so that mean is the geometric mean.",
+        help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so that mean is their geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound.")
     lower: float | None = option(None, help="Lower bound; null means none (0 with clamp).")
@@ -121,12 +121,18 @@ class RejectionSamplingConfig:
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would reject an unchanged policy, whose ratio is 1; use more than 1, such as 5",
+                    f"{upper} would reject even an unchanged policy, whose ratio is 1; use more than 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
-                yield "lower", f"{lower} cannot bound a ratio, which is always positive; use e.g. 0.5, or null"
+                yield (
+                    "lower",
+                    f"{lower} has no effect on a ratio, which is always positive; use a number such as 0.5, or null",
+                )
         elif self.action == "clamp":
-            yield "action", f"clamp bounds a ratio, and metric is {self.metric}; use action mask, or metric ratio"
+            yield (
+                "action",
+                f"clamp applies to the metric ratio, but metric is {self.metric}; use action mask, or metric ratio",
+            )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield "upper", f"{upper} would reject everything, because {self.metric} is never negative; use more than 0"
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:

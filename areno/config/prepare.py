@@ -1,4 +1,4 @@
-"""Prepares a run from its arguments, with all checks that are possible before anything expensive happens."""
+"""Prepares a run from its arguments, with all checks that are possible before any expensive work."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 
 
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
-    """Parse and check the arguments of ``areno plan``: those of ``areno train``, of which data and reward are optional.
+    """Parse and check the arguments of ``areno plan``, which are those of ``areno train``; data and reward are optional.
 
     ``--device auto`` is checked for this machine but not replaced.
     """

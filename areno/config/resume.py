@@ -1,6 +1,6 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change a resumed run's length, saving, timeouts and logging, but not its results.
+Options on the command line may change the length, saving, timeouts and logging of a resumed run, but not its results.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
     """
     if options.resume is None:
         if options.resume_step is not None:
-            raise UsageError(f"--resume-step {options.resume_step} needs --resume with the run's directory; add it")
+            raise UsageError(
+                f"--resume-step {options.resume_step} needs --resume with the run's directory; add --resume"
+            )
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
         return _continue(options, _named_run(options, Path(options.resume).expanduser()))
     if options.run_dir and is_run(Path(options.run_dir)):
-        return _continue(options, _StoredRun.read(Path(options.run_dir)))
+        return _continue(options, StoredRun.read(Path(options.run_dir)))
     return _continue(options, _newest_run(options))
 
 
@@ -69,7 +71,7 @@ def claim_run_dir(options: TrainOptions) -> TrainOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredRun:
+class StoredRun:
     """A run directory and the options in its ``config.yaml``."""
 
     path: Path
@@ -77,9 +79,10 @@ class _StoredRun:
     entries: tuple[Option, ...]
 
     @classmethod
-    def read(cls, path: Path) -> _StoredRun:
+    def read(cls, path: Path, option: str = "--resume") -> StoredRun:
+        """Read the options of a run directory; ``option`` names it in messages."""
         file = path / "config.yaml"
-        raw = load_config(file, option="--resume")
+        raw = load_config(file, option=option)
         spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
         entries = (*options_of(TrainOptions), *extra_options(spec))
         problems = Problems()
@@ -99,7 +102,7 @@ def value_of(options: TrainOptions, name: str) -> Any:
     return options.extra[name] if name in options.extra else getattr(options, name, None)
 
 
-def _named_run(options: TrainOptions, path: Path) -> _StoredRun:
+def _named_run(options: TrainOptions, path: Path) -> StoredRun:
     if not path.is_dir():
         raise UsageError(f"--resume directory does not exist: {path}; pass the run directory (runs/<name>)")
     if not is_run(path):
@@ -108,16 +111,16 @@ def _named_run(options: TrainOptions, path: Path) -> _StoredRun:
         raise UsageError(f"--resume {path} is not a run directory; {hint}")
     if options.run_dir and Path(options.run_dir).absolute() != path.absolute():
         raise UsageError(f"--resume {path} and --run-dir {options.run_dir} are different directories; remove --run-dir")
-    return _StoredRun.read(path)
+    return StoredRun.read(path)
 
 
-def _newest_run(options: TrainOptions) -> _StoredRun:
+def _newest_run(options: TrainOptions) -> StoredRun:
     root = Path(options.run_dir) if options.run_dir else RUNS_ROOT
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
-        with suppress(UsageError):  # written by another version, or its algorithm no longer exists
+        with suppress(UsageError):  # written by another version, or with an algorithm that no longer exists
             if is_run(path):
-                runs.append(_StoredRun.read(path))
+                runs.append(StoredRun.read(path))
     runs.sort(key=_last_activity, reverse=True)
     if not runs:
         raise UsageError(f"--resume found no run in {root}/; pass --resume PATH, or omit --resume to start a new run")
@@ -133,16 +136,16 @@ def _newest_run(options: TrainOptions) -> _StoredRun:
     )
 
 
-def _last_activity(run: _StoredRun) -> tuple[bool, float]:
+def _last_activity(run: StoredRun) -> tuple[bool, float]:
     """Return a sort key: whether the run has checkpoints, and the time of its last write (Unix seconds)."""
     times = [entry.stat().st_mtime for entry in (run.path, *run.path.iterdir())]
     return bool(CheckpointFolder(run.options.checkpoint_path).steps()), max(times)
 
 
-def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
+def _continue(options: TrainOptions, run: StoredRun) -> TrainOptions:
     Problems.raise_all(
-        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
-        "remove it, or start a new run without --resume"
+        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change the run's results; remove the option, or "
+        "start a new run without --resume"
         for name, (old, new) in run.differences(options, options.explicit).items()
     )
     core = {entry.name for entry in options_of(TrainOptions)}

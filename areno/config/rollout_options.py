@@ -65,8 +65,8 @@ class RolloutOptions:
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Record which experts each token was routed to, and route it there in training too: a mixture of experts then has "
-        "no gap from routing. Decoding is eager.",
+        help="Record the experts that each token was routed to and use them in training too, so that "
+        "routing does not make rollout and training log-probs differ. On a CPU, decode steps are then not compiled.",
     )
     drop_rollout_state: bool = _rollout_free(
         False, help="Free the KV cache after each rollout: less memory, slower start of the next one."
@@ -74,7 +74,8 @@ class RolloutOptions:
     attn_backend: str = _shared(
         "flash",
         choices=("flash", "native"),
-        help="Attention kernels: FlashAttention if the device supports it, else (and with native) those of PyTorch.",
+        help="Attention kernels. flash: FlashAttention if the device supports it, else the kernels of PyTorch; native: "
+        "the kernels of PyTorch.",
     )
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that support it.")
     rollout: str = _rollout(
@@ -88,8 +89,8 @@ class RolloutOptions:
     rollout_backend: str = _rollout(
         "areno",
         choices=("areno", *SERVERS),
-        help="Inference engine: areno's own, or vLLM or SGLang servers, one per --rollout-replicas; they alternate with "
-        "training unless --rollout async is set.",
+        help="Inference engine: areno's own, or vLLM or SGLang servers, as many as --rollout-replicas; they alternate "
+        "with training unless --rollout async is set.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
@@ -108,7 +109,8 @@ class RolloutOptions:
     max_staleness: int = _rollout(
         1,
         minimum=0,
-        help="Asynchronous rollout: maximum staleness, in updates, of the weights that sampled a token when it is trained on.",
+        help="Asynchronous rollout: when a token is trained on, the weights that sampled it may be at most this many "
+        "updates old.",
     )
     workflow: str | None = _rollout(
         None,
@@ -127,14 +129,17 @@ class RolloutOptions:
         300.0, above=0, help="Agentic rollout: timeout of each agent call and of each of its requests, in seconds."
     )
     agent_retries: int = _rollout_free(
-        1, minimum=0, help="Agentic rollout: retries of a sample that the agent did not finish, each run on its own."
+        1,
+        minimum=0,
+        help="Agentic rollout: number of retries of a sample that the agent did not finish; each retry runs only "
+        "that sample.",
     )
     agent_max_failures: float = _rollout_free(
         0.5,
         minimum=0,
         maximum=1,
-        help="Agentic rollout: stop the run when more than this fraction of a step's samples (with --workflow, prompts) fails "
-        "after all retries; fewer are dropped.",
+        help="Agentic rollout: stop the run if more than this fraction of a step's samples (with --workflow, prompts) "
+        "fails after all retries; otherwise drop the failed ones.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
@@ -145,7 +150,8 @@ class RolloutOptions:
         maximum=1,
         algorithms=("gspo", "grpo"),
         unset="all turns get the same reward",
-        help="Agentic rollout: credit each turn with its own reward and the following ones, discounted by this per turn.",
+        help="Agentic rollout: credit each turn with its own reward and the following rewards, discounted by this "
+        "factor per turn.",
     )
     reward_fn_path: str | None = _rollout(
         None,
@@ -157,7 +163,8 @@ class RolloutOptions:
         None,
         metavar="NAME=WEIGHT,...",
         unset="every weight is 1",
-        help="Weights of the reward parts that the reward function returns, such as format=0.2,answer=1; others get 1.",
+        help="Weights of the reward parts that the reward function returns, such as format=0.2,answer=1; parts without "
+        "a weight get 1.",
     )
     reward_normalize_parts: bool = _rollout(
         False, help="Standardize each part of the reward within a prompt's samples, then weight it (GDPO)."
@@ -177,10 +184,10 @@ class RolloutOptions:
         None,
         above=0,
         unset="no limit",
-        help="Memory limit of each process of the reward function, in GiB; the record that exceeds it fails.",
+        help="Memory limit in GiB of each process of the reward function; a record that exceeds it fails.",
     )
     on_reward_error: str = _rollout_free(
-        "stop", choices=("stop", "drop"), help="When a reward fails: stop the run, or drop that sample and count it."
+        "stop", choices=("stop", "drop"), help="If a reward fails: stop the run, or drop that sample and count it."
     )
 
 

@@ -71,7 +71,7 @@ class BasicOptions:
         600.0,
         above=0,
         metavar="SECONDS",
-        help="With several ranks: abort the run when one makes no progress on its work for this long.",
+        help="With several ranks: abort the run if a rank makes no progress on its work for this long.",
     )
     seed: int = _basic(
         0,
@@ -128,7 +128,7 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="keep all",
-        help="Keep only the newest N checkpoints, and the last one before an update with non-finite results.",
+        help="Keep only the newest N checkpoints, and the last checkpoint before an update with non-finite results.",
     )
     keep_best: bool = _checkpoint(
         False, help="Also keep the checkpoint with the best evaluation, as the folder best next to the others."
@@ -137,13 +137,13 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="checkpoints only",
-        help="Also save only the model every N steps, in Hugging Face format, as models/step_000100 next to the checkpoints; "
-        "never deleted.",
+        help="In addition, save the model alone every N steps, in Hugging Face format, as models/step_000100 next to "
+        "the checkpoints; these are never deleted.",
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model; takes the "
-        "memory of one copy of the weights.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model; this "
+        "takes the memory of one copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -179,7 +179,10 @@ class EvaluationOptions:
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
     early_stop_patience: int | None = _evaluation(
-        None, minimum=1, unset="never", help="Stop the run after N evaluations in a row without a new best."
+        None,
+        minimum=1,
+        unset="never",
+        help="Stop the run after N consecutive evaluations that are not better than the best.",
     )
     eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
     eval_n_samples: int = _evaluation(
@@ -210,6 +213,13 @@ class ObservabilityOptions:
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
     )
+    save_rollouts: str | None = _observability(
+        None,
+        metavar="[N|all]",
+        rollout_only=True,
+        unset="none",
+        help="Save the training rows of the newest N steps, or of all, to rollouts/ in the run directory, for areno replay.",
+    )
     trace: bool = _observability(
         False,
         help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",
@@ -218,6 +228,6 @@ class ObservabilityOptions:
         "auto",
         choices=("auto", "debug", "info", "warning", "error"),
         stored=False,
-        help="Lowest level of lines on the console; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
+        help="Minimum level of console lines; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
         "shows lines instead of the live display. log.txt has all levels.",
     )

@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``; those shared with training have the same meaning."""
+"""Options of ``areno serve`` and ``areno chat``. Options that training has too mean the same."""
 
 import ipaddress
 import os
@@ -32,7 +32,7 @@ CHAT = CommandText(
 )
 
 API_KEY_VARIABLE = "ARENO_API_KEY"
-"""Environment variable to use instead of ``--api-key``, which shows in the process list."""
+"""Environment variable to use instead of ``--api-key``, which is visible in the process list."""
 
 _basic = partial(option, group="Basic")
 _rollout = partial(option, group="Rollout")
@@ -50,7 +50,7 @@ class ServeOptions(CommandOptions):
     served_model_name: str | None = _basic(
         None, unset="the value of --model-path", help="Name of the model in requests and responses."
     )
-    host: str = _basic("127.0.0.1", help="Address to listen on; all but loopback need --api-key.")
+    host: str = _basic("127.0.0.1", help="Address to listen on; any address other than loopback needs --api-key.")
     port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 picks a free one.")
     api_key: str | None = _basic(
         None,
@@ -63,8 +63,8 @@ class ServeOptions(CommandOptions):
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
-        help="Host name, besides localhost, that requests to a server without a key may use, such as that of a reverse proxy. "
-        "Repeatable; * for all.",
+        help="Host name, besides localhost, that requests to a server without a key may use, such as the name of a "
+        "reverse proxy. Repeatable; * for all.",
     )
     max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further ones get status 503.")
     world_size: int = option_from(BasicOptions, "world_size", documented_default="")
@@ -113,7 +113,7 @@ class ServeOptions(CommandOptions):
         0.0,
         group="Observability",
         minimum=0,
-        help="Interval of log lines on decode speed, in seconds; 0 disables them.",
+        help="Interval in seconds of log lines about decode speed; 0 disables them.",
     )
 
     @property
@@ -143,8 +143,8 @@ class ChatOptions(CommandOptions):
         None,
         metavar="FILE.json",
         unset="none",
-        help="Initial messages of a conversation, such as few-shot examples: a JSON list of objects with role and content. "
-        "--system replaces its system message.",
+        help="Initial messages of a conversation, such as few-shot examples: a JSON list of objects with role and "
+        "content. --system replaces the system message in it.",
     )
     max_tokens: int = _rollout(1024, minimum=1, help="Maximum tokens of an answer.")
     temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 decodes greedily.")

@@ -1,4 +1,4 @@
-"""Splits of a dataset: which files of a folder and which rows of a reference belong to one. Reads no rows."""
+"""Splits of a dataset: which files of a folder, and which rows of a reference, belong to a split. Reads no rows."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from areno.config.paths import DATA_SUFFIXES
 from areno.errors import UsageError
 
 TRAIN, TEST = "train", "test"
-"""The split for training, and the default split for evaluation."""
+"""Names of the split for training and of the default split for evaluation."""
 
 _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r"test(ing)?|eval(uation)?"}
 

@@ -17,15 +17,15 @@ SERVICES = tuple(_MODES)
 
 
 def mode_of(service: str) -> str:
-    """Return a service's mode: that of its environment variable, else its default."""
+    """Return a service's mode, from its environment variable or its default."""
     variable, default = _MODES[service]
     return os.environ.get(variable) or default
 
 
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
-    """Return what a service lacks in a mode: its package or (W&B only) a login; None if nothing.
+    """Return what a service lacks in a mode: its package or (W&B only) a login; None if it lacks nothing.
 
-    ``key`` is the API key set for the run, ``address`` that of a W&B server.
+    ``key`` is the API key set for the run, ``address`` the address of a W&B server.
     """
     if importlib.util.find_spec(service) is None:
         return f"needs the package {service}; install it: {install_command('track')}"

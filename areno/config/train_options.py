@@ -23,8 +23,8 @@ class TrainOptions(
 ):
     """All options of ``areno train``; change a copy with ``dataclasses.replace``.
 
-    ``explicit`` has the names of those set by a flag or the ``--config`` file, ``extra`` the values of the options that the
-    algorithm declares.
+    ``explicit`` has the names of the options set by a flag or the ``--config`` file; ``extra`` has the values of the options
+    that the algorithm declares.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ class TrainOptions(
 
     @property
     def most_behind(self) -> int:
-        """Maximum staleness of a token: updates between the weights that sampled it and those trained with it."""
+        """Maximum staleness of a token: number of updates between the weights that sampled it and the weights trained on it."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property

@@ -32,12 +32,12 @@ class UpdateOptions:
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass: less memory, more time. If not set, only when memory is short.",
+        help="Recompute activations in the backward pass: less memory, more time. If not set: only if memory is short.",
     )
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute a prompt shared by several answers once per update; results are the same up to rounding.",
+        help="Compute a prompt that several answers share only once per update; results are the same up to rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
@@ -46,7 +46,9 @@ class UpdateOptions:
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
     lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps of linear warmup from 0.")
     lr_decay_steps: int = _train(1000, minimum=1, help="Optimizer step at which the learning rate reaches --min-lr.")
-    lr_decay_style: str = _train("cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay.")
+    lr_decay_style: str = _train(
+        "cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay of the learning rate."
+    )
     adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay rate of the first moment.")
     adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
     adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, added to the denominator.")
@@ -54,7 +56,8 @@ class UpdateOptions:
         False, help="Store AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
     )
     offload_optimizer: bool = _train_free(
-        False, help="GPU only: keep optimizer states and accumulated gradients in host memory, and update there."
+        False,
+        help="GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there.",
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Clip gradients to this global norm.")
@@ -66,7 +69,7 @@ class UpdateOptions:
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
-        1, minimum=1, help="Optimizer steps per such pass, each on its own part of the prompts."
+        1, minimum=1, help="Optimizer steps per training pass, each on its own part of the prompts."
     )
     ref_ckpt: str | None = _train(
         None,
@@ -81,13 +84,15 @@ class UpdateOptions:
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
     critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
     critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps of linear warmup from 0.")
-    critic_lr_decay_steps: int = _ppo(1000, minimum=1, help="Critic step at which it reaches --critic-min-lr.")
+    critic_lr_decay_steps: int = _ppo(
+        1000, minimum=1, help="Critic step at which its learning rate reaches --critic-min-lr."
+    )
     critic_lr_decay_style: str = _ppo(
-        "constant", choices=("constant", "linear", "cosine"), help="Shape of the critic's decay."
+        "constant", choices=("constant", "linear", "cosine"), help="Shape of the decay of the critic's learning rate."
     )
     critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Clip the critic's gradients to this global norm.")
     critic_warmup_steps: int = _ppo(
-        20, minimum=0, help="Steps that train only the critic, before policy updates start."
+        20, minimum=0, help="Number of steps that train only the critic, before policy updates start."
     )
     gspo_clip_eps: float = _train(
         3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a sequence."
@@ -99,7 +104,7 @@ class UpdateOptions:
         None,
         above=0,
         unset="same as the lower one",
-        help="Upper clip range if different, which lets unlikely tokens gain more (clip-higher).",
+        help="Upper clip range, if different; a larger value lets unlikely tokens gain more (clip-higher).",
     )
     grpo_dual_clip: float | None = _train(
         None,
@@ -112,8 +117,8 @@ class UpdateOptions:
         "token",
         algorithms=("grpo",),
         choices=("token", "sequence", "dr_grpo"),
-        help="Loss aggregation: mean over all tokens, mean of the answers' means, or token sums divided by the constant "
-        "--max-new-tokens (Dr. GRPO).",
+        help="Loss aggregation: mean over all tokens (token), mean of the means of the answers (sequence), or token "
+        "sums divided by the constant --max-new-tokens (dr_grpo).",
     )
     advantage: str = _groups(
         "group",
@@ -132,17 +137,18 @@ class UpdateOptions:
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,
-        help="Weight of a KL penalty against the reference in the reward of each token; 0 adds none.",
+        help="Weight of a KL penalty against the reference in the reward of each token; 0: no penalty.",
     )
-    kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of that penalty.")
+    kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
     clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
     value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="Bootstrap answers truncated at --max-new-tokens with the critic's value of the rest. Disable it if most "
-        "answers are truncated: the reward already scores the truncated text, and values would grow without bound.",
+        help="For answers truncated at --max-new-tokens, bootstrap the return with the critic's value of the rest. "
+        "Disable this if most answers are truncated: the reward already scores the truncated text, and values "
+        "would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
@@ -169,8 +175,8 @@ class LoraOptions:
         0.0,
         minimum=0,
         below=1,
-        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts, which have no dropout: the "
-        "importance ratio would be noise.",
+        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts: rollouts have no "
+        "dropout, so the importance ratio would be noise.",
     )
     lora_target_modules: str = _lora(
         ALL_LINEAR,

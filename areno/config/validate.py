@@ -1,4 +1,4 @@
-"""Validates the options of a run before anything expensive happens: values, combinations, paths. Reports all problems at once.
+"""Validates the options of a run before any expensive work: values, combinations, paths. Reports all problems at once.
 
 An option without effect is a problem too. Does not import hook files; `areno.config.hooks` does.
 """
@@ -21,6 +21,7 @@ from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, i
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.resume import value_of
 from areno.config.reward_weights import part_weights
+from areno.config.saved_rollouts import kept_rollouts
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
@@ -32,7 +33,7 @@ from areno.storage.run_layout import is_run
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check parsed options, merged with those of a resumed run. Raises UsageError with all problems and remedies.
 
-    ``needs_data`` is False for planning, which needs neither data nor rewards.
+    ``needs_data`` is False for planning, for which neither data nor rewards are needed.
     """
     Problems.raise_all(_problems(options, needs_data))
 
@@ -54,6 +55,10 @@ def _problems(options: TrainOptions, needs_data: bool) -> Iterator[str]:
     if spec is not None:
         yield from _of_algorithm(options, spec, entries)
     yield from shared_problems(options)
+    try:
+        kept_rollouts(options.save_rollouts)
+    except UsageError as error:
+        yield f"--save-rollouts {error}"
     for service in options.track:
         if service not in SERVICES:
             yield f"--track {service} is unknown{nearest(service, SERVICES)}; choose {', '.join(SERVICES)}"
@@ -91,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems of combinations and input paths that training and ``areno eval`` share; ``split`` is the one read."""
+    """Yield problems of combinations and input paths that training and ``areno eval`` share. ``split``: the split to read."""
     yield from _combinations(options)
     yield from _paths(options, split)
     try:
@@ -147,7 +152,7 @@ def value_problem(entry: Option, value: Any) -> str:
 
 
 def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    """Yield what the dataclass of the algorithm's options rejects."""
+    """Yield the problems that the dataclass of the algorithm's options reports."""
     if any(value_problem(entry, value_of(options, entry.name)) for entry in spec.own_options()):
         return
     try:
@@ -204,8 +209,8 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         )
     if options.lora_dropout > 0 and spec.requires_rollout:
         yield (
-            f"--lora-dropout {options.lora_dropout}: rollouts of {spec.name} have no dropout, so that the importance ratio "
-            "would be noise; remove it"
+            f"--lora-dropout {options.lora_dropout}: rollouts of {spec.name} have no dropout, so the importance ratio would "
+            "be noise; remove the option"
         )
     if options.lora_adapter_path is not None:
         yield adapter_problem(options.lora_adapter_path, "--lora-adapter-path")
@@ -251,8 +256,8 @@ def _warmup_problem(options: TrainOptions, spec: AlgorithmSpec, steps: int | Non
     if steps is None or steps > warmup or not (spec.name == "ppo" or "critic_warmup_steps" in spec.uses):
         return ""
     return (
-        f"--critic-warmup-steps {warmup} trains only the critic for the first {warmup} steps, and {length} ends the run "
-        f"by then, so the policy would never be trained; train for more than {warmup} steps, or use fewer warmup steps"
+        f"--critic-warmup-steps {warmup} trains only the critic for the first {warmup} steps, but {length} ends the run by "
+        f"then, so the policy would never be trained; train for more than {warmup} steps, or use fewer warmup steps"
     )
 
 
@@ -305,7 +310,7 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
 
 
 def _replicas(options: TrainOptions) -> Iterator[str]:
-    """Yield what cannot be combined with rollout processes."""
+    """Yield options that cannot be combined with rollout processes."""
     for name in ("rollout_server_command", "rollout_server_args"):
         try:
             shlex.split(getattr(options, name) or "")
@@ -314,12 +319,12 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
     flag = "--rollout async" if options.rollout == "async" else f"--rollout-backend {options.rollout_backend}"
     if options.rollout_url and len(options.rollout_url) != options.rollout_replicas:
         yield (
-            f"--rollout-url is passed {len(options.rollout_url)} times, and --rollout-replicas is {options.rollout_replicas}; "
+            f"--rollout-url is passed {len(options.rollout_url)} times, but --rollout-replicas is {options.rollout_replicas}; "
             "pass one address per replica"
         )
     if options.agent_fn is not None:
         yield (
-            f"{flag} with --agent-fn {options.agent_fn}: such agents use the model of this process; pass an agent "
+            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn use the model of this process; pass an agent "
             f"with `async def run(self, data, **extra)` as --workflow, or remove {flag}"
         )
     if options.load_in_4bit:

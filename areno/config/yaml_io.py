@@ -1,6 +1,6 @@
 """Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
 
-Stored options exclude those that the run does not read and its location, so that the file works as a ``--config`` file.
+Stored options exclude the run's location and options that the run does not read, so that the file works as a ``--config`` file.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from areno.errors import UsageError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML would silently take the last."""
+    """Rejects duplicate keys; YAML would silently use the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping and check for duplicate keys."""
@@ -32,7 +32,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
     """Read a YAML file of options; returns raw values by option name, with underscores. ``option`` is for messages.
 
-    Keys without a value are omitted, so that ``null`` means unset.
+    Keys without a value are omitted: ``null`` means unset.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -72,7 +72,7 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values to store in ``config.yaml``: all that the run reads, with absolute paths to resume from any folder."""
+    """Return the values to store in ``config.yaml``: all that the run reads. Paths are absolute, to resume from any folder."""
     spec = get_algorithm(options.algo)
     unused = without_effect(options, spec)
     values = {

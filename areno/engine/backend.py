@@ -29,7 +29,7 @@ class Generator(Protocol):
 
     @property
     def context_length(self) -> int | None:
-        """Maximum tokens per sequence; None if the model states no limit."""
+        """Maximum number of tokens per sequence; None if the model states no limit."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests and return one future per request.
@@ -65,13 +65,13 @@ class Backend(Generator, Protocol):
         """KV cache capacity of a replica in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences over all replicas together; None restores the configured limit of each."""
+        """Limit the number of concurrent sequences over all replicas together; None restores the configured limit of each."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
         """Turn the prefix cache on or off; has no effect if the configuration sets its size."""
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and free the KV cache unless configured to keep it."""
+        """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
 
     def train(
         self,
@@ -108,13 +108,13 @@ class Backend(Generator, Protocol):
         """Score of each row at its last token."""
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load missing roles.
+        """Load the roles that are not loaded yet.
 
         EngineError: a loaded role of that name has another checkpoint or kind. UsageError: a checkpoint does not suit its role.
         """
 
     def drop_role(self, name: str) -> None:
-        """Unload an auxiliary role. Raises EngineError: the role does not exist, or is the actor."""
+        """Unload an auxiliary role. Raises EngineError if the role does not exist, or is the actor."""
 
     def learning_rate(self, role: str) -> float:
         """Learning rate of a role's next optimizer step."""
@@ -138,10 +138,10 @@ class Backend(Generator, Protocol):
         """
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call ``function(engine, *arguments)`` on every rank and return the results in rank order.
+        """Call ``function(engine, *arguments)`` on every rank; return the results in rank order.
 
         Raises EngineError: only some ranks failed; BaseException: the error that all ranks raised.
         """
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all models and end all ranks."""

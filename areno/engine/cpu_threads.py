@@ -1,8 +1,8 @@
-"""Adapt torch's CPU thread count to the cores that other programs leave free.
+"""Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
-Beside one busy process on two cores, two OpenMP threads are twice as slow as one, because every parallel region waits for
-the thread that shares its core. So the thread count follows the load: it is set once the model is loaded, revised at most
-every ``PERIOD_S`` seconds, and each change is logged. ``OMP_NUM_THREADS`` fixes it. Results are bitwise reproducible at
+If another process is busy on one of two cores, two OpenMP threads are twice as slow as one, because every parallel region waits
+for the thread that shares its core. So the thread count follows the load: it is set once the model is loaded and revised at
+most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible at
 equal thread counts.
 """
 
@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """The new thread count, at most ``most``, when other programs leave ``free`` cores."""
+    """Return the new thread count, at most ``most``, if other programs leave ``free`` cores."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)
@@ -42,7 +42,7 @@ class CpuThreads:
         self._decided_at: float | None = None
 
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
-        """Divide the cores evenly among the ``processes`` of a run.
+        """Declare that ``processes`` processes of a run divide the cores evenly.
 
         ``root_pid`` is the process that started them (None: this one). ``fixed`` keeps their thread count constant; None
         follows ``OMP_NUM_THREADS``.
@@ -52,7 +52,7 @@ class CpuThreads:
         self.adapts = False
 
     def begin(self) -> None:
-        """Start following the load. Call before loading a model: the load during loading decides the first count.
+        """Start to follow the load. Call before loading a model: the load while it is loaded decides the first count.
 
         The calling thread's count, within the process's CPU limit, is the maximum. Further calls have no effect.
         """
@@ -71,7 +71,7 @@ class CpuThreads:
         return self._current
 
     def apply(self) -> None:
-        """Apply the count to the calling thread; threads started later inherit it from torch."""
+        """Apply the count to the calling thread. Threads started later inherit it from PyTorch."""
         if self.adapts and torch.get_num_threads() != self.current():
             torch.set_num_threads(self._current)
 

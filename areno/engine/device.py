@@ -20,15 +20,15 @@ def use_device(device: torch.device) -> None:
 
 
 def use_deterministic_algorithms() -> None:
-    """Enable PyTorch's deterministic algorithms; it warns about operations that have none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+    """Enable PyTorch's deterministic algorithms; PyTorch warns about operations that have none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this variable
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """One device per rank of an engine: consecutive GPUs from ``first`` on, or the ``chosen`` ones.
+    """Return one device per rank of an engine: consecutive GPUs from ``first`` on, or the ``chosen`` ones.
 
-    Raises UsageError: too few GPUs, or ``chosen`` does not name one per rank.
+    Raises UsageError if there are too few GPUs, or if ``chosen`` does not list one per rank.
     """
     if chosen is not None and len(chosen) != ranks:
         raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")

@@ -42,7 +42,7 @@ from areno.loss_fns.loss_interface import LossFn
 from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
-from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TokenRecord, TrainSequence
 from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OPTIMIZER_FOLDER = "optimizer"
-_IDLE_S = 30.0  # an idle generate-only engine returns freed memory after this
+_IDLE_S = 30.0  # an idle generate-only engine then returns freed memory
 
 
 class Engine:
-    """See the module's text; ``path`` of an adapter folder stands for its base model with the adapter added."""
+    """The models of a run on one device; see the module docstring. If ``path`` is an adapter folder, loads its base model and
+    adds the adapter.
+    """
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -74,7 +76,7 @@ class Engine:
         if config.return_routed_experts:
             follow_routers(self.actor.model, path, config.peers.pipeline.all_gather)
         if config.device.type == "cpu":
-            retain_freed_memory()  # after loading, whose temporaries need not stay (4-bit weights start out larger)
+            retain_freed_memory()  # after loading, so that temporary memory is not retained
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) and model.stage is None else None
@@ -124,7 +126,7 @@ class Engine:
             raise UsageError(f"{option}: speculative decoding is not supported on GPUs; use --speculate 0")
         if tp_size > 1:
             raise UsageError(
-                f"{option} with --tp-size {tp_size}: speculative decoding needs --tp-size 1; change it, or use --speculate 0"
+                f"{option} with --tp-size {tp_size}: speculative decoding needs --tp-size 1; use that, or --speculate 0"
             )
         if not can_roll_back:
             raise UsageError(
@@ -134,12 +136,12 @@ class Engine:
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas, this one included."""
+        """Number of replicas, including this one."""
         return self.config.peers.layout.dp_size
 
     @property
     def context_length(self) -> int | None:
-        """Maximum positions of the actor; None if its configuration states no limit."""
+        """Maximum number of positions of the actor; None if its configuration states no limit."""
         return self.actor.model.context_length
 
     @property
@@ -153,7 +155,7 @@ class Engine:
         return self._loop.scheduler.budget_tokens if self._loop is not None else 0
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences per replica; None restores the configured limit. ValueError below 1."""
+        """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop
@@ -179,7 +181,7 @@ class Engine:
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop. Raises EngineError: the actor is a reward model, or a stage of a pipeline."""
+        """The rollout loop. Raises EngineError if the actor is a reward model, or a stage of a pipeline."""
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
@@ -196,9 +198,9 @@ class Engine:
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, merging an adapter until the rollout ends; see :meth:`RolloutLoop.submit`.
+        """Queue requests; an adapter is merged until the rollout ends. See :meth:`RolloutLoop.submit`.
 
-        EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
+        Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
         """
         if not self.actor.model.weights.whole:
             raise EngineError("the weights are sharded across replicas: call begin_rollout on all ranks first")
@@ -237,8 +239,12 @@ class Engine:
         self._stamp_version()
         return stats
 
+    def take_token_records(self) -> dict[int, TokenRecord]:
+        """Return what training computed for the actor's observed rows since the last call, by their numbers."""
+        return self.actor.training.records.take() if self.actor.trainable else {}
+
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, which is this one, and further arguments."""
+        """Call a function with this engine, the only rank, and further arguments."""
         return [function(self, *arguments)]
 
     def measure(

@@ -36,15 +36,15 @@ class EngineConfig:
     return_routed_experts: bool = False  # with each sample, for routing replay; decodes eagerly
     speculate: int = 0  # maximum draft tokens of speculative decoding; 0 turns it off
     kv_cache_tokens: int | None = None  # None: GPU memory left by training, or a share of free RAM
-    prefix_cache_tokens: int | None = 0  # on top of the KV cache; None: a quarter of its size
+    prefix_cache_tokens: int | None = 0  # in addition to the KV cache; None: a quarter of its size
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
     use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
     deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
-    neighbours: int = 1  # number of such engines on this machine, each with its own ranks
-    shares_device: bool = False  # with another process that uses the same GPU
+    neighbours: int = 1  # number of engines of this kind on this machine, each with its own ranks
+    shares_device: bool = False  # whether another process uses the same GPU
     peers: RankContext = field(default_factory=RankContext)  # ranks of the same configuration, which get the same calls
 
     @property

@@ -2,14 +2,14 @@
 
 *One OpenMP worker pool at a time.* Every thread that calls into PyTorch gets its own OpenMP workers and keeps them. The
 rollout and training threads together would oversubscribe the cores twofold, and GNU OpenMP then makes all workers sleep at
-every barrier: on two cores a decode step took 15 ms instead of 4. So a thread releases its workers when it goes idle; the
-next parallel region restarts them in well under a millisecond.
+every barrier: on two cores a decode step took 15 ms instead of 4. So a thread ends its workers when it goes idle; the next
+parallel region restarts them in well under a millisecond.
 
-*Freed memory is retained.* By default malloc returns large blocks to the system on free and faults them in again page by
-page: training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So
-large tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). Where it cannot be built, glibc retains
-memory in one untrimmed heap, whose fragmentation raises the peak by about half. When the system runs short of memory,
-retained memory is returned before each pass.
+*Freed memory is retained.* By default malloc returns large blocks to the system on free and faults them in again page by page:
+training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So large
+tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If it cannot be compiled, glibc retains memory
+in one untrimmed heap, whose fragmentation raises the peak by about half. When the system runs short of memory, retained memory
+is returned before each pass.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ def retain_freed_memory() -> None:
     """Retain freed memory; a no-op without glibc, or if the user configured malloc or preloaded another."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
-    if _KEPT or chosen or not _of_libc("mallinfo2"):  # retained memory must be measurable, or it would count as used
+    if _KEPT or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used
         return
     if memory := own_memory():
         _KEPT.append(memory)
@@ -77,7 +77,7 @@ def retain_freed_memory() -> None:
 
 
 def retained_bytes() -> int:
-    """Freed bytes that the process retains for reuse; 0 if unknown."""
+    """Size in bytes of the freed memory that the process retains for reuse; 0 if unknown."""
     if _KEPT:
         return _KEPT[0].kept()
     count = _of_libc("mallinfo2")
@@ -89,7 +89,7 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Resident bytes of the heap; malloc also counts trimmed pages as free."""
+    """Size in bytes of the heap's resident part; malloc also counts trimmed pages as free."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:

@@ -1,7 +1,7 @@
 """Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
 
-A row beyond them would index an embedding table out of bounds, which crashes the process on a GPU, or silently run a rotary
-model at positions it was never trained on.
+A row beyond the limits would index an embedding table out of bounds, which crashes the process on a GPU, or silently run a
+rotary model at positions on which it was never trained.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ _SCALED = ("yarn", "llama3", "longrope")
 
 
 def context_length(config: Any) -> int | None:
-    """Maximum positions of a ``transformers`` configuration; None if it states no limit.
+    """Maximum number of positions of a ``transformers`` configuration; None if it states no limit.
 
-    Most configurations with scaled rotary embeddings state the extended length. Those that state the original one
-    (Qwen's for YaRN, linear scaling) are extended by the factor.
+    Most configurations with scaled rotary embeddings state the extended length. If one states the original length (Qwen's for
+    YaRN, linear scaling), it is multiplied by the factor.
     """
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
@@ -52,10 +52,10 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     that contains one is rejected on submission.
 
     Args:
-        option: the option that named the checkpoint, for error messages.
+        option: name of the option that set the checkpoint, for error messages.
 
     Returns:
-        Maximum tokens of a row; None if the model states no limit.
+        Maximum number of tokens of a row; None if the model states no limit.
 
     Raises:
         UsageError: the configuration is unreadable, or the tokenizer has ids without an embedding.
@@ -76,8 +76,8 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     if beyond:
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
-            f"{option} {path}: the tokenizer gives {len(beyond)} token ids that the model has no embedding for: {token!r} is "
-            f"id {beyond[token]}, the model has {rows} rows (vocab_size in config.json); give its own tokenizer, "
+            f"{option} {path}: the tokenizer has {len(beyond)} token ids for which the model has no embedding: {token!r} is "
+            f"id {beyond[token]}, but the model has {rows} rows (vocab_size in config.json); use the model's own tokenizer, "
             "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
     return context_length(config)
@@ -98,14 +98,14 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
         raise UsageError(
-            f"role {name!r}: {path} has another tokenizer than {own_path}: token {token!r} is id {theirs.get(token)} "
-            f"there and {mine.get(token)} here; roles read the same token ids, so give a model of the same family"
+            f"role {name!r}: {path} has another tokenizer than {own_path}: token {token!r} has id {theirs.get(token)} in the "
+            f"first and {mine.get(token)} in the second; roles read the same token ids, so use a model with the same tokenizer"
         )
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Cap each request's new tokens to the context that its prompt leaves; capped samples finish with ``length``.
+    """Cap each request's number of new tokens by the context that its prompt leaves; capped samples finish with ``length``.
 
     Raises EngineError: a request is invalid or can never fit.
     """
@@ -117,10 +117,12 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     if not prompt:
         raise EngineError("a prompt must hold at least one token")
     if not request.seeds:
-        raise EngineError("a request needs a seed for each of its samples, at least one")
+        raise EngineError("a request needs at least one sample, and a seed for each sample")
     for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):
         if (invalid := unknown_id(ids or (), vocabulary)) is not None:
-            raise EngineError(f"{what} names token id {invalid}; this model has the ids 0 to {vocabulary - 1}")
+            raise EngineError(
+                f"{what} contains token id {invalid}, but the ids of this model are 0 to {vocabulary - 1}"
+            )
     most, limit = sampling.max_new_tokens, tightest(context, sampling.max_context_len)
     if limit is not None:
         if prompt >= limit:

@@ -44,7 +44,7 @@ class Role:
     optimizer: Optimizer | None = None  # None for a frozen role
     activation_checkpointing: bool | None = True
     peers: RankContext = field(default_factory=RankContext)
-    adapter_off: bool = False  # the role is ``model`` without its adapter
+    adapter_off: bool = False  # whether the role is ``model`` with its adapter disabled
     tree: bool = False
     offload_activations: bool = False
 
@@ -54,7 +54,7 @@ class Role:
         return self.optimizer is not None
 
     def trained_by(self) -> Optimizer:
-        """The optimizer. Raises EngineError: the role is frozen."""
+        """The optimizer. Raises EngineError if the role is frozen."""
         if self.optimizer is None:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer
@@ -89,7 +89,7 @@ class Role:
                 )
             if len(row) and (min(row) < 0 or max(row) >= vocabulary):
                 raise UsageError(
-                    f"row {index} holds token id {unknown_id(row, vocabulary)}; role {self.name!r} has the ids 0 to "
+                    f"row {index} contains token id {unknown_id(row, vocabulary)}, but the ids of role {self.name!r} are 0 to "
                     f"{vocabulary - 1}"
                 )
 
@@ -118,7 +118,7 @@ class Role:
             return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to the CPU, so that they can be written while training continues.
+        """Copy the weights to host memory, so that they can be written while training continues.
 
         Returns a function that saves the copy like :meth:`save_model`; None for adapters, which are small, and for models
         on several ranks.
@@ -147,8 +147,8 @@ class Role:
             return
         module: Any = self.model.module
         if self.kind != "policy":
-            # transformers pools at the last non-padding token. If padding is the EOS token, that would be the wrong
-            # one; without a padding id it takes the last token, which needs batch size 1.
+            # transformers pools at the last non-padding token. If padding is the EOS token, that would be the wrong token;
+            # without a padding id transformers takes the last token, which needs batch size 1.
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # its progress bar would corrupt the live display
@@ -162,7 +162,7 @@ class Role:
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer state, each rank its own shard; a collective call of all ranks."""
+        """Write the optimizer state; each rank writes its own shard. A collective call of all ranks."""
         optimizer = self.trained_by()
         save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
@@ -232,26 +232,26 @@ def _check_choices(
     adapter: AdapterOptions | None,
     offload_activations: bool,
 ) -> None:
-    """Reject options that have no effect or conflict."""
+    """Reject options that conflict or have no effect."""
     on_cpu, layout = torch.device(options.device).type == "cpu", options.peers.layout
     if on_cpu and optimizer is not None and optimizer.offload:
-        raise UsageError(f"--offload-optimizer: role {name!r} is on a CPU, where it has no effect; remove it")
+        raise UsageError(f"--offload-optimizer has no effect on a CPU, where role {name!r} is; remove the option")
     if on_cpu and optimizer is not None and offload_activations:
-        raise UsageError(f"--offload-activations: role {name!r} is on a CPU, where it has no effect; remove it")
+        raise UsageError(f"--offload-activations has no effect on a CPU, where role {name!r} is; remove the option")
     if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
-            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, which leaves "
+            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, so that there is "
             "one tensor per layer to offload"
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(
-            f"{options.option} {path} is an adapter, which cannot carry another one; pass its base model, "
-            "and this folder as --lora-adapter-path, or merge it first with areno export"
+            f"{options.option} {path} is an adapter, which cannot have another adapter; pass its base model, and this folder "
+            "as --lora-adapter-path, or merge the adapter first with areno export"
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
-            f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; "
-            "remove one of the two: --world-size N alone keeps the full model on each device"
+            f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; remove one of the two options "
+            "(--world-size N alone keeps the full model on each device)"
         )
     if not layout.fsdp:
         return

@@ -27,7 +27,7 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """One temperature per row. Raises ValueError: the number of temperatures is neither one nor that of the rows."""
+    """Return one temperature per row. Raises ValueError if the number of temperatures is neither one nor that of the rows."""
     per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(per_row) != len(rows):
         raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(per_row)}")
@@ -59,7 +59,7 @@ def score(
     ``routed`` holds the expert choices of each row to replay, if the model supports routing replay.
 
     Returns:
-        ``logprobs``: per row, that of each token given its prefix, at the row's temperature; entry 0 is 0.0.
+        ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
         ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. Empty on all but
         the last stage of a ``pipeline``.
     """

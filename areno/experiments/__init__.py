@@ -1,6 +1,7 @@
-"""Experiments (``areno run``): YAML configurations of all algorithms on one policy loss.
+"""Experiments (``areno run``), which are configured by YAML files.
 
 - ``run_experiment``: runs an experiment from its command line; ``trainers``: the training steps.
-- ``checks``: validates what a configuration names; ``folders``: the directories of a run; ``plan``: its memory.
+- ``replay``: ``areno replay`` of experiments.
+- ``checks``: validates names in a configuration; ``folders``: the directories of a run; ``plan``: plans the memory of a run.
 - ``cluster``: workers on Ray and Slurm; ``submit``: submission to Slurm; ``launch_text``: ``areno launch``.
 """

@@ -31,7 +31,7 @@ def check_inputs(config: BaseExperimentConfig) -> None:
 NO_REWARD = (
     "reward.fn is missing: name the reward function as file.py:NAME or module.NAME, or a reward model as reward.path"
 )
-"""Error of a built-in workflow without a reward."""
+"""Message for a built-in workflow without a reward."""
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
@@ -53,7 +53,10 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield NO_REWARD
     custom = agent or workflow.path not in BUILT_IN_WORKFLOWS
     if custom and config.reward_section.weights and not config.reward_section.normalize_parts:
-        yield "reward.weights has no effect with a custom workflow, which sets rewards itself; give weights to its AsyncReward"
+        yield (
+            "reward.weights has no effect with a custom workflow, which sets rewards itself; pass weights to the "
+            "AsyncReward of the workflow"
+        )
     if workflow.dynamic_filter_fn:
         yield _problem(workflow.dynamic_filter_fn, "workflow.dynamic_filter_fn")
 

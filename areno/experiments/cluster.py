@@ -43,14 +43,14 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
         gpus = nodes * (cluster.n_gpus_per_node or 0)
     if nodes < cluster.n_nodes:
         raise UsageError(
-            f"cluster.n_nodes={cluster.n_nodes}, but the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; lower it, or add "
-            "nodes"
+            f"cluster.n_nodes={cluster.n_nodes}, but the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; lower "
+            "cluster.n_nodes, or add nodes"
         )
     return Machine(gpus=gpus, cores=cores, flash_attention=False, threads=None, nodes=nodes)
 
 
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
-    """The launcher for the workers of an experiment with settled settings; None on one machine. The caller closes it.
+    """The launcher for the workers of an experiment with resolved settings; None on one machine. The caller closes it.
 
     Raises:
         UsageError: the cluster lacks resources that the roles need.
@@ -74,7 +74,7 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
         shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
         beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
-        if server_of(config):  # one process with the devices of all ranks
+        if server_of(config):  # a single process with the devices of all ranks
             need = _need(spec, parallel.data, 1, gpus, beside)
             needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
         else:
@@ -105,7 +105,7 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside:
 
 
 def name_options(config: BaseExperimentConfig) -> NameOptions:
-    """Options of the name store; its files are below ``cluster.fileroot`` unless another folder is configured."""
+    """Options of the name store. Its files are below ``cluster.fileroot`` unless another folder is configured."""
     section = config.cluster.name_resolve
     root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
     if root in (entry.default, entry.info.documented):  # the default is local to one machine

@@ -1,9 +1,9 @@
 """The directories of an experiment below ``fileroot``, as documented.
 
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
-    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for restart points
+    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery checkpoints
 
-``checkpoints`` in the run directory links to the second one, for tools that read run directories.
+``checkpoints`` in the run directory is a link to the second directory, for tools that read run directories.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
+from areno.reports.report import report_at_end
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import EXPERIMENT
 from areno.storage.run_lock import run_lock
@@ -46,7 +47,7 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     if LoggingSetup.active is not None:
         yield run_dir
         return
-    with _locked(config), setup_logging(run_dir), recorded_status(run_dir):
+    with _locked(config), setup_logging(run_dir), report_at_end(run_dir), recorded_status(run_dir):
         _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
         yield run_dir
 
@@ -65,7 +66,7 @@ def _locked(config: BaseExperimentConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The directories of one trial, of the current user by default; properties do not create them."""
+    """The directories of one trial, by default of the current user. The properties do not create them."""
 
     fileroot: str | Path
     experiment: str
@@ -92,7 +93,7 @@ class ExperimentFolders:
 
     @property
     def recover(self) -> Path:
-        """Root of restart points."""
+        """Root of recovery checkpoints."""
         return self.checkpoints / EXPERIMENT.checkpoints
 
     @property

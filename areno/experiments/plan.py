@@ -1,4 +1,4 @@
-"""Plans the memory of an experiment, of the training engine and of each rollout replica, without loading a model."""
+"""Plans the memory of an experiment (the training engine and each rollout replica) without loading a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,14 +116,14 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """Memory of an experiment: ``actor`` trains, each ``rollout`` replica generates; None without separate replicas."""
+    """Memory plan of an experiment: ``actor`` for training, ``rollout`` for each replica; None without separate replicas."""
 
     actor: MemoryPlan
     rollout: MemoryPlan | None
-    titles: tuple[str, str]  # of the two plans
-    transfer: int  # bytes of shared memory for weight transfers
+    titles: tuple[str, str]  # titles of the two plans
+    transfer: int  # size in bytes of the shared memory for weight transfers
     together: bool  # both share one memory, and must fit into it together
-    share: int = 0  # bytes on the fullest rank if the layout shards weights, else 0; the plans assume unsharded weights
+    share: int = 0  # bytes on the fullest rank if the layout shards weights, else 0: the plans assume unsharded weights
 
     @property
     def needed(self) -> int:
@@ -192,13 +192,13 @@ def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """Further engine options for generation, with the requests divided between the replicas."""
+    """Further engine options for generation; the requests are divided between the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """Changes that reduce memory, the least costly first; ``longest`` is the longest row."""
+    """Changes that reduce memory, least costly first. ``longest``: tokens of the longest row."""
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
@@ -216,7 +216,7 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 
 def _largest_pass(config: Any, longest: int) -> int:
-    """Tokens of a replica's largest microbatch with the current settings."""
+    """Number of tokens of a replica's largest microbatch with the current settings."""
     layout = engines.training_layout(config.actor)
     return sum(
         ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]
@@ -245,7 +245,7 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 
 
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
-    """Plan an experiment given by its command line; returns the plan, and it as a table or as data (bytes by name).
+    """Plan an experiment given by its command line; returns the plan, and the plan as a table or as data (bytes by name).
 
     With ``tune`` it also finds the largest sizes that fit.
 
@@ -291,8 +291,9 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The plan of the actor assumes unsharded weights on each rank, an upper bound. Sharded as actor.backend says, the "
-            f"fullest rank trains in about {plan.share / 2**20:,.1f} MiB plus the process itself (docs/layouts.md)."
+            "The plan of the actor assumes unsharded weights on each rank, which is an upper bound. With the sharding of "
+            f"actor.backend, the fullest rank needs about {plan.share / 2**20:,.1f} MiB plus the process itself "
+            "(docs/layouts.md)."
         )
     if plan.transfer:
         lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")

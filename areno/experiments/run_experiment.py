@@ -46,10 +46,10 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 
 
 def run_experiment(config: BaseExperimentConfig) -> None:
-    """Check the configuration, create the trainer, and run it to the end.
+    """Check the configuration, create the trainer, and run the experiment to its end.
 
     With recovery enabled, a failed process is followed by up to ``recover.retries`` further attempts, each from the newest
-    restart point.
+    recovery checkpoint.
     """
     check_inputs(config)
     with open_log(config):
@@ -72,11 +72,11 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
         except EngineError as error:
             if attempt > retries:
                 raise
-            _log.warning("retry %d of %d from the newest restart point: %s", attempt, retries, error)
+            _log.warning("retry %d of %d from the newest recovery checkpoint: %s", attempt, retries, error)
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py`` with the legacy keys; the default reward is that for maths."""
+    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py`` with the legacy keys; the default reward is the math reward."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> None:
@@ -97,19 +97,19 @@ def guarded(run: Callable[[], None]) -> int:
 
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
-    """Refuse to resume a run that was moved, or that has no restart points."""
+    """Raise UsageError if a run to resume was moved, or has no recovery checkpoints."""
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
-        raise UsageError(f"--resume {run}: its configuration places it in {logs}; move it there")
+        raise UsageError(f"--resume {run}: the run's configuration places it in {logs}; move the run there")
     if not config.recover.enabled:
         raise UsageError(
-            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no restart points; to repeat it from "
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints; to repeat it from "
             "the first step, add recover.mode=auto"
         )
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Check an experiment as a run does before loading a model, and describe what it would do, without writing files."""
+    """Make all checks that a run makes before it loads a model, and describe what the run would do, without writing files."""
     from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.row_source import RowSource, load_dataset
 

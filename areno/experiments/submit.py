@@ -16,7 +16,7 @@ from areno.launch import slurm
 from areno.launch.placement import most_on_a_node, place_workers
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
-# SIGTERM before the time limit: time for a step and a checkpoint.
+# Seconds before the time limit at which SIGTERM is sent: time for a step and a checkpoint.
 _WARNING_S = 120
 _POLL_S = 1.0
 
@@ -24,7 +24,7 @@ _POLL_S = 1.0
 def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
     """The job script, which runs ``command`` on the first node."""
     cluster, folder = config.cluster, ExperimentFolders.of(config).logs
-    nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # real names are known only inside the job
+    nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # the actual names are known only inside the job
     gpus = cluster.n_gpus_per_node or 0
     needs = needs_of(config, gpus=gpus > 0)
     anywhere = {role: replace(need, nodelist=None, exclude=None) for role, need in needs.items()}

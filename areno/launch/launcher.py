@@ -28,7 +28,7 @@ class Task:
     """A process to start: a Python module that connects back (:func:`areno.launch.links.dial`).
 
     Attributes:
-        role, number: role and index of the worker; the launcher knows the needs of the role.
+        role, number: role and index of the worker; the launcher knows the resources of the role.
         environment: variables in addition to those of its machine.
         log_file: file for its output; None inherits the launcher's.
     """
@@ -54,7 +54,7 @@ class RoleNeed:
     together: int = 1  # number of consecutive workers that must be on one machine
     cpu: int = 1
     gpu: int = 0
-    mem: int | None = None  # in GB; None is a proportional part of the machine's
+    mem: int | None = None  # memory in GB; None: a proportional part of the machine's memory
     env_vars: Mapping[str, str] = field(default_factory=dict)
     cmd: str | None = None  # command that starts Python, instead of the default interpreter
     additional_bash_cmds: Sequence[str] = ()
@@ -65,7 +65,7 @@ class RoleNeed:
     exclude: str | None = None
     srun_additional_args: str = ""
     ray_placement_strategy: str = "shared"
-    beside: str = ""  # role that it is colocated with, worker by worker
+    beside: str = ""  # role with which this role is colocated, worker by worker
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
         """Return the command that starts a task, wrapped in a container and shell commands if requested."""
@@ -103,13 +103,13 @@ class RunningTask(Protocol):
         """Update and return ``returncode``."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait until the process ends. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Name service of a run's tasks, with a ``root`` that is unique to the run."""
+    """Name service of the tasks of a run, with a ``root`` that is unique to the run."""
 
     options: NameOptions
     root: str
@@ -140,10 +140,10 @@ class Launcher(Protocol):
     host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks and wait until all have connected. Raises EngineError, after killing all, if one does not."""
+        """Start tasks and wait until all have connected. If one does not, kills all and raises EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role. Raises EngineError or UsageError without changes."""
+        """Reserve resources for ``workers`` workers of a role. Raises EngineError or UsageError; then nothing has changed."""
 
     def close(self) -> None:
         """Kill running tasks and release reserved resources; idempotent."""

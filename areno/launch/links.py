@@ -1,8 +1,8 @@
 """Connections from worker processes on other machines to the process that started them.
 
-A worker dials. In a handshake both sides prove that they know the run's key, which a worker gets in its environment; after that
-every message is signed (:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker
-within 45 s, a worker an unreachable starter within three minutes.
+A worker dials the process that started it (the starter). In a handshake both sides prove that they know the run's key, which a
+worker gets in its environment. After the handshake every message is signed (:class:`areno.frames.SignedFormat`). Nothing is
+encrypted. The starter detects an unreachable worker within 45 s; a worker detects an unreachable starter within three minutes.
 """
 
 import hashlib
@@ -21,23 +21,24 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial, and the run's key in hex; on the same machine the number of an
-inherited socket, and no key."""
+"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial, and the run's key in hex. On the same machine: the number of
+an inherited socket, and no key.
+"""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
 """Environment variable that a worker sets: the address of its machine for other machines."""
 
 _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
-_UNPROVEN = 64  # maximum unauthenticated connections; further ones are closed
+_UNPROVEN = 64  # maximum number of unauthenticated connections; further ones are closed
 _IDLE_S, _PROBE_S, _PROBES = 10, 5, 4
-# Timeouts of unacknowledged data. A starter may be stopped for a while, by Ctrl-Z or a debugger.
+# Timeouts of unacknowledged data. The starter's is longer, because Ctrl-Z or a debugger may stop it for a while.
 _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A socket between a worker, which dialed, and its starter; ``key`` signs messages between machines."""
+    """A socket between a worker, which dialed, and its starter. ``key`` signs messages between machines."""
 
     socket: socket.socket
     key: bytes | None
@@ -72,7 +73,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Return a future of the connection of a worker to be started; names must be unique."""
+        """Expect a worker that will be started; returns a future of its connection. Names must be unique."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future

@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Of a role's needs, it only uses variables and commands."""
+    """See :class:`areno.launch.launcher.Launcher`. Of a role's resources, it uses only variables and commands."""
 
     names: Names | None = None
     host = "127.0.0.1"
@@ -46,10 +46,10 @@ class LocalLauncher:
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """Do nothing: there are no reservations."""
+        """Do nothing: resources are not reserved."""
 
     def close(self) -> None:
-        """Do nothing: tasks end with their connections."""
+        """Do nothing: a task ends when its connection is closed."""
 
     def _start(self, task: Task) -> LinkedTask:
         need = self.needs.get(task.role, RoleNeed())

@@ -12,8 +12,8 @@ Placement = dict[str, list[str]]
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Place the workers of all roles; the first worker of the first role is on the first node.
 
-    Workers with GPUs fill node after node; those without go to the node with the fewest cores in use. Raises UsageError if
-    there are too few GPUs, or a role's ``nodelist`` and ``exclude`` leave no node.
+    Workers with GPUs fill node after node; workers without GPUs go to the node with the fewest cores in use. Raises UsageError
+    if there are too few GPUs, or a role's ``nodelist`` and ``exclude`` leave no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}
@@ -30,8 +30,8 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             )
             if not fitting:
                 raise UsageError(
-                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role}"
-                    f" with {need.gpu} GPUs each besides other roles; raise cluster.n_nodes, or use smaller sizes in backend"
+                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role} with "
+                    f"{need.gpu} GPUs each, in addition to other roles; raise cluster.n_nodes, or use smaller sizes in backend"
                 )
             node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
             gpus[node] += gpus_needed

@@ -1,8 +1,8 @@
 """Tasks on a Ray cluster: each is a process started by an actor on the node where Ray has placed it.
 
-Each role has its placement groups. The task is a separate process, not the actor itself, so that it has neither Ray's
-threads nor its pickling, and a hanging task can be killed. It ends when its connection ends, regardless of Ray; its output
-goes to Ray's logs, and to its log file if that folder exists on its node.
+Each role has its own placement groups. A task is a separate process, not the actor itself: so Ray's threads and pickling do not
+affect it, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output goes to Ray's
+logs, and to its log file if the folder of that file exists on its node.
 """
 
 import logging
@@ -25,7 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
-_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, by all restarts of its tasks together
+_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, including all restarts of its tasks
 _CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
@@ -54,7 +54,7 @@ class TaskHost:
         """Wait for the end of the task; returns its exit code."""
         assert self._process is not None
         code = self._process.wait()
-        self._copier.join(_REST_S)  # its last output
+        self._copier.join(_REST_S)  # the last output of the task
         return code
 
     def send_signal(self, sig: int) -> None:
@@ -148,7 +148,7 @@ class RayLauncher(RemoteLauncher):
         super().__init__(needs, names, ray.util.get_node_ip_address())
         self._groups: dict[str, list[Any]] = {}  # placement groups of each role
         self._further: dict[str, list[Any]] = {}  # added by `resize`
-        self._tasks: dict[str, RayTask] = {}  # the newest of each name
+        self._tasks: dict[str, RayTask] = {}  # the newest task of each name
         self._lock = threading.Lock()
         refuse_impossible(self.needs, nodes())
 
@@ -162,7 +162,7 @@ class RayLauncher(RemoteLauncher):
         group, bundle = self._place(holder, task.number if own else task.number * max(need.gpu, 1))
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
         actor_cls: Any = ray.remote(TaskHost)
-        # Colocated actors share a bundle's cores; its GPUs are assigned to the role that reserved it.
+        # Colocated actors share the cores of a bundle; its GPUs are assigned to the role that reserved the bundle.
         actor = actor_cls.options(
             num_cpus=need.cpu, num_gpus=need.gpu if own else 0, scheduling_strategy=strategy, max_concurrency=4
         ).remote()
@@ -182,7 +182,9 @@ class RayLauncher(RemoteLauncher):
         """See :class:`areno.launch.launcher.Launcher`; additional workers get separate placement groups."""
         need = self.needs[role]
         if need.beside and workers > need.workers:
-            raise UsageError(f"{workers} workers of {role}: they share the {need.workers} places of {need.beside}")
+            raise UsageError(
+                f"{workers} workers of {role}: these workers share the {need.workers} places of {need.beside}"
+            )
         with self._lock:
             groups = self._further.setdefault(role, [])
         sets = max(workers - need.workers, 0) // need.together
@@ -238,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        One for the role, or with ``separate`` and ``deferred`` one per engine.
+        There is one group for the role, or with ``separate`` and ``deferred`` one per engine.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
@@ -255,7 +257,7 @@ class RayLauncher(RemoteLauncher):
         strategy = "STRICT_PACK" if need.together > 1 else "PACK"
         groups = [self._ray.util.placement_group(part, strategy=strategy) for part in parts]
         deadline = time.monotonic() + _PLACE_S
-        # Polled, because Ray's own wait blocks all threads of this process.
+        # Poll, because Ray's own wait blocks all threads of this process.
         while any(self._ray.util.placement_group_table(group)["state"] != "CREATED" for group in groups):
             time.sleep(_POLL_S)
             if time.monotonic() > deadline:
@@ -312,7 +314,7 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on, round-robin over the list; empty without a list."""
+    """Return the node of each worker from number ``first`` on, round-robin over the list; empty without a node list."""
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []
 

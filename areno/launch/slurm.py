@@ -31,7 +31,7 @@ _ENDED = (
     "DEADLINE",
     "PREEMPTED",
 )
-# Time for srun to notice that its step has ended.
+# Time that srun takes to notice the end of its job step.
 _NOTICE_S = 10.0
 # Settings of the job that would conflict with the options of a step.
 _OF_THE_JOB = (
@@ -45,7 +45,7 @@ _OF_THE_JOB = (
 
 
 class SlurmTask:
-    """See :class:`areno.launch.launcher.RunningTask`; ``pid`` is that of srun on this machine."""
+    """See :class:`areno.launch.launcher.RunningTask`; ``pid`` is the process id of srun on this machine."""
 
     def __init__(self, srun: subprocess.Popen[bytes], job: str, step: str, node: str) -> None:
         self.pid, self.node, self.returncode = srun.pid, node, None
@@ -65,7 +65,7 @@ class SlurmTask:
 
     def send_signal(self, sig: int) -> None:
         """See :class:`areno.launch.launcher.RunningTask`."""
-        with suppress(EngineError):  # the step has ended, or Slurm does not answer
+        with suppress(EngineError):  # the job step has ended, or Slurm does not answer
             self._signal(sig)
 
     def _signal(self, sig: int) -> None:
@@ -130,7 +130,9 @@ class SlurmLauncher(RemoteLauncher):
         listed = self._listed | {role: replace(self._listed[role], workers=workers)}
         placed = place_workers(listed, self._nodes, self._gpus_per_node)
         if len(placed[role]) < workers:
-            raise UsageError(f"{workers} workers of {role}: they share the {len(placed[role])} places of another role")
+            raise UsageError(
+                f"{workers} workers of {role}: these workers share the {len(placed[role])} places of another role"
+            )
         self._placed = placed
 
 
@@ -187,8 +189,8 @@ def size() -> tuple[int, int]:
 def exit_code_of(job: str) -> int | None:
     """Return the exit code of a finished job (128 + signal if killed), or None while it is pending or running.
 
-    Retries for a while, as a restarting controller may not know the job. Raises EngineError if it does not answer, or does not
-    know the job.
+    Retries for a while, because a controller that is restarting may not know the job. Raises EngineError if it does not answer,
+    or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:

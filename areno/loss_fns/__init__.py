@@ -2,15 +2,15 @@
 
 - ``loss_interface``: what a loss receives and returns, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
-- ``policy_loss``: one configurable policy loss, of ``areno run`` and of most files in ``areno/algorithms``.
+- ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
 - ``policy_terms``: ratios, clipping, averages and statistics, which policy losses share; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
 - ``advantages``: estimators of ``--advantage``; ``shaping``: rewards to advantages of tokens; ``gae`` and ``norm``: its parts.
-- ``stats``: statistics that aggregate exactly; ``units``: losses that are means over tokens or pairs.
+- ``stats``: statistics that are aggregated exactly; ``units``: losses that are means over tokens or pairs.
 
 To add a loss, write a function with the interface of ``loss_interface`` and name it in the ``SPEC`` of a new file
 ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in a file of your own for ``--algo FILE.py:NAME``; see
-docs/algorithms.md#your-own. Nothing here needs to change.
+docs/algorithms.md#your-own. This package needs no change.
 """
 
 from areno.loss_fns.advantages import compute_group_advantages
@@ -27,7 +27,7 @@ from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.reward_model import reward_model_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.shaping import RewardShaping, shape_advantages
-from areno.loss_fns.stats import Count, Mean, Range, Spread, masked_mean, masked_range, masked_spread
+from areno.loss_fns.stats import Count, Mean, Range, Spread, TokenFlags, masked_mean, masked_range, masked_spread
 from areno.loss_fns.value import value_loss_fn
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RejectionSampling",
     "RewardShaping",
     "Spread",
+    "TokenFlags",
     "compute_gae",
     "compute_group_advantages",
     "dpo_loss_fn",

@@ -46,7 +46,7 @@ def dpo_loss_fn(
         beta: sharpness of the margin, above 0.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
-        length_normalised: compare means over tokens, so that long answers do not weigh more than short ones.
+        length_normalised: compare means over tokens instead of sums, so that long answers do not weigh more than short ones.
 
     Returns:
         Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward

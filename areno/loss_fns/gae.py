@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from areno.types import TrainSequence
 
-# Dividing by a smaller deviation would only amplify rounding errors.
+# Division by a smaller deviation would only amplify rounding errors.
 MIN_DEVIATION = 1e-6
 
 
@@ -73,7 +73,7 @@ def fill_gae(
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: take the return after the last trained token from ``values``, for a truncated response; else it is 0.
+        bootstrap: take the return after the last trained token from ``values`` (for a truncated response); otherwise it is 0.
     """
     actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]

@@ -18,7 +18,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
-from areno.loss_fns.stats import Mean
+from areno.loss_fns.stats import Mean, TokenFlags
 
 
 def _unit(bound: Mapping[str, Any]) -> Reduction:
@@ -41,18 +41,18 @@ def grpo_loss_fn(
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
     The ratio is taken against the log-probs recorded by the rollout, so it is 1 on the first pass and clips once the policy
-    has moved. ``loss_mean`` selects the mean, of the KL term as well: ``token`` divides the sum over all response tokens of
-    the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence`` averages each sequence over
-    its own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by the constant
-    ``max_tokens`` and averages over sequences, which removes the length bias (Liu et al. 2025, arXiv:2503.20783). A
-    sequence without response tokens contributes 0 and still counts.
+    has moved. ``loss_mean`` selects the mean, including that of the KL term: ``token`` divides the sum over all response tokens
+    of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence`` averages each sequence over its
+    own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by the constant ``max_tokens`` and
+    averages over sequences, which removes the length bias (Liu et al. 2025, arXiv:2503.20783). A sequence without response
+    tokens contributes 0 and still counts.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
         clip_eps: width of the clip range below 1.
         clip_eps_high: width above 1; None takes ``clip_eps``.
-        dual_clip: bound on a token's loss where its advantage is negative, as a multiple of the advantage.
+        dual_clip: bound on the loss of a token with a negative advantage, as a multiple of the advantage.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
         max_tokens: divisor of ``dr_grpo``, the maximum response length.
         kl_coef: weight of the KL term to the reference; 0 disables it.
@@ -70,11 +70,12 @@ def grpo_loss_fn(
     loss, metrics = with_kl(policy, kl_mean, kl_coef)
     metrics |= policy_metrics(data_pack, logprobs, ratio)
     metrics |= clip.fractions(ratio, advantage, data_pack["packed_response_mask"])
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage))
     return loss, metrics
 
 
 def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
-    """Average values [A], which are 0 outside the response mask, as ``loss_mean`` says."""
+    """Average values [A], which must be 0 outside the response mask, in the way that ``loss_mean`` selects."""
     if loss_mean == "token":
         return over_tokens(values, pack)
     if loss_mean == "sequence":

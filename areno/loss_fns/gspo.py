@@ -17,6 +17,7 @@ from areno.loss_fns.policy_terms import (
     sequence_means,
     with_kl,
 )
+from areno.loss_fns.stats import TokenFlags
 
 
 @reduces_over("sequence", entropy=True)
@@ -48,6 +49,8 @@ def gspo_loss_fn(
     kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
     kl_mean = None if kl is None else over_sequences(sequence_means(kl, data_pack))
     loss, metrics = with_kl(over_sequences(clip.objective(ratio, advantage)), kl_mean, kl_coef)
-    metrics |= policy_metrics(data_pack, logprobs, ratio[data_pack["packed_seq_ids"]])
+    ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
+    metrics |= policy_metrics(data_pack, logprobs, ratio[ids])
     metrics |= clip.fractions(ratio, advantage, torch.ones_like(ratio, dtype=torch.bool))
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage)[ids] & mask)
     return loss, metrics

@@ -35,9 +35,9 @@ class DataPack(TypedDict, total=False):
     packed_seq_ids: Tensor  # sequence of each action, 0 to packed_num_sequences - 1 [A]
     packed_num_sequences: int  # sequences in the microbatch
     packed_entropy: Tensor  # [A], without gradient, 0 outside the mask; for losses declared with ``entropy=True``
-    packed_min_logits: Tensor  # over the vocabulary [A], without gradient, 0 outside the mask; with ``bounds=True``
-    packed_max_logits: Tensor  # likewise [A]
-    packed_tokens: Tensor  # the tokens that the actions chose [A]
+    packed_min_logits: Tensor  # minimum logit [A], without gradient, 0 outside the mask; with ``bounds=True``
+    packed_max_logits: Tensor  # maximum logit [A], likewise
+    packed_tokens: Tensor  # token of each action [A]
     packed_prox_logprobs: Tensor  # log-probs at the start of the update [A]
     packed_teacher_logprobs: Tensor  # log-probs of a teacher [A]
     packed_versions: Tensor  # int64 [A], version of the weights that sampled each token
@@ -65,7 +65,7 @@ class RowData(dict[str, Any]):
         if key not in _LISTS:
             raise KeyError(key)
         name, remedy = _LISTS[key]
-        raise ValueError(f"the loss reads {key}, and the rows have no {name}: give TrainSequence({name}=...); {remedy}")
+        raise ValueError(f"the loss reads {key}, but the rows have no {name}: set TrainSequence({name}=...); {remedy}")
 
 
 def reduces_over(
@@ -87,7 +87,7 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """The declared unit of a loss, seen through ``functools.partial``; ``token`` if none is declared."""
+    """Return the unit that a loss declares, even if it is wrapped by ``functools.partial``; ``token`` if it declares none."""
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit
@@ -109,12 +109,12 @@ def reads_bounds(loss_fn: LossFn) -> bool:
 
 
 def knobs_of(loss_fn: LossFn) -> Any:
-    """The ``knobs`` that ``functools.partial`` binds to a loss; None if it binds none."""
+    """The argument ``knobs`` that ``functools.partial`` binds to a loss; None if it is not bound."""
     return _unwrapped(loss_fn)[1].get("knobs")
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
-    """The function inside nested partials, and the keyword arguments they bind."""
+    """The function inside nested partials, and the keyword arguments that they bind."""
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         bound = loss_fn.keywords | bound
@@ -135,7 +135,7 @@ def in_float(values: Tensor) -> Tensor:
 
 
 def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Split per-sequence values [packed_num_sequences] into those of chosen and of rejected sequences [pairs].
+    """Split values per sequence [packed_num_sequences] into values of chosen and of rejected sequences, [pairs] each.
 
     Raises:
         ValueError: the number of sequences is odd.

@@ -1,4 +1,4 @@
-"""Normalisation of rewards or advantages over a batch or over groups.
+"""Normalization of rewards or advantages over a batch or over groups.
 
 Groups are identified by the id of each entry, not by position, so a prompt that lost an answer is still one group.
 Computes in float64, relative to the minimum of each group, so that equal numbers give exactly zero.
@@ -19,19 +19,19 @@ class Norm:
     """y = (x - mu) / (sigma + eps) over the entries that count.
 
     Attributes:
-        std_level: compute sigma over the ``batch`` or the ``group``; None neither divides nor adds eps.
+        std_level: compute sigma over the ``batch`` or the ``group``; None: no division by sigma + eps.
 
-    sigma is the root mean square of x - mu with the same mu: a batch or group mean, a leave-one-out mean, or 0.
+    sigma is the root mean square of x - mu, where mu is a batch or group mean, a leave-one-out mean, or 0.
 
     Raises:
         ValueError: a level is unknown, eps is negative, or ``mean_leave1out`` is set without a mean.
     """
 
     mean_level: Level | None = "batch"  # compute mu over the ``batch`` or the ``group``; None: mu = 0
-    mean_leave1out: bool = False  # mu excludes the entry itself, (S - x) / (n - 1); 0 for a single entry
+    mean_leave1out: bool = False  # whether mu excludes the entry itself: (S - x) / (n - 1), and 0 for a single entry
     std_level: Level | None = "batch"
-    std_unbiased: bool = True  # sigma divides by n - 1 instead of n, and is 1 for a single entry
-    eps: float = 1e-5  # added to sigma, not negative
+    std_unbiased: bool = True  # whether sigma divides by n - 1 instead of n; it is then 1 for a single entry
+    eps: float = 1e-5  # added to sigma; must not be negative
 
     def __post_init__(self) -> None:
         for name, level in (("mean_level", self.mean_level), ("std_level", self.std_level)):
@@ -48,7 +48,7 @@ class Norm:
         groups: Sequence[int] | Tensor,
         mask: Sequence[bool] | Tensor | None = None,
     ) -> Tensor:
-        """Normalise values.
+        """Normalize values.
 
         Args:
             values: one number per entry [N].
@@ -72,7 +72,9 @@ class Norm:
         if not keep.any():
             return x
         if not torch.isfinite(x[keep]).all():
-            raise ValueError("a norm needs finite numbers; whatever computed the rewards or advantages diverged")
+            raise ValueError(
+                "normalization needs finite numbers; the model or function that computes the rewards or advantages has diverged"
+            )
         return torch.zeros_like(x).masked_scatter(
             keep, self._normalise(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
         )
@@ -94,7 +96,7 @@ class Norm:
         return torch.where(divisor > 0, centred / divisor, 0.0)
 
     def _centred(self, x: Tensor, groups: Tensor) -> Tensor:
-        """x - mu, computed from the distances to the minimum of each group."""
+        """Return x - mu, computed from the distances to the minimum of each group."""
         counts = _sums(torch.ones_like(x), groups)
         minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
         above = x - minimum

@@ -1,7 +1,7 @@
 """One configurable policy loss: PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling, distillation.
 
-The algorithm follows from the settings here and from reward shaping (:mod:`areno.loss_fns.shaping`); docs/algorithms.md has
-the table. Settings have the names of the ``actor`` and ``teacher`` sections of an experiment.
+The algorithm is determined by the settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`);
+docs/algorithms.md has the table. Settings have the names of the ``actor`` and ``teacher`` sections of an experiment.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,20 @@ from areno.loss_fns.policy_terms import (
 )
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
-from areno.loss_fns.stats import Count, Mean, masked_range
+from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 
 @dataclass
 class PolicyLossConfig(PolicyLossOptions):
-    """Settings of :func:`policy_loss_fn`, all of them picklable.
-
-    With ``m2_threshold`` the rows carry the token selection as ``packed_keep``.
+    """Settings of :func:`policy_loss_fn`; they can be pickled. With ``m2_threshold`` the rows have the token selection as
+    ``packed_keep``.
 
     Raises:
         ValueError: a setting is out of range, contradicts another, or would have no effect.
     """
 
     rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behaviour of the decoupled loss
-    rl_loss_weight: float = 1.0  # weight of the policy loss beside distillation; 0 is pure distillation
+    rl_loss_weight: float = 1.0  # weight of the policy loss in addition to distillation; 0: distillation only
     distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 disables distillation
 
     def __post_init__(self) -> None:
@@ -58,7 +57,7 @@ class PolicyLossConfig(PolicyLossOptions):
         return Clip(self.eps_clip, self.eps_clip_higher, self.c_clip)
 
     def scalars(self) -> dict[str, float]:
-        """Settings to report with the statistics of a step."""
+        """The settings to report with the statistics of a step."""
         scalars = {"eps_clip": self.eps_clip, "use_dual_clip": float(self.c_clip is not None)}
         if self.c_clip is not None:
             scalars["c_clip"] = self.c_clip
@@ -117,13 +116,13 @@ def policy_loss_fn(
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; depending on the settings ``packed_prox_logprobs``, ``packed_versions``,
             ``packed_keep``, ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
-        knobs: settings; None takes the defaults.
-        version: weight version that this update produces, the engine's plus one; needed by approximations.
+        knobs: settings; None: the defaults.
+        version: weight version that this update produces (the engine's version plus one); approximations need it.
         kl_coef: weight of the KL term; 0 disables it.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss, and the statistics common to all policy losses plus those documented for experiments (``importance_weight``,
+        Loss, the statistics common to all policy losses, and those documented for experiments (``importance_weight``,
         ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
 
     Raises:
@@ -208,6 +207,7 @@ def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str
         return -bounded * advantage * terms.new, _clip_statistics(terms, clipped, torch.zeros_like(clipped))
     clipped = clip.is_high(ratio, advantage) | clip.is_low(ratio, advantage)
     metrics = _clip_statistics(terms, clipped, clip.is_dual(ratio, advantage))
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage) & terms.weights.keep)
     return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, terms.weights.keep)
 
 

@@ -82,13 +82,17 @@ class Clip:
         bound = torch.inf if self.dual is None else self.dual
         return (ratio > bound) & (advantage < 0)
 
+    def removes(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """True where any bound is active."""
+        return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
+
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Share of the entries under ``mask`` whose gradient is removed by any bound, and by each of them."""
+        """Share of the entries under ``mask`` whose gradient any bound removes, and the share for each bound."""
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
-        dual = self.is_dual(ratio, advantage)
-        shares = {"clip_fraction": high | low | dual, "clip_fraction_high": high, "clip_fraction_low": low}
+        removed = self.removes(ratio, advantage)
+        shares = {"clip_fraction": removed, "clip_fraction_high": high, "clip_fraction_low": low}
         if self.dual is not None:
-            shares["clip_fraction_dual"] = dual
+            shares["clip_fraction_dual"] = self.is_dual(ratio, advantage)
         return {name: masked_mean(share.float(), mask) for name, share in shares.items()}
 
 
@@ -129,7 +133,7 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """The loss policy + coef * KL and its statistics; both averages run over the same units."""
+    """The loss policy + coef * KL and its statistics; both terms are averages over the same units."""
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),

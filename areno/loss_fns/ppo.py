@@ -15,7 +15,7 @@ from areno.loss_fns.policy_terms import (
     ratio_of,
     with_kl,
 )
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.stats import TokenFlags, masked_mean
 
 
 @reduces_over("token", entropy=True)
@@ -70,4 +70,5 @@ def ppo_loss_fn(
     metrics["pg_clipfrac"] = masked_mean(clipped.float(), mask)
     metrics["pg_clipfrac_lower"] = masked_mean(clip.is_dual(ratio, advantage).float(), mask)
     metrics["ppo_kl"] = masked_mean(-difference, mask)
+    metrics["clipped"] = TokenFlags(clip.removes(ratio, advantage))
     return loss, metrics

@@ -1,7 +1,8 @@
 """Approximations of the proximal policy, the policy before the update, without an extra forward pass.
 
-The policy is assumed to move evenly from version v_b, which sampled a token, to version v, which the update produces. The
-proximal policy has version v - 1 and lies at the fraction alpha = (v - 1 - v_b) / (v - v_b) of the way.
+The approximation assumes that the policy changes at a constant rate from version v_b, which sampled a token, to version v,
+which the update produces. The proximal policy has version v - 1, so it is at the fraction alpha = (v - 1 - v_b) / (v - v_b) of
+the way.
 """
 
 from typing import Literal
@@ -18,7 +19,7 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
-    """alpha of each token [A], 0 to 1, from the versions that sampled them and the ``version`` that the update produces.
+    """Return alpha of each token [A], 0 to 1, from the versions that sampled the tokens and the version after the update.
 
     0 for tokens of ``version`` itself and for prompt tokens, whose version is negative.
     """

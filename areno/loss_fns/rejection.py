@@ -22,7 +22,7 @@ MIN_PROBABILITY = 1e-8
 
 @dataclass
 class RejectionSampling(RejectionSamplingConfig):
-    """Bounds on the divergence between the proximal and the behaviour policy.
+    """Bounds on the divergence between the proximal and the behaviour policy, by a metric.
 
     With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
     larger of the two KL divergences between the token's Bernoulli distributions.
@@ -52,7 +52,7 @@ def behaviour_weights(
 ) -> BehaviourWeights:
     """Compute weights and mask from the proximal and the behaviour log-probs [A].
 
-    Without ``sampling`` each token is weighted by its ratio.
+    Without ``sampling`` the weight of each token is its ratio.
     """
     mask = pack["packed_response_mask"]
     # In float64, so that the decision for a sequence does not depend on the packing.
@@ -73,7 +73,7 @@ def behaviour_weights(
     if sampling.action == "mask":
         keep = mask & ~outside
         return BehaviourWeights(torch.where(keep, weight, 0.0), keep, outside)
-    # The weight is the geometric mean, which may lie within the bounds when the sum or maximum over tokens does not.
+    # The weight is the geometric mean, which may be within the bounds even if the sum or maximum over tokens is not.
     clamped = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
     return BehaviourWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
 

@@ -7,7 +7,7 @@ from areno.loss_fns.loss_interface import DataPack, in_float, sequence_sums
 from areno.loss_fns.policy_terms import sequence_means
 from areno.loss_fns.units import Names, Quantity, mean_loss
 
-# Bounds the perplexity of near-impossible sequences, so that sums stay finite.
+# Bounds the perplexity of very unlikely sequences, so that sums stay finite.
 MAX_LOG_PPL = 100.0
 
 _NAMES: Names = {

@@ -1,8 +1,9 @@
-"""Reward shaping: from task rewards to per-token advantages, by penalties, scaling, normalisation, a KL reward, and GAE.
+"""Reward shaping: converts task rewards to per-token advantages, with penalties, scaling, normalization, a KL reward and GAE.
 
-The order is fixed. Normalise and weight the reward parts, apply the over-long penalty, bias, scaling and clip, normalise
-over samples; the result R' is the reward of the last trained token, added to the KL reward of every trained token. Then GAE
-over the trained tokens, and normalisation over tokens. Untrained tokens (prompts, tool results) are skipped and not discounted.
+The order is fixed: normalize and weight the reward parts; apply the over-long penalty, bias, scaling and clip; normalize over
+samples. The result R' is added to the KL reward of the last trained token; the other trained tokens have only their KL reward.
+Then GAE runs over the trained tokens, and advantages are normalized over tokens. Untrained tokens (prompts, tool results) are
+skipped and not discounted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,9 @@ from areno.types import TrainSequence
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""Normalises the rewards of samples, float64 [B], given their groups; for example a :class:`~areno.loss_fns.norm.Norm`."""
+"""Normalizes the rewards of samples, float64 [B], given their groups; for example a :class:`~areno.loss_fns.norm.Norm`."""
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""Normalises advantages over tokens [N], given groups and a mask of those that count; for example a ``Norm``."""
+"""Normalizes advantages over tokens [N], given groups and a mask of the tokens that count; for example a ``Norm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +36,29 @@ class RewardShaping:
     ``overlong_reward_penalty`` subtracts up to ``overlong_penalty_factor``, growing linearly over the last
     ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
     ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and is ignored by ``adv_norm``; remove
-    such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after its last token is the
-    critic's value there, else 0.
+    such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after the last token of a
+    truncated answer is the critic's value at that token, else 0.
 
     Raises:
         ValueError: a setting is out of range, or the penalty is incomplete.
     """
 
-    part_weights: Mapping[str, float] | None = None  # of normalised reward parts; None uses the total rewards
+    part_weights: Mapping[str, float] | None = None  # weights of normalized reward parts; None: total rewards are used
     reward_bias: float = 0.0  # added to the reward
     reward_scaling: float = 1.0  # factor on the biased reward
-    reward_clip: float = 20.0  # bound on its magnitude, above 0
+    reward_clip: float = 20.0  # bound on the magnitude of the scaled reward, above 0
     overlong_reward_penalty: bool = False
-    overlong_tokens: int | None = None  # length of the penalised stretch, above 0
+    overlong_tokens: int | None = None  # number of last tokens of ``max_new_tokens`` that are penalized, above 0
     overlong_penalty_factor: float | None = None  # largest penalty, not negative
     max_new_tokens: int = 1024  # maximum answer length in tokens
     mask_no_eos_with_zero: bool = False
-    reward_norm: RewardNorm | None = None  # over the samples; None leaves rewards as they are
+    reward_norm: RewardNorm | None = None  # normalization over samples; None: none
     kl_ctl: float = 0.0  # weight of the KL reward, not negative; above 0 it needs reference log-probs
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # see :func:`~areno.loss_fns.kl.kl_penalty`
     discount: float = 1.0  # gamma of GAE, 0 to 1
     gae_lambda: float = 1.0  # lambda of GAE, 0 to 1
     bootstrap_truncated: bool = True
-    adv_norm: AdvantageNorm | None = None  # over the trained tokens; None leaves advantages as they are
+    adv_norm: AdvantageNorm | None = None  # normalization over trained tokens; None: none
 
     def __post_init__(self) -> None:
         if not self.reward_clip > 0:
@@ -104,9 +105,9 @@ class RewardShaping:
 class Credits:
     """Rewards of segments: parts of rows, such as the turns of a conversation, or several rows together."""
 
-    rewards: Sequence[float]  # one per segment
+    rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
-    owners: Sequence[Sequence[int]]  # per row and token the index of its segment; negative for none
+    owners: Sequence[Sequence[int]]  # index of the segment of each token of each row; negative for none
 
 
 def shape_advantages(
@@ -115,7 +116,7 @@ def shape_advantages(
     """Set the ``advantages`` and ``returns`` of each row, and with a critic its ``values``.
 
     Args:
-        rows: with ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
+        rows: have ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
@@ -152,7 +153,7 @@ def shape_advantages(
 
 
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
-    """Set the advantage of each trained token to the shaped reward of its segment, plus the GAE of the KL rewards.
+    """Set the advantage of each trained token to the shaped reward of its segment plus the GAE of the KL rewards.
 
     Ignores the ``reward`` of the rows. Returns ``kl_rewards`` as :func:`shape_advantages` does.
     """
@@ -175,7 +176,7 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
 
 
 def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
-    """Concatenate a per-token list of the rows, at the trained tokens only."""
+    """Concatenate a per-token list of the rows, for the trained tokens only."""
     return [
         value for row in rows for value, trained in zip(getattr(row, name), row.trainable(), strict=True) if trained
     ]
@@ -197,7 +198,7 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalise(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalise advantages over the trained tokens, and zero those of masked answers."""
+    """Normalize advantages over the trained tokens, and set those of masked answers to zero."""
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -229,7 +230,7 @@ def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals
 
 
 def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Sizes of a batch by documented name: sequences, tokens, trained tokens."""
+    """Sizes of a batch by documented name: numbers of sequences, tokens and trained tokens."""
     return {
         "n_seqs": float(len(rows)),
         "n_tokens": float(sum(len(row.tokens) for row in rows)),
@@ -238,7 +239,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """:func:`sizes`, and the number of sequences with a reward above 0 and of the others."""
+    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of the others."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -266,7 +267,7 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
     """M2PO: set ``keep`` of each row, selected over all tokens of the batch; see :func:`second_moment_keep`.
 
     Args:
-        rows: with ``logprobs`` and ``prox_logprobs``; the full batch, before the split into optimizer steps.
+        rows: the full batch, before the split into optimizer steps; rows have ``logprobs`` and ``prox_logprobs``.
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:
@@ -290,9 +291,10 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
 
 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
-    """Staleness of the trained tokens, as ``version_stats/...``.
+    """Return statistics of the staleness of the trained tokens, under the names ``version_stats/...``.
 
-    ``version`` is the weight version that the update produces, the engine's plus one; the proximal policy has ``version - 1``.
+    ``version`` is the weight version that the update produces (the engine's version plus one); the proximal policy has
+    ``version - 1``.
     """
     for index, row in enumerate(rows):
         if not row.versions:

@@ -1,4 +1,4 @@
-"""Statistics that aggregate exactly over microbatches.
+"""Statistics that are aggregated exactly over microbatches.
 
 A loss reports objects of this module; the engine sums their parts over the optimizer step and over all ranks, and converts
 them to scalars once. A plain number in the metrics is averaged with the weights of the loss itself.
@@ -58,6 +58,16 @@ class Count:
     total: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFlags:
+    """A flag per action, bool [A], which reports no scalar.
+
+    Under the name ``clipped`` a loss marks the tokens whose gradient its clip range removed; the samples of a run record it.
+    """
+
+    values: Tensor
+
+
 Statistic = Mean | Spread | Range | Count
 
 
@@ -94,13 +104,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:
-    """Mean and standard deviation of the values under the mask, summed in float64 so that small deviations survive."""
+    """Mean and standard deviation of the values under the mask, summed in float64 to keep small deviations."""
     masked = torch.where(mask, values.detach().double(), 0.0)
     return Spread(masked.sum(), masked.square().sum(), mask.sum())
 
 
 def masked_range(values: Tensor, mask: Tensor) -> Range:
-    """Mean, minimum and maximum of the values under the mask; infinite bounds if it is empty."""
+    """Mean, minimum and maximum of the values under the mask; infinite bounds if the mask is empty."""
     values = values.detach().double()
     bounds = [torch.where(mask, values, bound) for bound in (torch.inf, -torch.inf)]
     empty = torch.tensor([torch.inf], dtype=torch.float64, device=values.device)

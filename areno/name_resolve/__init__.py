@@ -24,7 +24,7 @@ class NameOptions:
     ray_actor_name: str = "ray_kv_store"
 
     def open(self) -> NameStore:
-        """Open the store. Raises UsageError if the type is unknown or unusable here."""
+        """Open the store. Raises UsageError if the type is unknown, or cannot be used on this machine."""
         if self.type == "memory":
             return MemoryStore()
         if self.type == "nfs":
@@ -49,7 +49,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Switch to another store, and delete this process's names from the previous one."""
+    """Switch to another store, and delete the names of this process from the previous store."""
     store = options.open()
     _names.reset()
     _names.store = store

@@ -1,7 +1,7 @@
 """Names in etcd, through its HTTP gateway; each value with a time to live has its own lease.
 
-Leases of etcd are whole seconds, at least 2, and a value outlives its lease by up to half a second. A restarted etcd server
-still has its values, and restarts all leases.
+Leases of etcd have whole seconds, at least 2, and a value exists up to half a second longer than its lease. After a restart the
+etcd server still has its values, and restarts all leases.
 """
 
 import json
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _PREFIX = "/areno/names/"
 _CALL_S = 5.0
-# Retry a call for this long while the server is unreachable.
+# How long a call is retried while the server is unreachable.
 _RETRY_S, _PAUSE_S = 30.0, 0.2
 
 
@@ -54,7 +54,7 @@ class EtcdStore:
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
-        # The mark identifies a value of this process whose acknowledgment was lost.
+        # The mark identifies a value that this process has written, if the acknowledgment was lost.
         text = json.dumps({"value": value, "mark": uuid.uuid4().hex})
         return self._write(name, text, ttl, replace)
 
@@ -80,7 +80,7 @@ class EtcdStore:
         if lease is None:
             return False
         runs, stored = self._call(lease.refresh) > 0, self._text(name)
-        if runs or stored not in (None, text):  # deleted, or another's
+        if runs or stored not in (None, text):  # deleted, or written by another process
             return stored == text
         return self._write(name, text, ttl, replace=True)
 

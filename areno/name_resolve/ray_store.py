@@ -15,7 +15,7 @@ _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
 
 
 def connect(setting: str) -> Any:
-    """Connect this process to the cluster at ``RAY_ADDRESS``, or that of this machine.
+    """Connect this process to the cluster at ``RAY_ADDRESS``, or to the cluster of this machine.
 
     Returns the module ``ray``. Raises UsageError, naming ``setting``, if there is no cluster.
     """
@@ -28,7 +28,7 @@ def connect(setting: str) -> Any:
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         host, _, port = address.rpartition(":")
-        if host and port.isdigit():  # Ray itself would try for minutes
+        if host and port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
@@ -41,9 +41,8 @@ def connect(setting: str) -> Any:
 
 
 class RayStore:
-    """See :class:`NameStore`. The actor outlives its users; if Ray restarts it, it is empty.
-
-    Then the next :meth:`touch` rewrites the values of this process. Raises UsageError if there is no Ray cluster.
+    """See :class:`NameStore`. The actor continues to exist without users. If Ray restarts it, it is empty, and the next
+    :meth:`touch` writes the values of this process again. Raises UsageError if there is no Ray cluster.
     """
 
     def __init__(self, actor_name: str) -> None:
@@ -89,14 +88,14 @@ class RayStore:
         return bool(self._call("touch", name, ttl))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor with retries; all methods are safe to repeat, as a restarted actor is empty."""
+        """Call the actor with retries. All methods are safe to repeat, because a restarted actor is empty."""
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own
                 raise ArenoError("this process is no longer connected to the Ray cluster of the names")
             try:
                 return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
-            except self._ray.exceptions.ActorUnavailableError as error:  # it is being restarted
+            except self._ray.exceptions.ActorUnavailableError as error:  # the actor is being restarted
                 if time.monotonic() > deadline:
                     raise ArenoError(f"the Ray actor of names is unavailable: {error}") from error
                 time.sleep(_PAUSE_S)

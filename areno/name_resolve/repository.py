@@ -24,8 +24,8 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
 class Repository:
     """Names and their values in a store.
 
-    A thread of the process that added a value with a time to live keeps it alive; it expires soon after the process ends, even
-    if that is killed.
+    A value with a time to live is kept alive by a thread of the process that added it. It expires soon after that process ends,
+    even if the process was killed.
     """
 
     def __init__(self, store: NameStore) -> None:
@@ -44,8 +44,8 @@ class Repository:
         """Set the value of a name, which is a path of words separated by slashes.
 
         Args:
-            delete_on_exit: whether :meth:`reset` deletes it.
-            keepalive_ttl: seconds until it expires after this process has died; None never.
+            delete_on_exit: whether :meth:`reset` deletes the value.
+            keepalive_ttl: seconds until the value expires after this process has died; None: never.
             replace: overwrite an existing value instead of raising NameEntryExists.
         """
         name = _normal(name)
@@ -89,7 +89,7 @@ class Repository:
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Return the names with a value among the name itself and all below it, sorted."""
+        """Return the names that have a value, of the name itself and all names below it, sorted."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
@@ -110,7 +110,7 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name without a value is waited for ``wait_timeout`` seconds; then it counts as lost.
+        A name without a value counts as lost after ``wait_timeout`` seconds.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
@@ -149,7 +149,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
         try:
             if not store.touch(name, ttl):
                 return
-        except ArenoError as error:  # the server may be back before the value expires
+        except ArenoError as error:  # the server may be reachable again before the value expires
             logger.warning("the name %s could not be kept alive, retrying: %s", name, error)
 
 

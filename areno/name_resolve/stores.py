@@ -20,16 +20,16 @@ class NameStore(Protocol):
     """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value; returns False if there is one and not ``replace``. Of concurrent writers, one succeeds."""
+        """Set a value; returns False if there is a value and ``replace`` is not set. Of concurrent writers, one succeeds."""
 
     def read(self, name: str) -> str | None:
         """Return the value of a name; None if there is none."""
 
     def remove(self, name: str) -> bool:
-        """Delete a value; returns whether there was one."""
+        """Delete a value; returns whether there was a value."""
 
     def under(self, root: str) -> list[str]:
-        """Return the names with a value that are ``root`` or below it."""
+        """Return the names that have a value, of ``root`` and all names below it."""
 
     def touch(self, name: str, ttl: float) -> bool:
         """Renew the time to live of a value written by this process; returns whether the value still exists."""
@@ -41,7 +41,7 @@ def is_under(name: str, root: str) -> bool:
 
 
 class MemoryStore:
-    """Names in memory, of one process or in a Ray actor."""
+    """Names in the memory of one process or of a Ray actor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,9 +94,9 @@ class MemoryStore:
 class FileStore:
     """Names as files ``{root}/{name}/ENTRY``; the folder is created when needed.
 
-    A file is written under a temporary name and then linked or renamed, so that readers never see a partial one and only one of
-    two concurrent writers succeeds. It contains the value and its time to live in seconds as JSON; its age is measured from its
-    modification time, which :meth:`touch` renews.
+    A file is written under a temporary name and then linked or renamed, so that readers never see a partial file, and only one
+    of two concurrent writers succeeds. It contains the value and its time to live in seconds as JSON; its age is measured from
+    its modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -130,7 +130,7 @@ class FileStore:
         folder = self.root / name
         live = self.read(name) is not None
         (folder / _FILE).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # until one is not empty
+        with contextlib.suppress(OSError):  # until a folder is not empty
             while folder != self.root:
                 folder.rmdir()
                 folder = folder.parent
@@ -150,7 +150,7 @@ class FileStore:
 
     @functools.cached_property
     def _ahead(self) -> float:
-        """Seconds by which the clock of the file server is ahead of this machine's."""
+        """Seconds by which the clock of the file server is ahead of the clock of this machine."""
         self.root.mkdir(parents=True, exist_ok=True)
         probe = self.root / f".{uuid.uuid4().hex}"
         probe.touch()

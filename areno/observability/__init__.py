@@ -2,14 +2,14 @@
 
 - ``scalars``: the metrics of ``areno train`` by name; ``log_lines``: its documented log lines.
 - ``experiment_metrics``: the metrics of ``areno run`` by name, with their meaning.
-- ``stats_collector``: collects further statistics of a step of ``areno run``, also those of your code.
+- ``stats_collector``: collects further statistics of a step of ``areno run``, including those of your code.
 - ``stats_logger``: writes a step of ``areno run`` to the log, ``metrics.jsonl`` and tracking services.
 - ``tracking_services``: Weights & Biases, SwanLab, Trackio and TensorBoard; ``tensorboard``: the event files.
 - ``train_metrics``: the metrics of ``areno train`` by name, with their meaning; ``metric_advice``: what is normal.
 - ``samples``: which responses go to ``samples.jsonl``; ``health``: warnings when a run cannot learn.
-- ``display``: progress on a terminal; ``screen``: its layout; ``chart``: charts of text; ``logs``: logging of the command line.
+- ``display``: progress on a terminal; ``screen``: its layout; ``chart``: text charts; ``logs``: logging of the command line.
 - ``tracing``: the tracers of this process; ``perf_tracer``: timelines; ``session_tracer``: rollout sessions.
 - ``memory_profiler``: snapshots of GPU memory.
 
-Import the submodules individually, so that a command that only logs stays cheap; none imports torch at import time.
+Import the submodules individually, so that a command that only logs starts fast. No submodule imports torch when imported.
 """

@@ -11,7 +11,7 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart; ``down`` and ``up`` are pairs: the start and the end of the segment."""
+    """Characters of a chart. ``down`` and ``up`` are pairs: the start and the end of a segment."""
 
     flat: str
     down: str
@@ -84,8 +84,8 @@ def printable(text: str) -> str:
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark, other unprintable characters a replacement character; without ``unicode``, so do
-    all characters outside ASCII.
+    Line breaks become a visible mark, and other unprintable characters a replacement character; without ``unicode``, all
+    characters outside ASCII are replaced too.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
     # Truncate first: the text may be a megabyte.

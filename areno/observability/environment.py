@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from areno import __version__
 from areno.cores import usable_cores
+from areno.machine_memory import total_bytes
 
 _PACKAGES = (
     "torch",
@@ -39,7 +38,7 @@ def environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "cpu": processor(),
         "cores": usable_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": total_bytes(),
         "gpus": _gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "recorded": time.time(),

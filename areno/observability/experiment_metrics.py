@@ -1,7 +1,7 @@
 """The statistics of experiments with their meaning; the docs page is generated from this table.
 
-The quickstart documents some of them under shorter names than they are recorded under. The logger adds these aliases,
-which ``SHORT_NAMES`` lists.
+The quickstart documents some statistics under names shorter than those under which they are recorded. The logger adds these
+aliases, which ``SHORT_NAMES`` lists.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ _ROLLOUT: _Rows = (
     ("num_turns", "model turns in the episode of each response; absent for single-turn workflows"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "prompts so far whose episodes are in a batch or may enter one"),
+    ("accepted", "prompts so far whose episodes are in a batch or may become part of one"),
     ("rejected", "prompts so far that failed or were filtered out"),
     ("failed", "those of the rejected whose workflow raised"),
     ("filtered", "those of the rejected that the filter refused"),
@@ -63,7 +63,7 @@ _EVALUATED: _Rows = (
 )
 _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)
 _BATCH: _Rows = (
-    ("task_reward", "reward of each response; it should rise"),
+    ("task_reward", "reward of each response; should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
     ("kl_rewards", "-kl_ctl times the KL estimate to the reference, per trained token"),
     ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
@@ -71,7 +71,7 @@ _BATCH: _Rows = (
     ("prompt_len", "tokens of each prompt"),
     ("seq_len", "tokens of each sequence, prompt and response"),
     ("correct_seq_len", "tokens of each sequence with a reward above 0"),
-    ("incorrect_seq_len", "tokens of each other sequence"),
+    ("incorrect_seq_len", "tokens of each sequence with another reward"),
 )
 _BATCH_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
@@ -88,15 +88,15 @@ _BATCH_COUNTS: _Rows = (
 )
 _UPDATE: _Rows = (
     ("importance_weight", "ratio of the policy to the proximal policy, per token; near 1"),
-    ("approx_kl", "log-prob of the policy minus that of the proximal policy, per token"),
+    ("approx_kl", "log-prob under the policy minus log-prob under the proximal policy, per token"),
     ("new_logp", "log-prob of each trained token under the policy"),
     ("old_logp", "log-prob of each trained token when sampled"),
     ("entropy", "entropy of the policy at each trained token, in nats"),
-    ("actor_loss", "the policy loss; it shows no trend and does not measure success"),
+    ("actor_loss", "the policy loss; shows no trend and does not measure success"),
     ("clip_ratio", "share of kept trained tokens without gradient because of clipping; usually below 0.1"),
     ("dual_clip_ratio", "share of kept trained tokens at the dual-clip bound"),
     ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),
-    ("behave_approx_kl", "log-prob under the proximal policy minus that under the behavior policy"),
+    ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
     ("vocab_min_logits", "minimum logit of the vocabulary at each trained token, before the temperature"),
@@ -111,7 +111,7 @@ _UPDATE_COUNTS: _Rows = (
     ("clipped_tokens", "kept trained tokens without gradient because of clipping"),
     ("rs_filtered_fraction", "share of trained tokens that rejection sampling drops or clamps"),
     ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
-    ("kl_coef", "with kl_loss_coef: its weight"),
+    ("kl_coef", "with kl_loss_coef: weight of the KL term"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
     ("update_successful", "1; 0 if the gradient was not finite and the update was skipped"),
@@ -123,8 +123,8 @@ _UPDATE_COUNTS: _Rows = (
 _LOGP: _Rows = (
     ("prox_logp_gt", "log-prob under the proximal policy, recomputed"),
     ("kl_div_direct", "k1 estimate of the KL between behavior and proximal policy, per token"),
-    ("kl_div_taylor", "k2 estimate of that KL"),
-    ("kl_div_dual", "k3 estimate of that KL"),
+    ("kl_div_taylor", "k2 estimate of the same KL"),
+    ("kl_div_dual", "k3 estimate of the same KL"),
 )
 _APPROXIMATED: _Rows = (
     ("approx_logp", "proximal log-prob approximated by this method"),
@@ -188,7 +188,7 @@ _TIMES: _Rows = (
     ("critic_train_step", "critic update"),
     ("update_weights", "sending new weights to the rollout"),
     ("save", "saving models; with asynchronous saving, copying them"),
-    ("checkpoint_for_recover", "writing a restart point"),
+    ("checkpoint_for_recover", "writing a recovery checkpoint"),
     ("eval", "evaluation"),
 )
 

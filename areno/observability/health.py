@@ -19,13 +19,13 @@ from areno.types import part_columns
 LOGPROB_GAP_LIMIT = 0.05
 """Mean |rollout - train log-prob| above which a bf16 run warns."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""The same when both sides use fp32."""
+"""The same limit if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
 """Number of steps over which the means of reward parts are compared."""
 _OPPOSED = -0.7  # correlation of two parts' means; reached by chance in one of a few thousand windows
 _RISES = 0.5  # correlation of the mean reward with the step
-_REWARD = ""  # key of the mean reward beside those of its parts
+_REWARD = ""  # key of the mean reward, next to the keys of its parts
 
 
 @dataclass(slots=True)
@@ -41,7 +41,8 @@ class HealthMonitor:
     """Watches the statistics of each step and issues warnings.
 
     Args:
-        window: consecutive steps with equal rewards before a warning, and without a condition before its next warning.
+        window: number of consecutive steps with equal rewards before a warning. A warning is repeated only after as many steps
+            without its cause.
         logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
         grouped: advantages are relative to the group, so that they sum to zero.
         max_new_tokens: response length limit; None if unknown.
@@ -103,7 +104,7 @@ class HealthMonitor:
         return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
-        """Explain a loss near 0, once per run; otherwise return an empty string. Arguments as in :meth:`observe`."""
+        """Explain a loss near 0, once per run; otherwise return an empty string. For the arguments see :meth:`observe`."""
         loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
         if self._loss_explained or not rewards or loss is None or grad_norm is None:
             return ""
@@ -111,7 +112,7 @@ class HealthMonitor:
             return ""
         self._loss_explained = True
         return (
-            f"step {step}: the loss is near 0, which is normal for group-normalised policy gradients: the advantages of "
+            f"step {step}: the loss is near 0, which is normal for group-normalized policy gradients: the advantages of "
             f"a group sum to zero, so the loss cancels but the gradient does not (norm {grad_norm:.3g}). Watch the "
             "reward instead"
         )
@@ -150,7 +151,9 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """Each condition: whether it holds (None: no evidence in this step), and the warning, with ``{n}`` for its steps."""
+        """For each condition, whether it holds (None: unknown in this step), and its warning, with ``{n}`` for the number of
+        steps.
+        """
         tied = _all_tied(rewards, groups)
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
@@ -212,12 +215,12 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether the most rising and the most falling part are anticorrelated while the reward rises, and the warning."""
+    """Whether the reward rises while the parts that rise and fall most are anticorrelated, and the warning."""
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
         return None, ""
     columns = np.array([[means[name] for means in history] for name in names])
-    with np.errstate(divide="ignore", invalid="ignore"):  # a constant correlates with nothing
+    with np.errstate(divide="ignore", invalid="ignore"):  # a constant has no correlation
         correlation = np.nan_to_num(np.corrcoef([*columns.round(9), range(PARTS_WINDOW)]))
     trends = correlation[-1, 1:-1]
     up, down = 1 + int(trends.argmax()), 1 + int(trends.argmin())

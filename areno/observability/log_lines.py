@@ -1,7 +1,7 @@
 """The documented log lines of trainers and engine.
 
-They are a public contract (users grep them, tools parse them), so they are defined in one place and tested literally.
-Each function takes the caller's logger, then the values of the line.
+The lines are a public contract (users grep them, tools parse them), so they are defined in one place and tested literally. Each
+function takes the caller's logger, then the values of the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Logging setup of the command line.
 
 Handlers are attached to the logger ``areno``, and only by the command line; programs that use areno as a library keep
-their own. ``log.txt`` gets every record, the console those of ``ARENO_LOG_LEVEL``. While a live display owns the
-terminal, console lines go through it (``route_console``), so that they do not corrupt it.
+their own. ``log.txt`` gets every record, the console the records of level ``ARENO_LOG_LEVEL`` and above. While a live display
+uses the terminal, console lines go through it (``route_console``), so that they do not corrupt it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LoggingSetup:
         LoggingSetup.active = self
 
     def close(self) -> None:
-        """Remove and close the handlers, unless that has been done or a later setup replaced them."""
+        """Remove and close the handlers, unless they are closed already or a later setup has replaced them."""
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
@@ -89,7 +89,10 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO. Raises UsageError: unknown level."""
+    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO.
+
+    Raises UsageError if the level is unknown.
+    """
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
     if name.upper() not in LEVELS:
         source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"

@@ -5,9 +5,9 @@ Ranges are guidance, not limits: a value outside of one is a reason to look. Tex
 """
 
 import math
-import re
 from dataclasses import dataclass, replace
 
+from areno.config.setting_names import in_settings
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32
 from areno.observability.train_metrics import matches
 
@@ -181,7 +181,9 @@ ADVICE: dict[str, Advice] = {
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
     "train/step_wall_time_s": Advice("the sum of the stages (time/*), with some reporting", _SLOWER),
-    "train/weight_update_time_s": Advice("small beside the step", "docs/fleet.md compares the ways to deliver weights"),
+    "train/weight_update_time_s": Advice(
+        "small compared with the step", "docs/fleet.md compares the ways to deliver weights"
+    ),
     "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
     "train/dpo_accuracy": Advice("0.5 at first, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
     "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
@@ -249,35 +251,6 @@ _LIKE = {
 """Metrics that the advice of another also holds for."""
 _LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
 
-EXPERIMENT_SETTINGS = {
-    "--gradient-accumulation-steps": "actor.ppo_n_minibatches",
-    "--early-stop-patience": "evaluator.early_stop_patience",
-    "--whiten-advantages": "actor.adv_norm",
-    "--update-minibatches": "actor.ppo_n_minibatches",
-    "--max-context-len": "gconfig.max_tokens",
-    "--max-prompt-tokens": "train_dataset.max_length",
-    "--max-new-tokens": "gconfig.max_new_tokens",
-    "--grad-clip-norm": "actor.optimizer.gradient_clipping",
-    "--reward-weights": "reward.weights",
-    "--kl-reward-coef": "actor.kl_ctl",
-    "--dtype float32": "actor.dtype=float32",
-    "--reward-workers": "reward.max_workers",
-    "--update-epochs": "actor.ppo_n_epochs",
-    "--max-staleness": "rollout.max_head_offpolicyness",
-    "--value-clip-eps": "critic.eps_clip",
-    "--temperature": "gconfig.temperature",
-    "--critic-lr": "critic.optimizer.lr",
-    "--keep-best": "evaluator.keep_best",
-    "--n-samples": "gconfig.n_samples",
-    "--dpo-beta": "actor.beta",
-    "--epochs": "total_train_epochs",
-    "--top-k": "gconfig.top_k",
-    "--top-p": "gconfig.top_p",
-    "--lr": "actor.optimizer.lr",
-}
-"""Settings of experiments that correspond to options of ``areno train`` in advice and warnings."""
-_OPTION = re.compile(f"(?:{'|'.join(map(re.escape, EXPERIMENT_SETTINGS))})(?![\\w-])")
-
 
 def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
     """The advice for a metric by full name, for an ``experiment`` with its settings; None if there is none."""
@@ -285,8 +258,4 @@ def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
     advice = ADVICE.get(source) or next((ADVICE[key] for key in ADVICE if matches(key, source)), None)
     if advice is None or not experiment:
         return advice
-    texts = (
-        _OPTION.sub(lambda option: EXPERIMENT_SETTINGS[option[0]], text) for text in (advice.normal, advice.remedy)
-    )
-    normal, remedy = texts
-    return replace(advice, normal=normal, remedy=remedy)
+    return replace(advice, normal=in_settings(advice.normal), remedy=in_settings(advice.remedy))

@@ -38,7 +38,7 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks start here, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Event recorded when our clock is read; it gives the offset between the profiler's clock and ours."""
+"""Name of the event that is recorded when areno's clock is read, to find the offset between the profiler's clock and ours."""
 
 
 class Category(StrEnum):
@@ -54,7 +54,7 @@ Args = Mapping[str, Any] | None
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines; without records no file is created. Raises ArenoError: the file cannot be written."""
+    """Append records as JSON lines; without records no file is created. Raises ArenoError if the file cannot be written."""
     if not records:
         return
     try:
@@ -74,8 +74,8 @@ def trace_path(logs: Path, role: str, rank: int) -> Path:
 class PerfTracer:
     """Collects events and appends them to a file; if disabled, it does nothing.
 
-    ``save_interval``: write the events every so many steps; values below 1 mean 1.
-    ``profile_steps``: global steps in which to run the torch profiler.
+    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps in
+    which to run the torch profiler.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PerfTracer:
 
     @contextmanager
     def trace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
-        """Record the block as one event."""
+        """Record the block as an event."""
         if not self.enabled:
             yield
             return
@@ -125,7 +125,7 @@ class PerfTracer:
             yield
             return
         task, current = asyncio.current_task(), self._task_track.get()
-        if current is not None and current[0] is task:  # inside another scope of this task
+        if current is not None and current[0] is task:  # nested in another scope of this task
             with self.trace_scope(name, category, args):
                 yield
             return

@@ -7,13 +7,13 @@ each of the first eight prompts (at most 24 records, with texts of at most 8,000
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from typing import Any, Protocol
 
 from areno.errors import UsageError
-from areno.types import RewardRecord, TrainSequence, parts_of
+from areno.types import RewardRecord, TokenRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
@@ -45,8 +45,8 @@ def sample_records(
 
     Args:
         records: all samples of the step; ``metadata`` has prompt, sample and finish reason.
-        trajectories: the training rows of each sample; evaluated for selected samples only, and recorded up to
-            `MAX_TOKENS` tokens per step.
+        trajectories: the training rows of each sample; computed for selected samples only, and recorded up to `MAX_TOKENS`
+            tokens per step.
 
     Returns:
         One dictionary per selected sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
@@ -59,14 +59,7 @@ def sample_records(
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
         raise ValueError(f"{len(records)} samples require as many rewards and advantages, got {len(rewards)} rewards")
-    groups: dict[int, list[int]] = {}
-    for i, record in enumerate(records):
-        groups.setdefault(record.metadata.get("prompt_index", 0), []).append(i)
-    picked: dict[int, list[str]] = {}
-    for members in list(groups.values())[:max_prompts]:
-        best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
-        for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
-            picked.setdefault(i, []).append(why)
+    picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards, max_prompts)
     samples = [
         {
             "step": step,
@@ -89,16 +82,61 @@ def sample_records(
     return samples
 
 
+def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8) -> dict[int, list[str]]:
+    """Pick the samples to record, by index, each with the reasons: the first, best and worst of each of the first prompts.
+
+    Args:
+        prompts: the prompt of each sample.
+        rewards: the reward of each sample.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(i)
+    picked: dict[int, list[str]] = {}
+    for members in list(groups.values())[:max_prompts]:
+        best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
+        for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
+            picked.setdefault(i, []).append(why)
+    return picked
+
+
+def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
+    """Number the rows whose tokens will be recorded, so that the engine keeps what training computes for them.
+
+    Args:
+        prompts: the prompt of each sample.
+        rewards: the reward of each sample.
+        rows: the training rows of each sample; ``observed`` of some is set.
+    """
+    picked = [rows[i] for i in sorted(pick(prompts, rewards))]
+    sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)
+    recorded = itertools.takewhile(lambda total: total <= MAX_TOKENS, itertools.accumulate(sizes))
+    for number, row in enumerate(itertools.chain.from_iterable(picked[: len(list(recorded))])):
+        row.observed = number
+
+
 def row_records(
-    step: int, prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, texts: Texts
+    step: int,
+    prompts: Sequence[int],
+    rows: Sequence[TrainSequence],
+    tokenizer: Any,
+    texts: Texts,
+    computed: Mapping[int, TokenRecord],
 ) -> list[dict[str, Any]]:
-    """:func:`sample_records` for training rows, one sample each; ``prompts`` are the prompt indices of the groups."""
+    """:func:`sample_records` for training rows, one sample each.
+
+    Args:
+        prompts: prompt indices of the groups.
+        computed: what training computed for observed rows, by number.
+    """
     advantages = []
     for row in rows:
         masked = list(itertools.compress(row.advantages, row.trainable()))
         advantages.append(sum(masked) / len(masked) if masked else 0.0)
     records = reward_records(prompts, rows, tokenizer)
-    trajectories = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
+    trajectories = [
+        partial(lambda row: [row_segments(row, texts, computed=computed.get(row.observed))], row) for row in rows
+    ]
     return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=trajectories)
 
 
@@ -126,17 +164,23 @@ def reward_records(prompts: Sequence[int], rows: Sequence[TrainSequence], tokeni
 
 
 def row_segments(
-    row: TrainSequence, texts: Texts, roles: Sequence[str] | None = None, turns: Sequence[int] | None = None
+    row: TrainSequence,
+    texts: Texts,
+    roles: Sequence[str] | None = None,
+    turns: Sequence[int] | None = None,
+    computed: TokenRecord | None = None,
 ) -> Segments:
     """Split a row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
 
     Args:
         roles: role of each token; None distinguishes only sampled tokens (``text``) from others (``given``).
         turns: turn of each token; None numbers the sampled spans.
+        computed: what training computed for the row.
 
     Returns:
         Segments with the shared attributes ``role, turn, trained, version`` and the lists ``tokens, texts, logprobs,
-        advantages``.
+        advantages``; with ``computed`` also ``train_logprobs`` and, if the loss marks them, ``clipped``, which hold None for
+        tokens that are not trained.
     """
     versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
     sampled = [version >= 0 for version in versions]
@@ -156,7 +200,21 @@ def row_segments(
         segments[-1]["texts"].append(texts(token)[0])
         segments[-1]["logprobs"].append(round(logprob, 6))
         segments[-1]["advantages"].append(round(advantage, 6))
+    if computed is not None:
+        _add_computed(segments, computed)
     return segments
+
+
+def _add_computed(segments: Segments, computed: TokenRecord) -> None:
+    columns: dict[str, list[Any]] = {"train_logprobs": [round(value, 6) for value in computed.logprobs]}
+    if computed.clipped is not None:
+        columns["clipped"] = computed.clipped
+    start = 0
+    for segment in segments:
+        end = start + len(segment["tokens"])
+        for name, values in columns.items():
+            segment[name] = values[start:end] if segment["trained"] else [None] * (end - start)
+        start = end
 
 
 class EvalSamples:
@@ -197,7 +255,7 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS``; 0 by default. Raises UsageError: not an integer >= 0."""
+    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS`` (default 0). Raises UsageError if it is not an integer >= 0."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(

@@ -5,8 +5,8 @@ This module names ``rollout/*``. A ``train/*`` name is a statistic of the update
 (``areno/api/trainers``). docs/run-directory.md lists them. ``time/*`` are the trainer's timings.
 
 Statistics of advantages and log-probs cover the *trainable* response tokens (``TrainSequence.trainable``), so they respect
-the loss mask. Keys without meaning are absent (an SFT row has no reward). Lists are flattened with ``array`` and
-``numpy``: 512 rows of 200 tokens take about 13 ms.
+the loss mask. Keys that do not apply are absent (an SFT row has no reward). Lists are flattened with ``array`` and ``numpy``:
+512 rows of 200 tokens take about 13 ms.
 """
 
 from array import array
@@ -33,7 +33,7 @@ def step_scalars(
     Args:
         train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: prompts skipped in this step because they are too long; ``total_`` since the start of the epoch.
+        skipped_long: number of prompts skipped in this step because they are too long; ``total_``: since the epoch started.
         rewards: one per sample; None if there are none.
     """
     scalars = {

@@ -2,7 +2,7 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
 
-A task (a prompt) has one session per sample. The session is a context variable, so that code running inside it, including
+A task (a prompt) has one session per sample. The current session is a context variable, so that code that runs in it, including
 child tasks, need not be passed the session.
 """
 
@@ -46,7 +46,7 @@ class _Session:
 
 
 SessionHandle = tuple[Any, _Session] | None
-"""A session with its tracer, for work in another context; None outside a session."""
+"""The current session with its tracer, for work in another context; None outside a session."""
 
 _current: ContextVar[SessionHandle] = ContextVar("rollout session", default=None)
 
@@ -138,7 +138,7 @@ class SessionTracer:
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
         """Set the outcome of a task's sessions, except failed ones, and flush if due; unknown tasks are ignored.
 
-        Raises ValueError: unknown status; ArenoError: the file cannot be written.
+        Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
         """
         if status not in get_args(Status):
             raise ValueError(f"unknown status {status!r}; use one of {', '.join(get_args(Status))}")
@@ -151,7 +151,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write ended sessions if there are enough, or with ``force``. Raises ArenoError: the file cannot be written."""
+        """Write ended sessions if there are enough, or with ``force``. Raises ArenoError if the file cannot be written."""
         with self._lock:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return

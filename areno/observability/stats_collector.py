@@ -20,7 +20,7 @@ COUNT_SUFFIX = "__count"
 
 
 class ReduceType(StrEnum):
-    """How to reduce a statistic; all but the first yield one number under the statistic's name."""
+    """How to reduce a statistic. All kinds but the first give one number, under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``name/avg``, ``name/min`` and ``name/max``."""
@@ -35,7 +35,7 @@ class ReduceType(StrEnum):
 
 
 Part = tuple[str, float, float, float, float]
-"""A process's part of a statistic: reduce type, sum, count, minimum, maximum."""
+"""The part of a statistic from one process: reduce type, sum, count, minimum, maximum."""
 Parts = dict[str, Part]
 """All statistics of a process by name; plain data that can be sent as JSON."""
 
@@ -90,7 +90,7 @@ class StatsTracker:
                 self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError: a mask is not bool."""
+        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError if a mask is not bool."""
         import torch
 
         for key, mask in masks.items():
@@ -105,8 +105,9 @@ class StatsTracker:
         """Record the elements of tensors selected by a denominator.
 
         Args:
-            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; its latest mask applies.
-            reduce_type: None is ``AVG_MIN_MAX``.
+            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; the latest mask of that name
+                applies.
+            reduce_type: None: ``AVG_MIN_MAX``.
             tensors: values by name, each with the shape of the mask.
 
         Raises:
@@ -164,7 +165,7 @@ class StatsTracker:
         accumulator = self._accumulators.setdefault(name, _Accumulator(kind))
         if accumulator.reduce_type is not kind:
             raise ValueError(
-                f"statistic {name!r} was recorded as {accumulator.reduce_type}, and now as {kind}; use two names"
+                f"statistic {name!r} was recorded as {accumulator.reduce_type}, but now as {kind}; use two names"
             )
         return accumulator
 
@@ -216,7 +217,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """The numbers of merged parts by name, without means and extremes of zero values."""
+    """The numbers of merged parts by name; means and extremes are omitted if there are no values."""
     numbers: dict[str, float] = {}
     for name, (kind, total, count, minimum, maximum) in parts.items():
         if kind in (ReduceType.SUM, ReduceType.TIMING):

@@ -1,6 +1,6 @@
 """Reports the statistics of a step: as a table in the log, in ``metrics.jsonl`` and to tracking services.
 
-The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1, files count steps from 0. All durations
+The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. All durations
 come from one clock and continue after a recovery. A service that fails is disabled, because training must not depend on
 an external server.
 """
@@ -42,16 +42,16 @@ class StatsLogger:
         self._unsent: dict[str, float] = {}
 
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
-        """Report what was measured before a step, usually the first, as a line of that step in ``metrics.jsonl``.
+        """Report statistics measured before a step, usually the first one, as a line of that step in ``metrics.jsonl``.
 
-        Services receive it together with the step, because they take one entry per step. Raises ArenoError.
+        Services receive them together with those of the step, because they take one entry per step. Raises ArenoError.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
         self._run_dir.append_metrics(step, self._unsent)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
-        """Report a finished step, without counts (``...__count``). Raises ArenoError: the file cannot be written."""
+        """Report a finished step, without counts (``...__count``). Raises ArenoError if the file cannot be written."""
         numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(
@@ -72,7 +72,7 @@ class StatsLogger:
         return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError: that fails."""
+        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError if that fails."""
         self._global_step, self._x = state["global_step"], state["x"]
         self._previous = self._clock()
         self._start = self._previous - state["elapsed_s"]
@@ -82,10 +82,10 @@ class StatsLogger:
             _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first restart point. Raises ArenoError: that fails."""
+        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError if that fails."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
-            _log.info("dropped %d lines of an attempt that ended before its first restart point", dropped)
+            _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)
 
     def close(self) -> None:
         """Close the services; idempotent."""

@@ -1,8 +1,8 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing the writer takes up to seconds, so the thread does it at the first write; the training loop only fills a queue.
-Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, it
-writes what is left, so that nothing is lost without ``close``.
+Importing the writer may take seconds, so the thread imports it at the first write; the training loop only fills a queue.
+Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, the
+writer thread writes what is left, so that nothing is lost without ``close``.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class EventWriter:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one step. Raises ArenoError: an earlier write failed, or the writer is closed."""
+        """Queue one step. Raises ArenoError if an earlier write failed, or the writer is closed."""
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
         self._raise_failure()
@@ -57,7 +57,7 @@ class EventWriter:
         self._queue.put((step, dict(numbers), time.time()))
 
     def close(self) -> None:
-        """Write the queued events and close the file; idempotent. Raises ArenoError: a write failed or hangs."""
+        """Write the queued events and close the file; idempotent. Raises ArenoError if a write failed or hangs."""
         if self._closed:
             return
         self._closed = True

@@ -36,7 +36,7 @@ class TrackingService(Protocol):
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one step; a service with a longer history shifts the step behind it."""
+        """Send the numbers of one step; a service with a longer history moves the step to the end of that history."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -48,7 +48,7 @@ class RunName:
 
     experiment: str
     trial: str
-    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, plain data without secrets
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved configuration as plain data, without secrets
 
     def run_id(self, suffix: str | None) -> str:
         """``{experiment}_{trial}_{suffix}`` in characters that services accept; the same after each restart."""
@@ -57,7 +57,7 @@ class RunName:
 
 
 def plain(name: str) -> str:
-    """Replace characters that some service does not accept."""
+    """Replace characters that a service may not accept."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
@@ -71,7 +71,7 @@ def open_services(
     trackio: Section = None,
     mlflow: Section = None,
 ) -> list[TrackingService]:
-    """Open the enabled services; ``folder`` is the run's directory. Raises UsageError: one cannot be used."""
+    """Open the enabled services; ``folder`` is the run's directory. Raises UsageError if a service cannot be used."""
     services: list[TrackingService] = []
     if tensorboard and tensorboard.get("path"):
         services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
@@ -141,7 +141,7 @@ def _package(section: str, package: str, pip_name: str) -> Any:
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Call a service's ``init``. Raises UsageError: it fails."""
+    """Call a service's ``init``. Raises UsageError if it fails."""
     try:
         return opening()
     except Exception as error:
@@ -151,7 +151,7 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 
 
 class _TrackedRun:
-    """A run of a service's client library; ``next_step`` returns the smallest step that it accepts after the last one."""
+    """A run of a service's client library; ``next_step`` returns the smallest step that the service still accepts."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """``areno quickstart``: creates data and a model, trains with SFT and then GSPO, and evaluates on held-out problems.
 
-Both trainings use the code path of ``areno train``; the equivalent commands are printed.
+Both training runs use the code of ``areno train``; the equivalent commands are printed.
 """
 
 import json
@@ -19,10 +19,10 @@ from areno.storage.run_dir import RunDirectory
 SFT_STEPS, SFT_BATCH = 400, 32
 RL_STEPS, RL_BATCH = 40, 32
 HELD_OUT = 400
-_HELD_OUT_SEED = 12345  # the same problems for every seed, to keep runs comparable
+_HELD_OUT_SEED = 12345  # the same problems for every seed, so that runs are comparable
 _EVAL_BATCH = 250
 _MAX_NEW_TOKENS = 40
-_SFT_WORDINGS = (1, 1, 2)  # weights of the wordings: "step by step" as often as the two plain ones together
+_SFT_WORDINGS = (1, 1, 2)  # weights of the wordings: "step by step" is as frequent as the two plain wordings together
 
 _SFT = {
     "--batch-size": SFT_BATCH,

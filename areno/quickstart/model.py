@@ -1,4 +1,4 @@
-"""Randomly initialized models with their own tokenizer; the quickstart's has 0.27 M parameters."""
+"""Randomly initialized models with their own tokenizer; the quickstart's model has 0.27 M parameters."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Train the quickstart's tokenizer: its merges are the task's words, and every digit is a token."""
+    """Train the quickstart's tokenizer: words of the task are merged into tokens, and every digit is a token."""
     corpus = [wording.format(a=347, b=182) for wording in WORDINGS] + [worked_answer(347, 182)]
     words = r"\d| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s"
     return train_tokenizer(corpus * 2, words=words, vocab_size=400, special_tokens=_SPECIAL, template=_CHAT_TEMPLATE)
@@ -70,7 +70,7 @@ def save_random_model(
 ) -> int:
     """Save a random Llama model with its tokenizer; returns the number of parameters. ``width`` is a multiple of 24.
 
-    Large initial weights, many small heads and a small RoPE base make it learn to copy and add three times faster.
+    Large initial weights, many small heads and a small RoPE base make the model learn to copy and add three times faster.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,6 +1,6 @@
 """``areno quickstart --real``: trains a pretrained chat model to turn orders into JSON, with reinforcement learning only.
 
-The task is that of ``examples/structured``, whose files are copied into the run's folder for the user to edit.
+The task comes from ``examples/structured``; its files are copied to the run's folder, where the user can edit them.
 """
 
 import importlib.util
@@ -109,7 +109,7 @@ def default_model() -> str:
 
 
 def _check(model: str) -> None:
-    """Raise UsageError for a model that is unreachable, with the alternatives."""
+    """Raise UsageError if a model is unreachable; the message names alternatives."""
     try:
         check_reachable(model)
     except UsageError as error:
@@ -125,7 +125,7 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
     for name in _FILES:
         shutil.copy(_example() / name, folder)
     data = import_user_file(folder / "make_data.py", option="--real")
-    held_out = list(data.rows("heldout", HELD_OUT))  # the same for every seed, to keep runs comparable
+    held_out = list(data.rows("heldout", HELD_OUT))  # the same rows for every seed, so that runs are comparable
     for name, rows in (("train", data.rows("train", TRAIN_ROWS, seed)), ("heldout", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     messages = json.dumps(data.messages("")[:-1], indent=1)
@@ -134,7 +134,7 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the example's folder: next to this file in an installed package, else in the repository."""
+    """Return the example's folder: next to this file in an installed package, otherwise in the repository."""
     packaged = Path(__file__).with_name("structured")
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
 

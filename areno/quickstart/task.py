@@ -1,8 +1,8 @@
 """The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
-For "Step by step, what is 347 + 182?" the demonstrations always show the work; for the plain wordings they mostly state only
-the answer. SFT copies that: the model can add with a scratchpad, but rarely uses it. With a reward for the correct answer
-only, GSPO learns to show the work for every wording. A hash of the sum decides whether it is held out.
+For "Step by step, what is 347 + 182?" the demonstrations always show the work; for the plain wordings most state only the
+answer. The model learns this in SFT: it can add with a scratchpad, but rarely does. With a reward for the correct answer only,
+it learns in GSPO to show the work for every wording. A hash of the sum decides whether the sum is held out.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOW, HIGH = 100, 499  # every sum has three digits too
+LOW, HIGH = 100, 499  # so that every sum has three digits too
 HELD_OUT_ONE_IN = 20
-# Wording -> fraction of its demonstrations that show the work.
+# Maps each wording to the fraction of its demonstrations that show the work.
 WORDINGS = {"What is {a} + {b}?": 0.2, "Calculate {a} + {b}.": 0.2, "Step by step, what is {a} + {b}?": 1.0}
 
-# Written next to the data, so that the printed `areno train` commands can be run as they are.
+# Files written next to the data, so that the printed `areno train` commands can be run unchanged.
 REWARD_FILE = '''"""1.0 if the completion ends in the correct `Answer: N`, else 0.0; the steps before it are ignored."""
 
 import re

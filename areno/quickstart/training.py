@@ -1,4 +1,4 @@
-"""Shared by the quickstarts: the run folder, and training with the equivalent command printed first."""
+"""Code shared by the quickstarts: the run folder, and training after the equivalent command is printed."""
 
 import logging
 import shlex

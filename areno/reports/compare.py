@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.options import options_of
+from areno.config.options import flag_of, options_of
+from areno.config.setting_names import SETTINGS
 from areno.config.train_options import TrainOptions
-from areno.reports.divergence import Divergence, common_steps, divergence
+from areno.reports.divergence import Divergence, common_steps, divergence, part_pairs
 from areno.reports.run_data import RunData
-from areno.storage.metric_columns import Series
 
 CURVES = (
     *(
@@ -35,33 +35,31 @@ CURVES = (
 )
 """Curves that are compared, of ``KEYS``."""
 
-COUNTERPARTS = {
+_SAME_MEANING = (
+    *("eval_dataset_path", "reward_fn_path", "batch_size", "epochs", "max_steps", "n_samples", "max_new_tokens"),
+    *(
+        "temperature",
+        "top_p",
+        "lr",
+        "grad_clip_norm",
+        "update_epochs",
+        "update_minibatches",
+        "kl_reward_coef",
+        "kl_coef",
+    ),
+)  # options whose setting takes the same values; others of SETTINGS only serve the same purpose
+COUNTERPARTS = {name: SETTINGS[flag_of(name)] for name in _SAME_MEANING} | {
     "seed": "seed",
     "ckpt": "actor.path",
     "dataset_path": "train_dataset.path",
-    "eval_dataset_path": "valid_dataset.path",
     "shuffle": "train_dataset.shuffle",
-    "batch_size": "train_dataset.batch_size",
-    "epochs": "total_train_epochs",
-    "max_steps": "total_train_steps",
-    "n_samples": "gconfig.n_samples",
-    "max_new_tokens": "gconfig.max_new_tokens",
-    "temperature": "gconfig.temperature",
-    "top_p": "gconfig.top_p",
     "greedy": "gconfig.greedy",
-    "reward_fn_path": "reward.fn",
     "dtype": "actor.dtype",
-    "lr": "actor.optimizer.lr",
     "weight_decay": "actor.optimizer.weight_decay",
     "adam_beta1": "actor.optimizer.beta1",
     "adam_beta2": "actor.optimizer.beta2",
-    "grad_clip_norm": "actor.optimizer.gradient_clipping",
     "lr_decay_style": "actor.optimizer.lr_scheduler_type",
     "grpo_clip_eps": "actor.eps_clip",
-    "update_epochs": "actor.ppo_n_epochs",
-    "update_minibatches": "actor.ppo_n_minibatches",
-    "kl_reward_coef": "actor.kl_ctl",
-    "kl_coef": "actor.kl_loss_coef",
 }
 """Options of ``areno train`` and the settings of ``areno run`` that mean the same."""
 
@@ -221,9 +219,7 @@ def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
 
 def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
     names = {key: (a.metric_of(key), b.metric_of(key)) for key in CURVES}
-    pairs = {key: (a.series(key), b.series(key)) for key in CURVES}
-    parts = b.reward_parts()
-    pairs |= {f"reward_parts/{part}": (series, parts.get(part, Series())) for part, series in a.reward_parts().items()}
+    pairs = {key: (a.series(key), b.series(key)) for key in CURVES} | part_pairs(a, b)
     for key, pair in pairs.items():
         _, x, y = common_steps(*pair)
         if len(x):

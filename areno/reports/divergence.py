@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areno.reports.run_data import KEYS, RunData
+from areno.reports.run_samples import sample_id
 from areno.storage.metric_columns import Series
 from areno.storage.sample_index import Entries
 
@@ -81,9 +82,14 @@ def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
     pairs = {key: (a.series(key), b.series(key)) for key in KEYS}
-    parts = {name: (series, b.reward_parts().get(name, Series())) for name, series in a.reward_parts().items()}
-    pairs |= {f"reward_parts/{name}": pair for name, pair in parts.items()}
+    pairs |= part_pairs(a, b)
     return {name: pair for name, pair in pairs.items() if pair[0].steps and pair[1].steps}
+
+
+def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
+    """The series of the parts of the first run's reward; empty where the second has none."""
+    parts = b.reward_parts()
+    return {f"reward_parts/{name}": (series, parts.get(name, Series())) for name, series in a.reward_parts().items()}
 
 
 def common_steps(first: Series, second: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -308,7 +314,7 @@ def _logprobs_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) ->
     key = max(gaps, key=gaps.__getitem__)
     return (
         f"the same prompts, but the log-probs of the same tokens differ by up to {gaps[key]:.1e} (sample "
-        f"{_name(a, key)}): weights, dtype, temperature or numerics"
+        f"{sample_id(a[key])}): weights, dtype, temperature or numerics"
     )
 
 
@@ -326,10 +332,10 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
         before = f", although {count} log-probs before agree to {max(gap, 1e-6):.0e}" if count else ""
-        return f"the same prompts, but {what} differ, from token {position} of sample {_name(a, key)} on{before}"
+        return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:
-            return f"the same prompts, but sample {_name(a, key)} has another answer"
+            return f"the same prompts, but sample {sample_id(a[key])} has another answer"
     return ""
 
 
@@ -338,7 +344,7 @@ def _numbers_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]], nam
         x, y = (float("nan") if samples[key].get(name) is None else float(samples[key][name]) for samples in (a, b))
         if not np.isclose(x, y, rtol=RELATIVE if name == "reward" else 1e-4, atol=1e-5, equal_nan=True):
             same = "answers" if name == "reward" else "answers and rewards"
-            text = f"the same {same}, but the {name} of sample {_name(a, key)} is {x:.6g} and {y:.6g}"
+            text = f"the same {same}, but the {name} of sample {sample_id(a[key])} is {x:.6g} and {y:.6g}"
             return text + (_parts_text(a[key], b[key]) if name == "reward" else "")
     return ""
 
@@ -347,11 +353,6 @@ def _parts_text(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     first, second = a.get("reward_parts") or {}, b.get("reward_parts") or {}
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     return f" ({', '.join(f'{name}: {first.get(name)} and {second.get(name)}' for name in names)})" if names else ""
-
-
-def _name(samples: _Samples, key: tuple[int, int]) -> str:
-    """The name of a sample, as ``areno inspect`` lists it."""
-    return f"{samples[key]['step']}/{samples[key]['prompt_index']}/{samples[key]['sample_index']}"
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,6 @@ Both kinds of run directory are read alike: ``KEYS`` maps what every run has (re
 ``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -13,21 +12,32 @@ from typing import Any
 
 import yaml
 
-from areno.config.experiment.saving import without_secrets
+from areno.config.secrets import without_secrets
 from areno.errors import UsageError
 from areno.storage.metric_columns import MetricColumns, Series
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import CONFIG, EXPERIMENT, OPTIONS, is_run
 from areno.storage.run_status import read_status
 from areno.storage.sample_index import Entries, read_entries, read_sample
+from areno.types import PARTS
 
 KEYS: dict[str, tuple[str, ...]] = {
     "reward": ("rollout/rewards_mean", "rollout/reward/avg"),
     "reward_min": ("rollout/rewards_min", "rollout/reward/min"),
     "reward_max": ("rollout/rewards_max", "rollout/reward/max"),
     "reward_std": ("rollout/rewards_std",),
+    "accuracy": (
+        *("train/dpo_accuracy", "train/rm_accuracy", "train/pair_accuracy"),
+        *("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"),
+    ),
+    "chosen_reward": ("train/dpo_chosen_reward", "dpo/chosen_reward/avg"),
     "eval_reward": ("eval/rewards_mean", "eval-rollout/reward/avg"),
-    "eval_loss": ("eval/loss", "sft/eval/loss/avg"),
+    "eval_reward_std": ("eval/rewards_std",),
+    "eval_reward_min": ("eval-rollout/reward/min",),
+    "eval_reward_max": ("eval-rollout/reward/max",),
+    "eval_samples": ("eval/num_samples", "eval-rollout/n_prompts", "eval/num_sequences"),
+    "eval_accuracy": ("dpo/eval/reward_accuracy/avg", "rw/eval/correct_ratio/avg", "eval/accuracy"),
+    "eval_loss": ("eval/loss", "sft/eval/loss/avg", "dpo/eval/loss/avg", "rw/eval/loss/avg"),
     "loss": ("train/loss", "ppo_actor/update/actor_loss/avg", "sft/loss", "dpo/loss", "rw/loss"),
     "grad_norm": ("train/grad_norm", "ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"),
     "entropy": ("train/entropy", "ppo_actor/update/entropy/avg"),
@@ -38,12 +48,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "truncated": ("train/truncated_ratio", "ppo_actor/no_eos_ratios/avg"),
     "zero_std_groups": ("train/zero_std_groups",),
     "learning_rate": ("train/lr", "ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"),
+    "update_skipped": tuple(f"{scope}/update_skipped" for scope in ("train", "ppo_actor/update", "sft", "dpo", "rw")),
+    "reward_errors": ("train/reward_errors",),
+    "samples": ("rollout/num_sequences", "ppo_actor/n_seqs"),
     "tokens_per_second": ("train/tokens_per_second",),
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
 """What every run has, and its metric names; the first that was recorded counts."""
-REWARD_PARTS = ("rollout/reward_parts/", "rollout/reward_part/")
-"""Prefixes of the means of reward parts."""
+REWARD_PARTS = (f"rollout/{PARTS}",)
+"""Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
 """Prefixes of the seconds of a step's phases."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, where libyaml is
@@ -109,9 +122,9 @@ class RunData:
         """Index entries of all recorded samples."""
         return read_entries(self.files.samples_path)
 
-    def sample(self, entry: Any) -> dict[str, Any]:
-        """The record of an index entry."""
-        return read_sample(self.files.samples_path, entry)
+    def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
+        """The record of an index entry, on request without its ``rows``."""
+        return read_sample(self.files.samples_path, entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
         """The series of one of ``KEYS``; empty if it was not recorded."""
@@ -142,8 +155,11 @@ class RunData:
         return lines[1:] if start else lines
 
     def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
-        matches = ((name, prefix) for name in self.metrics.names for prefix in prefixes if name.startswith(prefix))
-        return {re.sub("/avg$", "", name.removeprefix(prefix)): self.metrics[name] for name, prefix in matches}
+        names = (
+            name for name in self.metrics.names if not name.endswith(("/min", "/max"))
+        )  # experiments record these too
+        matches = ((name, prefix) for name in names for prefix in prefixes if name.startswith(prefix))
+        return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def line_chart(
 
     Args:
         lines: series of equal or different lengths; empty ones are named in the legend only.
-        width: of the canvas in px; the element scales to the width of its container.
-        height: of the canvas in px.
+        width: canvas width in px; the element scales to the width of its container.
+        height: canvas height in px.
         title: what is shown, also for screen readers; drawn only with ``heading``.
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.

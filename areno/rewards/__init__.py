@@ -1,8 +1,8 @@
 """Runs reward functions in parallel, with deadlines and errors that name the record. Imports no torch.
 
 - ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute them.
-- ``worker``: the loop of a worker; ``supervisor``: ends everything that a worker process has started.
-- ``math`` and ``judge``: reward functions to use: verified math answers, and an LLM as a judge.
+- ``worker``: the loop of a worker; ``supervisor``: ends all processes that a worker process has started.
+- ``math`` and ``judge``: ready-made reward functions: verified math answers, and an LLM as a judge.
 """
 
 from areno.rewards.runner import RewardOutcome, RewardRunner

@@ -23,9 +23,9 @@ class Judge:
 
     Args:
         url: base URL of the server, with its version.
-        question: the prompt; ``{prompt}``, ``{completion}`` and the columns of the row are filled in, other braces stay.
-        most: the best grade. Grades are divided by it and clipped to [0, 1].
-        model: model name at the server; None takes the first one listed.
+        question: the prompt; ``{prompt}``, ``{completion}`` and the columns of the row are filled in; other braces are kept.
+        most: the maximum grade. Grades are divided by it and clipped to [0, 1].
+        model: model name on the server; None: the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.
 
     Reads the API key from ``OPENAI_API_KEY``.
@@ -50,7 +50,7 @@ class Judge:
         numbers = _NUMBER.findall(response)
         if not numbers:
             raise RewardError(
-                f"the judge at {self._client.url} returned no number: {response[:300]!r}; ask for one in the question"
+                f"the judge at {self._client.url} returned no number: {response[:300]!r}; ask for a number in the question"
             )
         return min(max(float(numbers[-1]) / self.most, 0.0), 1.0)
 

@@ -21,18 +21,18 @@ try:
 except ImportError as error:
     raise RewardError(f"the math reward needs math-verify; install it with: {install_command('math')}") from error
 
-CHECK_TIMEOUT_S = 3  # for parsing and for verifying an answer, each
+CHECK_TIMEOUT_S = 3  # limit for parsing and for verifying an answer
 
 _FINAL_MARK = "####"  # precedes the final answer in GSM8K
 _LEAD_IN = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])", re.IGNORECASE)
 _TOKEN = re.compile(
-    r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\*?\s*\{[^{}]*\}|\\[A-Za-z]+"  # words of LaTeX stay
+    r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\*?\s*\{[^{}]*\}|\\[A-Za-z]+"  # LaTeX commands are kept
     r"|(?<![\w\\{])(?P<word>[A-Za-z]{2,})(?![\w(])(?:\^\{?\d\}?)?"
 )
 _MATH_WORDS = frozenset({"and", "or", "pi", "mod", "sqrt", "exp", "log", "ln", "min", "max", "gcd", "lcm"})
 _MATH_WORDS |= {"sin", "cos", "tan", "cot", "sec", "csc"}
 _UNITS = frozenset({"cm", "mm", "km", "kg", "mg", "ml", "ft", "lb", "oz", "hr"})
-_COMPARISONS = frozenset({"not", "than", "least", "most"})  # change the meaning of a number
+_COMPARISONS = frozenset({"not", "than", "least", "most"})  # words that change the meaning of a number
 _REWRITES = (
     (re.compile(r"(?<![\d/.])(\d+)\s+(\d+)\s*/\s*(\d+)$"), r"\1\\frac{\2}{\3}"),  # 1 1/2
     (re.compile(r"(?<=\d) (?=\d{3}(?!\d))"), ""),  # 1 000
@@ -57,7 +57,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
             f"the row has no reference answer (got {answer!r}); set `solutions` or `answer` in the loader"
         )
     text = str(reference)
-    # The library's timeout uses a signal, which works only in the main thread; elsewhere the runner's deadline applies.
+    # The library's timeout uses a signal, which works only in the main thread; in other threads the runner's deadline applies.
     limit = CHECK_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     gold = parse(_boxed(_final(text), warn=True), parsing_timeout=limit)
     if not gold:
@@ -77,7 +77,7 @@ def _final(reference: str) -> str:
 
 
 def _boxed(text: str, warn: bool = False) -> str:
-    """Wrap ``text``, or the content of its leading box, in a box that math-verify can parse."""
+    """Put ``text``, or the content of its leading box, in a box that math-verify can parse."""
     content = text
     if text.startswith("\\boxed"):
         if (inner := _box_content(text)) is None:
@@ -101,7 +101,7 @@ def _box_content(text: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    """The single expression in a text: ``72`` in ``72 dollars.``; None if there is none or more than one."""
+    """The single expression in a text: ``72`` in ``72 dollars.``; None if there is no expression or more than one."""
     words = [match["word"].lower() for match in _TOKEN.finditer(text) if match["word"]]
     prose = [word for word in words if word in _UNITS or (len(word) > 2 and word not in _MATH_WORDS)]
     pieces = [text]

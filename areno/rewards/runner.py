@@ -1,8 +1,8 @@
-"""Runs reward functions in parallel, with a deadline per record, and never turns an error into a number.
+"""Runs reward functions in parallel, with a deadline per record. An error never becomes a number.
 
 Functions from a file run in worker processes that import it once, before the first rollout, and are killed when a record
 exceeds its deadline. A plain function scores one record per worker at a time, a coroutine function many in each worker's
-event loop. If the loop blocks, its unfinished records are retried one by one, so that only the culprit fails.
+event loop. If the loop blocks, its unfinished records are retried one by one, so that only the record that causes it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areno.types import RewardParts, RewardRecord
 logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 120.0
-_ASYNC_GRACE_S = 1.0  # the event loop enforces the deadline itself; after this grace it must be blocked
+_ASYNC_GRACE_S = 1.0  # the event loop enforces deadlines itself; if this much longer passes, it must be blocked
 _MAX_WAIT_S = 60.0
 _MAX_DEFAULT_WORKERS = 8
 _PREVIEW_CHARS = 200
@@ -41,7 +41,7 @@ class RewardOutcome:
     value: float | None
     error: str | None
     seconds: float  # duration of the call
-    lost: bool = False  # the function neither returned nor raised: timeout, or its process died
+    lost: bool = False  # whether the function neither returned nor raised: a timeout, or its process died
 
 
 class RewardRunner:
@@ -50,16 +50,16 @@ class RewardRunner:
     Args:
         reward_fn: a plain or coroutine function. It runs in threads (coroutines in one event loop): a call that hangs is
             abandoned at its deadline, but its thread cannot be killed.
-        path: ``file.py`` or ``file.py:function`` instead; runs in processes, which can be killed.
+        path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``; runs in processes, which can be killed.
         timeout_s: deadline per record in seconds from the start of its call.
         workers: number of processes or threads; by default one per CPU, at most 8.
         on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value for it.
         retries: how often a record is retried after its worker process died or did not start it in time.
         memory_gb: data limit of each worker process of a reward file, in GiB; None is unlimited.
-        parts: weights of reward parts, shared by all runners of one function. None weighs each part by 1.
+        parts: weights of reward parts, shared by all runners of one function; None: each part has weight 1.
 
     Raises:
-        UsageError: not exactly one of ``reward_fn`` and ``path`` is set, or a value is out of range.
+        UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RewardRunner:
         self._pool = WorkerPool(spawn, size)
 
     def start(self) -> None:
-        """Wait until the workers have imported the reward file. Raises RewardError: it cannot be imported."""
+        """Wait until the workers have imported the reward file. Raises RewardError if a worker cannot import it."""
         with self._lock:
             batch = self._open([])
             while not all(slot.ready for slot in self._pool.slots):
@@ -125,7 +125,7 @@ class RewardRunner:
                     if slot.running or slot.waiting:
                         self._pool.replace(slot.position)
             outcomes = [outcome for outcome in batch.outcomes if outcome is not None]
-            for index, outcome in enumerate(outcomes):  # missing parts are known only once all are scored
+            for index, outcome in enumerate(outcomes):  # missing parts are known only when all records are scored
                 if outcome.value is not None and (problem := self._parts.problem(outcome.value)):
                     self._fail(batch, index, problem, outcome.seconds)
             return [outcome for outcome in batch.outcomes if outcome is not None]
@@ -148,7 +148,7 @@ class RewardRunner:
             raise RewardError(f"reward function {self.name}: the runner is closed; create a new RewardRunner")
         batch = _RewardBatch(records)
         while self._receive(batch, 0.0):
-            pass  # replaces idle workers that died since the last batch
+            pass  # replaces idle workers that have died since the last batch
         for index, record in enumerate(records):
             try:
                 batch.payloads.append(self._pool.slots[0].worker.payload(record))
@@ -200,7 +200,9 @@ class RewardRunner:
             else:
                 batch.finish(index, RewardOutcome(self._parts.weigh(result), None, batch.last_call_s))
         else:
-            self._handle_loss(batch, slot, f"its worker was stopped because it reported {message!r:.80} out of turn")
+            self._handle_loss(
+                batch, slot, f"its worker was stopped because it sent an unexpected report, {message!r:.80}"
+            )
 
     def _time_to_deadline(self) -> float:
         """Seconds until the next deadline of any worker, at most ``_MAX_WAIT_S``."""
@@ -233,7 +235,7 @@ class RewardRunner:
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)
-        # If nothing was running, it died between two records; blaming the next one guarantees progress.
+        # If nothing was running, the worker died between two records; attributing that to the next record guarantees progress.
         suspects = list(slot.running) or slot.waiting[:1]
         batch.queue.extendleft(index for index in reversed(slot.waiting) if index not in suspects)
         if len(suspects) > 1:
@@ -284,8 +286,8 @@ class _RewardBatch:
         self.outcomes: list[RewardOutcome | None] = [None] * len(records)
         self.unfinished = len(records)
         self.queue: deque[int] = deque()
-        self.alone: deque[int] = deque()  # suspects of a blocked event loop, and records of a lost worker
-        self.losses = Counter[int]()  # record -> workers lost on it
+        self.alone: deque[int] = deque()  # records that may have blocked an event loop, and records of a lost worker
+        self.losses = Counter[int]()  # record -> number of workers lost while running it
         self.last_call_s: float | None = None  # duration of the latest call
 
     def finish(self, index: int, outcome: RewardOutcome) -> None:
@@ -294,7 +296,7 @@ class _RewardBatch:
         self.unfinished -= 1
 
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
-        """The next records for an idle worker: an equal share for an event loop, a few for a plain function."""
+        """Return the next records for an idle worker: an equal share for an event loop, a few for a plain function."""
         if self.alone:
             return [self.alone.popleft()]
         if slot.is_async:
@@ -302,7 +304,7 @@ class _RewardBatch:
         elif self.last_call_s is None:
             size = 1
         else:
-            # Batch short calls up to a few milliseconds of work, but leave enough for the other workers.
+            # Batch short calls up to a few milliseconds of work, but leave enough records for the other workers.
             size = max(1, min(int(_CHUNK_WORK_S / max(self.last_call_s, 1e-6)), len(self.queue) // (2 * slots)))
         return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
 

@@ -1,8 +1,8 @@
 """The supervisor of a worker process: kills all descendants of the worker when the worker or the trainer ends.
 
-:func:`supervised` forks. The child is the worker; the parent only waits, and as a child subreaper adopts orphaned
-descendants, so that neither ``setsid`` nor a double fork escapes it. Without ``/proc`` (outside Linux), only the worker's
-process group is killed.
+:func:`supervised` forks. The child is the worker; the parent only waits. As a child subreaper it adopts orphaned descendants,
+so that neither ``setsid`` nor a double fork escapes it. Without ``/proc`` (outside Linux), only the worker's process group is
+killed.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from areno.frames import Frames
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGCHLD, signal.SIGIO, signal.SIGTERM)
-# When memory runs out, the kernel should kill a worker rather than the trainer.
+# If memory runs out, the kernel should kill a worker instead of the trainer.
 _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork a supervisor and return the trainer connection in the child, the worker; its stdout goes to stderr.
+    """Fork a supervisor, and return the connection to the trainer in the child, the worker. The worker's stdout goes to stderr.
 
     Args:
         lifeline: a socket whose other end the trainer holds; the worker ends when it closes, even if the trainer is killed.
-        connection: the worker's connection; the supervisor closes its copy, so that the trainer sees EOF at once.
+        connection: the worker's connection; the supervisor closes its own copy, so that the trainer gets EOF at once when the
+            worker ends.
     """
     fork_supervised(lifeline, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,7 +41,7 @@ def supervised(lifeline: int, connection: int) -> Frames:
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
     """Fork and return in the child, which is killed with its descendants when the lifeline closes; see :func:`supervised`."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` takes them
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` handles these signals
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     _control(_PR_SET_CHILD_SUBREAPER, 1)
@@ -51,7 +52,7 @@ def fork_supervised(lifeline: int, connection: int | None = None) -> None:
             os.close(connection)
         _supervise(worker, lifeline)
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it ended before PDEATHSIG was set
+    if os.getppid() != supervisor:  # the parent ended before PDEATHSIG was set
         os._exit(1)
     os.close(lifeline)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -81,7 +82,7 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
     while status is None and not select.select([lifeline], [], [], 0)[0]:
         status = _reap(worker)
         if status is None and signal.sigwait(_WATCHED) == signal.SIGTERM:
-            _send({worker}, signal.SIGTERM)  # lets it clean up
+            _send({worker}, signal.SIGTERM)  # so that it can clean up
     _kill_descendants()
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:  # end by the same signal as the worker
@@ -103,7 +104,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants; stop all of them first, so that none forks meanwhile."""
+    """Kill and reap all descendants. All are stopped first, so that none forks in between."""
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)
     while True:

@@ -1,8 +1,8 @@
 """The loop of a reward worker: receives records, runs the user's function, and reports rewards or errors.
 
 The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process
-the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON rather than pickle,
-so that untrusted code writing to the pipe can never make the trainer execute code. Imports no torch.
+the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so that
+untrusted code that writes to the pipe can never make the trainer execute code. Imports no torch.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
 
 
 def parse_message(body: bytes) -> Message:
-    """Parse a report of a worker process. Raises ValueError: it is invalid."""
+    """Parse a report of a worker process. Raises ValueError if it is invalid."""
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]
@@ -93,7 +93,7 @@ def as_reward(value: Any) -> PartValues:
 
 
 def _as_number(value: Any, place: str = "") -> float:
-    """A finite float from a bool, int, float, or zero-dimensional array or tensor."""
+    """Return a finite float from a bool, int, float, or zero-dimensional array or tensor."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -115,8 +115,8 @@ class Scorer:
     """Runs the user's function on jobs and reports the results."""
 
     function: Callable[[RewardRecord], Any]
-    timeout_s: float  # deadline per record; enforced here for coroutines, by the runner otherwise
-    frames: Frames  # for the reports
+    timeout_s: float  # deadline per record; this class enforces it for coroutines, the runner for other functions
+    frames: Frames  # sends a report
     load: Callable[[Any], RewardRecord]  # decodes the payload of a job
 
     def serve(self, receive: Callable[[], Sequence[RewardJob] | None]) -> None:

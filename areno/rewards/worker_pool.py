@@ -1,4 +1,4 @@
-"""The workers that run reward functions: processes, which can be killed, and threads, which can only be abandoned.
+"""Workers that run reward functions: processes, which can be killed, and threads, which can only be abandoned.
 
 A worker takes jobs and replies with the messages of :mod:`areno.rewards.worker`, plus ``["died", text]``. The runner
 handles deadlines and retries.
@@ -37,7 +37,7 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process with a connection.
 
-    All of its descendants end when it ends or when this process ends, for whatever reason. The module must first call
+    All its descendants end when it ends or when this process ends, for any reason. The module must first call
     :func:`areno.rewards.supervisor.supervised`.
 
     Args:
@@ -91,7 +91,7 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def exit_reason(self) -> str:
-        """Why the process ended, once its connection is closed."""
+        """Reason why the process ended, once its connection is closed."""
         try:
             code = self._process.wait(timeout=_CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -110,16 +110,16 @@ class RewardProcess(WorkerProcess):
         super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
     def payload(self, record: RewardRecord) -> Any:
-        """Pickle a record; raises whatever pickling raises."""
+        """Pickle a record. Errors of pickling are not caught."""
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker, which is reading, so that this does not block."""
+        """Send jobs to an idle worker. It is reading, so this does not block."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
             self.stop()
-        except OSError:  # the worker died; reading from it reports that
+        except OSError:  # the worker died; this is reported when reading from it
             pass
 
     def request_exit(self) -> None:
@@ -128,9 +128,9 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable that need not be importable or picklable; same methods as `RewardProcess`.
+    """A daemon thread for a callable, which need not be importable or picklable; has the methods of `RewardProcess`.
 
-    A function that hangs cannot be stopped, but does not keep the program alive either.
+    A function that hangs cannot be stopped, but does not keep the program running.
     """
 
     def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
@@ -142,7 +142,7 @@ class RewardThread:
         self._thread.start()
 
     def payload(self, record: RewardRecord) -> Any:
-        """The record itself."""
+        """Return the record unchanged."""
         return record
 
     def submit(self, jobs: list[RewardJob]) -> None:
@@ -163,7 +163,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Why the thread ended by itself."""
+        """Reason why the thread ended by itself."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
@@ -184,7 +184,7 @@ class WorkerSlot:
     last_activity: float = field(default_factory=time.monotonic)  # start, or latest message in either direction
     ready: bool = False
     is_async: bool = False
-    waiting: list[int] = field(default_factory=list)  # submitted, not started
+    waiting: list[int] = field(default_factory=list)  # records that are submitted but not started
     running: dict[int, float] = field(default_factory=dict)  # index -> start time
     arrived: deque[Message] = field(default_factory=deque)
 
@@ -204,7 +204,7 @@ class WorkerSlot:
 
 
 class WorkerPool:
-    """A fixed number of workers for one reward function, started in parallel."""
+    """A fixed number of workers for one reward function; they start in parallel."""
 
     def __init__(self, spawn: Callable[[], RewardProcess | RewardThread], size: int) -> None:
         self._spawn, self._selector = spawn, selectors.DefaultSelector()

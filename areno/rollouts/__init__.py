@@ -1,7 +1,7 @@
 """Rollouts: episodes, the trajectories that they return, and the replicas that generate tokens.
 
 - ``staleness``: limits the running episodes; ``dispatcher``: runs them and forms batches; ``episode_loop``: their event loop.
-- ``tasks``: the state of the dispatcher; ``batches_ahead``: batches generated ahead by ``areno train --rollout async``.
+- ``tasks``: the dispatcher's state; ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
 - ``engine_client``: the engine as workflows see it; ``workflows``: the episodes; ``conversation``: their tokens.
 - ``trajectory``: the result of an episode, and its conversion to training rows; ``dump``: trajectories as text files.
 - ``fleet``: rollout engines in separate processes, their supervision, and weight updates.

@@ -1,8 +1,8 @@
-"""Generates batches some steps before they are trained on.
+"""Generates batches some training steps before they are trained on.
 
-Generation of the batch of step s starts when the weights have version s - ``max_staleness``, which bounds the staleness of
-all its tokens however long an answer takes. Batches are trained on in data order; with a bound of 0, each starts after the
-previous one was trained on.
+Generation of the batch of step s starts when the weights have version s - ``max_staleness``. This bounds the staleness of all
+tokens of the batch, however long an answer takes. Batches are trained on in data order; with a bound of 0, each one starts
+after the previous one has been trained on.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """Starts batches with ``begin``, which is called with a step and the parts of its batch by index."""
+    """Starts batches by calling ``begin`` with a step and the parts of its batch by index."""
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -45,7 +45,7 @@ class BatchesAhead:
         self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
-        """The results of a step's batch; kept until the step is complete."""
+        """Return the results of a step's batch, which are kept until the step is complete."""
         return self._begun[step]
 
     def complete(self, step: int) -> None:
@@ -53,7 +53,7 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Finished results that were not trained on yet, by step and index of the part; running parts will be restarted."""
+        """Finished results that have not been trained on yet, by step and index; a resume restarts unfinished parts."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()
@@ -61,7 +61,7 @@ class BatchesAhead:
         return {step: parts for step, parts in done.items() if parts}
 
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
-        """Use results of :meth:`export_state` instead of regenerating their parts."""
+        """Use results from :meth:`export_state` instead of generating their parts again."""
         self._restored = dict(state)
 
 

@@ -53,19 +53,19 @@ class BatchDispatcher:
     Args:
         client: the engine for episodes.
         staleness: limits the running episodes; its batch size is that of :meth:`prepare_batch`.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         dynamic_bs: count rejected episodes towards the batch size; a batch then has only the accepted ones. ``staleness``
             must have ``replaces_rejected=False``.
-        queue_size: maximum number of waiting rows; None is 16 per concurrent rollout. Staleness control limits it further.
-        max_staleness: maximum versions that a token may be behind when it is used; None relies on admission control.
+        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. Staleness control limits it further.
+        max_staleness: how many versions old a token may be when it is used; None relies on admission control.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards it.
-        max_errors_in_a_row: allowed consecutive failed episodes; None is twice the batch size, at least 8.
-        max_rejections_in_a_row: allowed consecutive failed or rejected episodes; None is 16 batches, at least 128.
+        max_errors_in_a_row: allowed number of consecutive failed episodes; None: twice the batch size, at least 8.
+        max_rejections_in_a_row: allowed number of consecutive failed or rejected episodes; None: 16 batches, at least 128.
         stall_report_s, stall_timeout_s: seconds without progress until a wait is reported, and until it fails.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: called with the status of every episode, in any thread.
         stops_on: episode errors that end the run at once.
-        on_wait: called repeatedly while waiting; if it raises, the wait ends and no work is lost.
+        on_wait: called repeatedly during a wait; if it raises, the wait ends and no work is lost.
 
     Raises:
         UsageError: options contradict each other.
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`, ``failed``, ``filtered`` and ``empty`` among the rejected, and ``restarted``."""
+        """Counters of :class:`RolloutStat`, reasons for rejection (``failed``, ``filtered``, ``empty``), and ``restarted``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -154,12 +154,13 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following ones.
 
-        All trajectories of the batch use the workflow and filter of this call: waiting rows adopt them, others are run again
-        (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in the caller's thread.
+        All trajectories of the batch use the workflow and the filter of this call: waiting rows adopt them; started rows with
+        others are run again (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in the
+        caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
-            EngineError: there was no progress for too long, or none is possible.
+            EngineError: there was no progress for too long, or progress is impossible.
             RolloutStoppedError: too many consecutive episodes failed or were rejected.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
@@ -182,7 +183,7 @@ class BatchDispatcher:
         def results() -> list[Trajectory] | None:
             for task in [task for task in self._finished if task.id in ids]:
                 self._finished.remove(task)
-                self._discard(task, stale=False, claimed=False)  # no batch uses it, so it frees capacity
+                self._discard(task, stale=False, claimed=False)  # no batch uses the task, so it frees capacity
             self._pump()
             if ids & ({task.id for task in self._pending} | self._running.keys()):
                 return None
@@ -216,8 +217,8 @@ class BatchDispatcher:
     def export_state(self) -> dict[str, Any]:
         """State for recovery, between two batches: waiting and running rows, unused trajectories, and counters.
 
-        Running rows are saved as waiting, and restart in their original order. Together with the position of the data
-        source, every row is used in exactly one batch.
+        Running rows are saved as waiting, and restart in their original order. Together with the saved position in the data,
+        every row is used in exactly one batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
@@ -266,7 +267,7 @@ class BatchDispatcher:
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue, and return whether more rows may follow. The caller's iterator runs outside the lock."""
+        """Fill the queue; return whether more rows may follow. The caller's iterator runs without the lock."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -283,7 +284,7 @@ class BatchDispatcher:
             self._workflows.append(plan.workflow)
 
     def _adopt(self, plan: EpisodePlan) -> None:
-        """Use this plan from now on, and run rows of another plan again."""
+        """Use this plan from now on, and run rows with another plan again."""
         with self._changed:
             self._use(plan)
             again = []
@@ -357,7 +358,7 @@ class BatchDispatcher:
         """Handle the end of an episode; called in the thread of the event loop."""
         with self._changed:
             if self._running.get(task.id) is not task:
-                return  # it was withdrawn
+                return  # the task was withdrawn
             del self._running[task.id]
             if future.cancelled():
                 self.staleness.withdraw()
@@ -428,7 +429,7 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` returns a result; ``more`` reads rows ahead and returns whether more may follow."""
+        """Wait until ``ready`` returns a result. ``more`` reads rows ahead and returns whether more may follow."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -457,7 +458,7 @@ class BatchDispatcher:
                 raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Raise at once if nothing runs and nothing can start."""
+        """Raise an error at once if nothing runs and nothing can start."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:

@@ -17,9 +17,9 @@ class TrajectoryDump:
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
         """Write one group of samples, and return the file.
 
-        Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one),
-        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward``, ``reward_parts`` if it
-        has parts, ``prompt, completion``. The folder is the newest ``tail_version`` of the group.
+        Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one), ``head_version`` and
+        ``tail_version`` (weight versions of the first and the last sampled token), ``reward``, ``reward_parts`` if the reward
+        has parts, ``prompt, completion``. The folder is named after the newest ``tail_version`` of the group.
         """
         lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
         path = self.folder / str(max(line["tail_version"] for line in lines)) / f"{task_id}.jsonl"

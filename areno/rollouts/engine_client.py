@@ -1,7 +1,7 @@
-"""The engine as workflows see it: one awaitable per request, for any engine that takes requests.
+"""The engine as workflows see it: one awaitable per request, with any engine that takes requests.
 
-Every token of an answer has its log-prob and the weight version that sampled it; a weight update during an answer only
-changes the version of the tokens that follow.
+Every token of an answer has its log-prob and the weight version that sampled it. If the weights are updated during an answer,
+the remaining tokens have the new version.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class RolloutEngine(Generator, Protocol):
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
-    The answer is limited by ``max_new_tokens``, ``max_tokens`` and the model's context. A ``top_k`` larger than any
+    The answer is limited by ``max_new_tokens``, ``max_tokens`` and the model's context. A ``top_k`` above the size of the
     vocabulary keeps all tokens.
 
     Raises:
@@ -75,7 +75,7 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
 
 @dataclass(slots=True)
 class ModelRequest:
-    """Prompt tokens and generation settings; ``rid`` names the request in messages."""
+    """Prompt tokens and generation settings. ``rid`` identifies the request in messages."""
 
     input_ids: list[int]
     gconfig: GenerationSettings
@@ -93,9 +93,9 @@ class ModelResponse:
     stop_reason: StopReason
     latency: float  # seconds until the answer was complete; equal to ``ttft``, because answers are not streamed
     ttft: float
-    temperature: float = 1.0  # of the log-probs; 1 for greedy answers
+    temperature: float = 1.0  # temperature of the log-probs; 1 for greedy answers
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
-    routed_experts: RoutingRecord | None = None  # of input and output tokens except the last, if recorded
+    routed_experts: RoutingRecord | None = None  # for input and output tokens except the last, if recorded
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
@@ -118,7 +118,7 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """Identity of an episode, from which seeds derive: different for each sample, equal in repeated runs.
+    """Identity of an episode, from which seeds are derived: different for each sample, equal in repeated runs.
 
     ``sample`` is the index in the episode's group, ``draws`` counts the requests of the sample.
     """
@@ -129,7 +129,7 @@ class Episode:
 
 
 EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("areno_episode", default=None)
-"""The episode that the current coroutine belongs to."""
+"""The episode of the current coroutine."""
 
 
 class EngineClient:
@@ -167,16 +167,16 @@ class EngineClient:
         return self.engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """One answer to a prompt; cancelling the coroutine cancels the request in the engine.
+        """Return one answer to a prompt; cancelling the coroutine cancels the request in the engine.
 
         Raises:
             DataError: the prompt leaves no room for an answer.
-            EngineError: generation failed or was aborted, including all retries, or timed out.
+            EngineError: generation timed out, or failed or was aborted in all retries.
         """
         return (await self.agenerate_group(request, 1))[0]
 
     async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
-        """Several answers to one prompt, which is prefilled once; errors as in :meth:`agenerate`."""
+        """Return several answers to one prompt, which is prefilled once; errors as in :meth:`agenerate`."""
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:

@@ -17,7 +17,7 @@ from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """The interface of a fleet on the trainer's engine, which the trainer closes."""
+    """The interface of a fleet, implemented by the trainer's engine; the trainer closes that engine."""
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine
@@ -25,7 +25,7 @@ class SharedEngine:
         self._lock = threading.RLock()
         self._generates = self._closed = False
         self._waiting: dict[Future[RolloutResult], Request] = {}
-        self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # with the engine's future
+        self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # futures of the engine
 
     def __getattr__(self, name: str) -> Any:
         """Delegate to the engine: tokenizer, lengths, ``load``, ``enable_prefix_cache`` and others."""
@@ -33,7 +33,7 @@ class SharedEngine:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context in which the engine generates; on exit, it waits for the requests started in it."""
+        """Context in which the engine generates. On exit, it waits for the requests that were started in the context."""
         self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True
@@ -48,7 +48,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each, which also carries the error of an invalid request.
+        """Queue requests, and return one future each. An invalid request raises its error from its future.
 
         Raises:
             EngineError: the rollout is closed.
@@ -63,7 +63,7 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """End one request with its partial answer; a waiting one is withdrawn."""
+        """Abort one request; it returns its partial answer. A request that still waits is withdrawn."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)
@@ -95,7 +95,7 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """Set the version of new tokens; the engine already has the weights."""
+        """Set the weight version of new tokens; the engine already has the weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 

@@ -5,9 +5,10 @@ Episodes are counted, one per prompt group, and admitted under two limits:
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
 
-An episode admitted at version ``v`` has fewer than ``(eta + v + 1) * batch`` others before it. If batches were taken in the
-order of admission, it would be used at version ``eta + v`` at the latest. This bounds admission only: shorter episodes may
-overtake a long one. :func:`too_old` is the exact bound for each trajectory.
+Fewer than ``(eta + v + 1) * batch`` episodes are admitted before an episode that is admitted at version ``v``, where eta is
+``max_head_offpolicyness``. If batches were taken in the order of admission, that episode would be used at version ``eta + v``
+at the latest. This bounds admission only: shorter episodes may overtake a long one. :func:`too_old` is the exact bound for each
+trajectory.
 """
 
 import threading
@@ -25,18 +26,19 @@ class RolloutStat:
     running: int = 0
     accepted: int = 0  # including those already used in batches
     rejected: int = 0
-    stale: int = 0  # accepted, but discarded later as too old; not included in ``accepted`` and ``rejected``
-    claimed: int = 0  # rejected ones that are not replaced, because a dynamic batch counts them
+    stale: int = 0  # accepted, but later discarded as too old; not included in ``accepted`` or ``rejected``
+    claimed: int = 0  # rejected episodes that are not replaced, because a dynamic batch counts them
 
 
 class StalenessManager:
     """Counts episodes and computes how many more may start; thread-safe.
 
     Args:
-        max_concurrent_rollouts: maximum number of running episodes; None is ``consumer_batch_size``.
+        max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: versions that training may be ahead of an episode's start; 0 is synchronous training.
-        replaces_rejected: start another episode for each rejected one; False if dynamic batches count them.
+        max_head_offpolicyness: number of versions by which training may be ahead of the start of an episode; 0: synchronous
+            training.
+        replaces_rejected: start another episode for each rejected one; False if dynamic batches count rejected episodes.
 
     Raises:
         UsageError: a number is out of range.
@@ -103,7 +105,7 @@ class StalenessManager:
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
         """Remove an accepted episode that is not used, because it is ``stale`` or its workflow changed.
 
-        Another may start in its place, unless a dynamic batch has ``claimed`` it.
+        Another episode may start in its place, unless a dynamic batch has ``claimed`` it.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 

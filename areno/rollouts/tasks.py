@@ -36,10 +36,10 @@ class EpisodeTask:
     id: int
     data: dict[str, Any]
     plan: EpisodePlan | None = None  # None until a batch is requested
-    order: int = -1  # position in the order of starts; -1 before the start
+    order: int = -1  # index in the order of starts; -1 before the start
     began_s: float = 0.0  # time of the start
-    future: Future[Trajectory] | None = None  # of its coroutine
-    trajectory: Trajectory | None = None  # its result; None for a rejected episode, which only dynamic batches keep
+    future: Future[Trajectory] | None = None  # future of the episode's coroutine
+    trajectory: Trajectory | None = None  # the result; None for a rejected episode, which only dynamic batches keep
 
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
@@ -51,7 +51,7 @@ class Batch:
     """The trajectories of a training step."""
 
     trajectories: list[Trajectory]  # one per prompt group, in random order
-    task_ids: list[int]  # of the same groups
+    task_ids: list[int]  # task ids of the same groups
     version: int  # current weight version
     staleness: list[int]  # for each group, how many versions its oldest token is behind
     rejected: int = 0  # rejected episodes that a dynamic batch counts

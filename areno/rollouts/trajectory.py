@@ -3,8 +3,8 @@
 Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
 were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
 Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as reported by the engine), ``temperature``,
-and ``reward_parts/NAME`` for each part of a reward that has parts. With recorded routing also ``routed_experts``
-``[n, L, mixtures, K]``, see :mod:`areno.types.routing`.
+and ``reward_parts/NAME`` for each part of a reward that has parts. With recorded routing there is ``routed_experts`` ``[n, L,
+MoE layers, K]``, see :mod:`areno.types.routing`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "r
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
-    """Convert rows, at least one, and their rewards to tensors ``[n, L]``, padded on the right."""
+    """Convert one or more rows and their rewards to tensors ``[n, L]``, padded on the right."""
     return stack(
         [
             {
@@ -102,7 +102,7 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise a UsageError if the result of a workflow lacks a key, or a value has a wrong type or shape."""
+    """Raise UsageError if the result of a workflow lacks a key, or if a value has a wrong type or shape."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
@@ -118,7 +118,7 @@ def check_trajectory(trajectory: Any) -> None:
     for name in _PER_TOKEN:
         if trajectory[name].shape != shape:
             raise UsageError(
-                f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, input_ids {list(shape)}"
+                f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, but input_ids has {list(shape)}"
             )
     if trajectory["rewards"].shape != shape[:1]:
         raise UsageError(
@@ -134,7 +134,7 @@ def check_trajectory(trajectory: Any) -> None:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Each row without padding, under the same keys: lists, numbers for keys of shape ``[n]``, arrays for further axes."""
+    """Return each row without padding, under the same keys: lists; numbers for keys of shape ``[n]``; arrays for more axes."""
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
         yield {name: _of_row(values[index], keep) for name, values in tensors.items()}
@@ -149,8 +149,8 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """Training rows of a batch, group by group.
 
-    Each trajectory is one group, whatever its number of rows, so a group that lost samples does not shift others. Weight
-    versions and further log-probs are copied to the fields of :class:`TrainSequence`.
+    Each trajectory is one group, even if it has lost samples, so the groups of later rows do not shift. Weight versions and
+    further log-probs are copied to the fields of :class:`TrainSequence`.
     """
     sequences = []
     for group, trajectory in enumerate(trajectories):

@@ -58,7 +58,7 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 if requests are accepted; 503 while loading, during shutdown and after an engine failure."""
+        """Return 200 if requests are accepted; 503 while loading, during shutdown and after an engine failure."""
         state = service.state
         status = {"ready": "ok", "failed": service.failure}.get(state, state)
         return JSONResponse({"status": status}, 200 if state == "ready" else 503)
@@ -70,7 +70,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/live")
     async def live() -> JSONResponse:
-        """200 while the process is alive, even during loading; 503 after an engine failure."""
+        """Return 200 while the process is alive, even during loading; 503 after an engine failure."""
         failed = service.state == "failed"
         return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 
@@ -153,7 +153,7 @@ async def _chat(
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """Reject a request that needs no preparation to be rejected. Raises ApiError."""
+    """Make the checks that need no preparation. Raises ApiError."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)
@@ -161,7 +161,7 @@ def _admit(service: Service, body: GenerationBody) -> ServedModel:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Replace the framework's error schema in the OpenAPI description by the actual one."""
+    """Replace the framework's error schema in the OpenAPI description by the schema of actual errors."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

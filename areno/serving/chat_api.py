@@ -35,7 +35,7 @@ class PreparedChat:
 
 
 def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
-    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError: 400."""
+    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError 400 if it is invalid."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, tape)
     limit = service.recorder.context_limit if service.recorder is not None else None
@@ -79,7 +79,7 @@ def _check(body: ChatRequest) -> None:
 
 
 def _format_param(body: ChatRequest) -> str:
-    """The field that an error in tools or formats refers to."""
+    """Name of the field to which an error in tools or formats refers."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -88,7 +88,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
-    """The choice in the form that parsers expect; ``none`` without tools."""
+    """The tool choice in the form that parsers expect; ``none`` without tools."""
     choice = (body.tool_choice or "auto") if body.tools else "none"
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
@@ -96,7 +96,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 def _prompt(
     service: Service, engine: Backend, body: ChatRequest, tape: Tape | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
-    """The turn to record, if any, and the text and tokens of the prompt."""
+    """Return the turn to record, if any, and the text and tokens of the prompt."""
     # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
     tools = _tools(body)
     messages = [message.plain() for message in body.messages]
@@ -176,7 +176,7 @@ class ChatResponse(SampledResponse):
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def check(self) -> None:
-        """Raises ApiError: the response is incomplete."""
+        """Raise ApiError if the response is incomplete."""
         if self._expected.failures:
             message = f"the grammar failed during generation: {self._expected.failures[0]}; simplify the schema"
             raise ApiError(400, message, param=_format_param(self._body), code="grammar_failed")
@@ -188,7 +188,7 @@ class ChatResponse(SampledResponse):
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample; return the chunks to stream: when pieces become final, and at the end."""
+        """Add tokens of a sample; return the chunks to stream: pieces that became final, and the end of the message."""
         message = self._messages[sample]
         text = message.sample.take(tokens)
         message.texts.append(text)
@@ -248,7 +248,7 @@ class ChatResponse(SampledResponse):
             | self._details(message.sample, range(len(message.sample.tokens)), first=True)
             for message in self._messages
         ]
-        if len(choices) > 1:  # the record of a single choice goes to the top level, where clients expect it
+        if len(choices) > 1:  # with a single choice, its record is at the top level, where clients expect it
             choices = [self._with_record(*pair) for pair in zip(choices, self._messages, strict=True)]
         return self._with_record(self._envelope(choices), self._messages[0])
 
@@ -265,7 +265,7 @@ class ChatResponse(SampledResponse):
         return self._chunk_envelope([choice | self._details(message.sample, positions, first=first)])
 
     def _details(self, sample: ChoiceState, positions: range, *, first: bool) -> dict[str, Any]:
-        """Log-probs and token ids of a choice's tokens at ``positions``, where requested."""
+        """Log-probs and token ids of a choice's tokens at ``positions``, if requested."""
         tokens = [sample.tokens[position] for position in positions]
         has_logprobs = self._body.logprobs and (tokens or not self._body.stream)
         logprobs = chat_logprobs(tokens, self._texts) if has_logprobs else None

@@ -12,7 +12,7 @@ _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
 class ChatClient:
-    """Client of one OpenAI-compatible server; sends ``api_key`` as a bearer token if set."""
+    """Client of an OpenAI-compatible server; sends ``api_key``, if set, as a bearer token."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/")
@@ -21,7 +21,7 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """Name of the first model that the server lists. Raises ArenoError: the server is unreachable or lists none."""
+        """Name of the first model that the server lists. Raises ArenoError if the server is unreachable or lists no models."""
         with self._open("/models") as response:
             models = json.load(response).get("data") or []
         if not models:
@@ -29,7 +29,7 @@ class ChatClient:
         return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the deltas of one response as they arrive. Raises ArenoError: the request fails."""
+        """Yield the deltas of one response as they arrive. Raises ArenoError if the request fails."""
         with self._open("/chat/completions", body | {"stream": True}) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()

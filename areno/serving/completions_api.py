@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def prepare_completion(service: Service, engine: Backend, body: CompletionRequest) -> GenerationJob:
-    """Validate a request and encode its prompts. Raises ApiError: 400, a field is invalid."""
+    """Validate a request and encode its prompts. Raises ApiError 400 if a field is invalid."""
     _check(body)
     return build_job(
         body,
@@ -34,7 +34,7 @@ def prepare_completion(service: Service, engine: Backend, body: CompletionReques
 
 def _check(body: CompletionRequest) -> None:
     if body.suffix:
-        raise bad_field("suffix", "insertion before a suffix is not supported; remove it")
+        raise bad_field("suffix", "insertion before a suffix is not supported; remove the field")
     if body.best_of is not None and body.best_of != body.samples:
         raise bad_field(
             "best_of", f"{body.best_of} differs from n={body.samples}; every sample is returned, so omit best_of"
@@ -94,7 +94,7 @@ class CompletionResponse(SampledResponse):
         ]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample; return the chunks to stream: when text becomes final, and at the end."""
+        """Add tokens of a sample; return the chunks to stream: text that became final, and the end of the sample."""
         state = self._samples[sample]
         text = state.take(tokens)
         self._content[sample].append(text)

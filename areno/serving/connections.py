@@ -52,7 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unparsed > MAX_HEAD_BYTES:
                 self._refuse(_large_head())
         elif self._awaited is None and (self.cycle is None or self.cycle.response_complete):
-            self._await("head")  # stray bytes must not keep a connection open either
+            self._await("head")  # stray bytes must not keep a connection open
 
     def on_message_begin(self) -> None:
         """Start counting the head."""
@@ -90,7 +90,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head += length
         if self._head > MAX_HEAD_BYTES:
             self._refusal = _large_head()
-            raise self._refusal  # aborts the parser
+            raise self._refusal  # stops the parser
 
     def _await(self, what: Literal["head", "body"] | None) -> None:
         if self._deadline is not None:
@@ -105,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self._awaited == "head" and answering:  # the previous request is still being answered
+        if self._awaited == "head" and answering:  # the response to the previous request is not complete
             self._await("head")
         elif self._awaited == "body" and answering and self.cycle.response_started:
             self.transport.close()

@@ -49,7 +49,7 @@ class ApiError(ArenoError):
 
 
 def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
-    """Error 400: ``param`` is invalid; the message starts with it, or with the more precise location ``where``."""
+    """Error 400: ``param`` is invalid. The message starts with ``param``, or with the more precise location ``where``."""
     return ApiError(400, f"{where or param}: {message}", param=param, code=code)
 
 
@@ -79,7 +79,7 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Report the most deeply nested error: for a union, pydantic reports one per member."""
+    """Report the most deeply nested error: for a union, pydantic reports an error per member."""
     errors = error.errors()
     first = max(errors, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":

@@ -23,7 +23,7 @@ ConstraintMaker = Callable[[], TokenConstraint]
 
 
 class Formats:
-    """The formats of one model. Raises UsageError: a name is unknown."""
+    """The formats of one model. Raises UsageError if a name is unknown."""
 
     def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """How to parse the response to a rendered prompt. Raises UsageError: the tools or the choice are invalid."""
+        """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or the choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A reasoning format without a pair of markers consists of special tokens (harmony).
@@ -46,7 +46,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """The grammar of the response; None if unconstrained. Raises UsageError: a schema is invalid or unsupported."""
+        """The grammar of the response; None if unconstrained. Raises UsageError if a schema is invalid or unsupported."""
         make = self._maker(expected, form)
         if make is None:
             return None
@@ -65,7 +65,9 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """A factory for the constraint of the response itself, which starts at the marker ``after`` if that is passed."""
+        """Return a factory for the constraint of the response without reasoning; ``after`` is the marker after which it
+        applies.
+        """
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
@@ -80,7 +82,7 @@ class Formats:
 
 
 class _IsolatedConstraint:
-    """Confines a grammar error to its sample, which then ends; in the engine it would end all samples."""
+    """Ends only the sample whose grammar fails; an error raised in the engine would end all samples."""
 
     def __init__(self, inner: TokenConstraint, vocabulary: int, eos_ids: Sequence[int], failures: list[str]) -> None:
         self._inner, self._failures, self._failed = inner, failures, False
@@ -94,7 +96,7 @@ class _IsolatedConstraint:
                 if mask is None or mask.any():
                     return mask
                 self._fail("no token of this model can continue the response")
-            except Exception as error:  # any failure affects this sample only
+            except Exception as error:  # no failure may affect other samples
                 self._fail(str(error))
         return self._eos_only
 
@@ -118,7 +120,7 @@ class _IsolatedConstraint:
 
 
 class _OptionalReasoning:
-    """A constraint for a model that may or may not reason: its first token decides."""
+    """A constraint for a model that may or may not reason: the first token decides."""
 
     def __init__(self, direct: TokenConstraint, after_reasoning: ConstraintMaker, opener: int) -> None:
         self._active, self._after_reasoning, self._opener = direct, after_reasoning, opener
@@ -148,7 +150,7 @@ class _OptionalReasoning:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """How to parse the responses of one request; see :meth:`Formats.expectation`."""
+    """Parameters for parsing the responses of one request; see :meth:`Formats.expectation`."""
 
     reasoning: ReasoningParser
     calls: ToolCallParser

@@ -39,7 +39,7 @@ class Generation:
 
     Args:
         metrics: receive the token latencies.
-        requests: one per prompt; sample i of prompt p has the index ``samples of the prompts before p + i``.
+        requests: one per prompt; samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive.
 
@@ -59,7 +59,7 @@ class Generation:
         self._inbox = _TokenQueue(asyncio.get_running_loop())
         self._error: BaseException | None = None
         self._metrics, self._began = metrics, time.perf_counter()
-        self._last: dict[int, float] = {}  # arrival of each sample's last token
+        self._last: dict[int, float] = {}  # arrival time of each sample's last token
         with_listeners, first = [], 0
         for request in requests:
             with_listeners.append(replace(request, listener=functools.partial(self._on_token, first)))
@@ -70,7 +70,7 @@ class Generation:
             future.add_done_callback(self._on_done)
 
     def cancel(self) -> None:
-        """Cancel the samples that still run and free their slots."""
+        """Cancel the samples that are still running, and free their slots."""
         for future in self._futures:
             if not future.done():
                 self._engine.cancel(future)
@@ -106,7 +106,7 @@ class Generation:
         self._inbox.call(self._count_down)
 
     def _count_down(self) -> None:
-        # Independent of reading, so that a slow client does not occupy the queue.
+        # Does not depend on reading, so that a slow client does not occupy the queue.
         self._running -= 1
         if not self._running:
             self._on_end()

@@ -30,7 +30,7 @@ class MessagesRequest(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
+        """Convert to a chat request. Raises ApiError 400 if a field is invalid or unsupported."""
         choice = self.tool_choice or {}
         same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return chat_request(
@@ -53,7 +53,7 @@ class MessagesRequest(RequestBody):
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one message; tool results become separate messages, ahead of the text beside them."""
+    """Convert one message; tool results become separate messages before the message's text."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]

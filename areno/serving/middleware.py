@@ -17,7 +17,7 @@ from areno.serving.service import Service
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 TAPE = "areno.tape"
-"""Key of the ASGI scope that holds the request's tape, with a recorder."""
+"""Key of the ASGI scope under which the request's tape is stored, with a recorder."""
 
 
 class RequestMiddleware:
@@ -69,7 +69,7 @@ class RequestMiddleware:
         if recorder is not None:
             scope[TAPE] = recorder.tape(client_key.decode(errors="replace"))
             return scope[TAPE] is not None
-        # Constant time, so that the key cannot be guessed byte by byte.
+        # Compare in constant time, so that the key cannot be guessed byte by byte.
         return key is None or secrets.compare_digest(client_key, key.encode())
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
@@ -98,7 +98,7 @@ def host_name(header: bytes) -> str:
 
 
 def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
-    """The key in OpenAI's or Anthropic's header."""
+    """The API key in OpenAI's or Anthropic's header."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 

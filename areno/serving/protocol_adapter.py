@@ -21,7 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields; None is unset. Raises ApiError: 400, a field is invalid."""
+    """Build a chat request from converted fields; None is unset. Raises ApiError 400 if a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -31,7 +31,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
-    """Check that a field is a list of objects, and return it. Raises ApiError: 400, it is not."""
+    """Check that a field is a list of objects, and return it. Raises ApiError 400 if it is not."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise bad_field(param, f"{str(value)[:80]!r} is not a list of blocks; send text or objects", where=where)
     return value
@@ -44,12 +44,12 @@ class ProtocolAdapter(ABC):
 
     def __init__(self, chat_response: ChatResponse) -> None:
         self._chat_response = chat_response
-        self._kind: BlockKind | None = None  # of the open block
-        self._text = ""  # of the open block
+        self._kind: BlockKind | None = None  # kind of the open block
+        self._text = ""  # text of the open block
         self._blocks = 0  # number of blocks opened
 
     def check(self) -> None:
-        """Raises ApiError: the response is incomplete."""
+        """Raise ApiError if the response is incomplete."""
         self._chat_response.check()
 
     def opening(self) -> list[Event]:

@@ -27,9 +27,9 @@ Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 class ChatPrompt:
     """The prompt of a chat request."""
 
-    messages: list[dict[str, Any]]  # as the client sent them
-    tools: list[dict[str, Any]]  # in OpenAI's format
-    render: Render  # with this request's tools and variables
+    messages: list[dict[str, Any]]  # messages as the client sent them
+    tools: list[dict[str, Any]]  # tools in OpenAI's format
+    render: Render  # renders messages with this request's tools and variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class RecordedSample:
     """One finished sample."""
 
     message: dict[str, Any]  # the assistant's message, as sent to the client
-    tokens: Sequence[GeneratedToken]  # including the stop token; empty if the context was full
+    tokens: Sequence[GeneratedToken]  # sampled tokens, including the stop token; empty if the context was full
     finish: FinishReason
-    by_token: bool  # ended by a stop token, not by a stop string or the length limit
-    temperature: float  # of the log-probs: the sampling temperature, 1 for greedy samples
+    by_token: bool  # whether a stop token ended it, not a stop string or the length limit
+    temperature: float  # temperature of the log-probs: the sampling temperature, or 1 for greedy samples
     text: str  # visible text
     offsets: Sequence[int]  # character offset of each token in the text
     pieces: Sequence[Piece]  # the parsed text, in order
@@ -64,19 +64,19 @@ class OpenTurn(Protocol):
 class Tape(Protocol):
     """The conversations of one API key."""
 
-    session: SessionHandle  # tracing session of its requests
+    session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn; called from the rendering thread. Raises UsageError: the template rejects the messages."""
+        """Open a turn; called from the rendering thread. Raises UsageError if the template rejects the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Reward a response, by default the latest one. Raises ValueError: there is no such response."""
+        """Set the reward of a response, by default the latest one. Raises ValueError if there is no such response."""
 
 
 class Recorder(Protocol):
     """Records conversations by API key."""
 
-    sampling: SamplingParams  # defaults for fields that a request does not set
+    sampling: SamplingParams  # default values of fields that a request does not set
     context_limit: int | None  # maximum tokens of prompt plus response; None is the model's limit
 
     def tape(self, key: str) -> Tape | None:

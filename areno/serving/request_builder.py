@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Below this temperature, scaled logits overflow, and the most likely token always wins.
 _GREEDY_BELOW = 1e-4
-# Alternatives per request; each takes about a kilobyte until the response is sent.
+# Maximum number of alternatives per request; each takes about a kilobyte until the response is sent.
 _MAX_ALTERNATIVES = 2**19
 # Stands for top_p=0: keeps only the most likely token.
 _MIN_TOP_P = 1e-9
@@ -28,11 +28,11 @@ class GenerationJob:
 
     body: GenerationBody
     engine: Backend
-    requests: list[Request]  # one per prompt
+    requests: list[Request]  # one engine request per prompt
     stop: tuple[str, ...]  # stop strings
     stop_ids: frozenset[int]  # tokens that end a sample
-    skip_special_tokens: bool  # exclude special tokens from the text
-    context_full: bool = False  # the prompt fills the context: the response is empty with finish reason ``length``
+    skip_special_tokens: bool  # whether to exclude special tokens from the text
+    context_full: bool = False  # the prompt fills the context; the response is empty, with finish reason ``length``
 
     def prompt_of(self, sample: int) -> list[int]:
         """Prompt tokens of a sample."""
@@ -58,8 +58,9 @@ def build_job(
 ) -> GenerationJob:
     """Validate a request against the model and build the engine requests.
 
-    ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` yields an empty response; None
-    is the model's limit, where such a prompt is an error. Raises ApiError: 400, a value is invalid for this model.
+    ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` gives an empty response. If
+    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError 400 if a value
+    is invalid for this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)
@@ -108,7 +109,7 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
 
 
 def check_text(text: str, param: str) -> None:
-    """Check that text can be encoded as UTF-8. Raises ApiError: 400, it contains an unpaired surrogate."""
+    """Check that text can be encoded as UTF-8. Raises ApiError 400 if it contains an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -116,7 +117,7 @@ def check_text(text: str, param: str) -> None:
 
 
 def check_ids(param: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Check that token ids are in the vocabulary. Raises ApiError: 400, one is not."""
+    """Check that token ids are in the vocabulary. Raises ApiError 400 if one is not."""
     for token in ids:
         if not 0 <= token < vocabulary:
             raise bad_field(param, f"{token} is not a token id of this model; use ids from 0 to {vocabulary - 1}")
@@ -145,6 +146,6 @@ def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | 
             if limit == budget and context != budget
             else f"the model's context is {limit} tokens"
         )
-        message = f"the prompt has {prompt} tokens and leaves no room for a response: {why}; shorten it"
+        message = f"the prompt has {prompt} tokens and leaves no room for a response: {why}; shorten the prompt"
         raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     return limit - prompt

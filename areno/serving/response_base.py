@@ -26,12 +26,12 @@ def event(value: dict[str, Any]) -> bytes:
 class ChoiceState:
     """One sample of a response while it is generated."""
 
-    index: int  # of the choice
+    index: int  # index of the choice
     text: SampleText  # decodes the tokens
     tokens: list[GeneratedToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # character offset of each token in the text
     sent: int = 0  # number of tokens streamed so far
-    finish: FinishReason | None = None  # None while it runs
+    finish: FinishReason | None = None  # None while the sample runs
 
     def take(self, tokens: Sequence[GeneratedToken]) -> str:
         """Add tokens; return the text that became final."""
@@ -51,7 +51,7 @@ class SampledResponse:
     """Base of the responses of both completion endpoints: samples, usage and envelopes."""
 
     ending = DONE
-    prefix: str  # of the id, such as ``chatcmpl``
+    prefix: str  # prefix of the id, such as ``chatcmpl``
     kind: str  # ``object`` of a complete response
     chunk_kind: str  # ``object`` of a chunk
 
@@ -64,7 +64,7 @@ class SampledResponse:
         self._samples = [ChoiceState(index, job.sample_text()) for index in range(count)]
 
     def check(self) -> None:
-        """Raises ApiError: a sample was cancelled, which only a shutdown does while the client still waits."""
+        """Raise ApiError if a sample was cancelled. While the client still waits, only a shutdown cancels samples."""
         if any(sample.finish is None for sample in self._samples):
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
@@ -86,7 +86,7 @@ class SampledResponse:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _token_ids(self, sample: ChoiceState, positions: range, first: bool) -> dict[str, list[int]]:
-        """Token ids of a choice, if requested; the ``first`` chunk also has those of the prompt."""
+        """Token ids of a choice, if requested; the ``first`` chunk also has the token ids of the prompt."""
         if not self._job.body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}

@@ -29,7 +29,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert to a chat request. Raises ApiError: 400, a field is invalid or unsupported."""
+        """Convert to a chat request. Raises ApiError 400 if a field is invalid or unsupported."""
         if self.previous_response_id is not None:
             raise bad_field("previous_response_id", "responses are not stored; send the whole conversation as input")
         choice = self.tool_choice
@@ -70,7 +70,7 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str)
             messages.append({"role": "assistant", "content": None})
         _extend(messages[-1], kind, item)
     else:
-        raise bad_field("input", f"items of type {kind!r} are not supported; remove it", where=where)
+        raise bad_field("input", f"items of type {kind!r} are not supported; remove the item", where=where)
 
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}

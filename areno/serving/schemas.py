@@ -1,8 +1,8 @@
 """Request schemas of the two OpenAI completion endpoints: the supported fields.
 
-Undeclared fields are ignored; declared ones are validated strictly, and ``null`` means unset. Names and ranges are
-OpenAI's; ``top_k``, ``min_p``, ``repetition_penalty``, ``return_token_ids`` and ``chat_template_kwargs`` are common
-extensions of other servers.
+Undeclared fields are ignored; declared fields are validated strictly, and ``null`` means unset. Names and ranges are OpenAI's;
+``top_k``, ``min_p``, ``repetition_penalty``, ``return_token_ids`` and ``chat_template_kwargs`` are common extensions of other
+servers.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -49,7 +49,7 @@ class RequestBody(StrictSchema):
 
 
 def measure(value: Any) -> int:
-    """Count the characters of all strings in a JSON value. Raises ApiError: 400, too deep or too many values."""
+    """Count the characters of all strings in a JSON value. Raises ApiError 400 if it has too many levels or values."""
     characters = values = depth = 0
     level = [value]
     while level:
@@ -206,7 +206,7 @@ class CompletionRequest(GenerationBody):
 
 
 class RewardRequest(StrictSchema):
-    """Body of ``POST /rl/set_reward`` of a recording server."""
+    """Body of ``POST /rl/set_reward`` of a server that records."""
 
     reward: float
     interaction_id: str | None = None

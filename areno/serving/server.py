@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 picks a free port. Raises UsageError: the address is unavailable."""
+    """Open a listening socket; port 0 picks a free port. Raises UsageError if the address is unavailable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -81,12 +81,12 @@ class AppServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Keep the process's handlers."""
+        """Keep the signal handlers of the process."""
         yield
 
 
 class ServerThread:
-    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError: the address is unavailable."""
+    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError if the address is unavailable."""
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         self.service = service
@@ -109,7 +109,7 @@ class ServerThread:
         await serving
 
     def stop(self) -> None:
-        """Cancel running requests and end the thread; idempotent. Raises EngineError: the thread does not end."""
+        """Cancel running requests and end the thread; idempotent. Raises EngineError if the thread does not end."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -133,12 +133,15 @@ class ForegroundServer:
     load: Callable[[], Backend]  # creates the engine; runs in a thread
     sock: socket.socket
     drain_timeout_s: float  # time for running requests to finish at shutdown
-    print_status: Callable[[str], None]  # receives lines about the server's state
+    print_status: Callable[[str], None]  # prints lines about the server's state
     engine: Backend | None = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests). Raises ArenoError: no engine."""
+        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests).
+
+        Raises ArenoError if the engine failed.
+        """
         run_loop(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.
@@ -156,8 +159,8 @@ class ForegroundServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop_requested = asyncio.Event()  # by a signal, or because loading failed
-        self._cancel_requested = asyncio.Event()  # by a second signal
+        self._stop_requested = asyncio.Event()  # set by a signal, or because loading failed
+        self._cancel_requested = asyncio.Event()  # set by a second signal
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self.print_status(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")

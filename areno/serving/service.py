@@ -36,12 +36,12 @@ _RETRY = {"Retry-After": "1"}  # seconds
 # Threads that render templates, tokenize and compile grammars, so that a slow request does not block the others.
 _PREPARE_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
-# A token of prose has about four characters: text above this limit cannot fit, and tokenizing it would take long.
+# A token of prose has about four characters. Text above this limit cannot fit, and its tokenization would take long.
 _CHARS_PER_TOKEN, _MIN_CHAR_LIMIT = 16, 2**16
 
 _SERVING_GC_THRESHOLDS = (50_000, 20, 20)
 _gc_lock = threading.Lock()
-_previous_thresholds: list[tuple[int, int, int]] = []  # one entry per running server
+_previous_thresholds: list[tuple[int, int, int]] = []  # cache with one entry per running server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,9 @@ class ServingConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host names accepted besides loopback when there is no key; ``*`` allows any
     max_connections: int | None = None  # maximum open connections; None is unlimited
     max_body_bytes: int = 16 * 2**20  # maximum request body
-    max_prompt_chars: int | None = None  # per request; None is 16 per token of context, at least 65,536
+    max_prompt_chars: int | None = (
+        None  # maximum characters of a request; None: 16 per token of context, at least 65,536
+    )
     request_timeout_s: float | None = None  # maximum duration of a request; None is unlimited
 
 
@@ -75,7 +77,7 @@ class ServedModel:
 class Service:
     """Server state and admission control.
 
-    ``engine`` is None until the model is loaded. With a ``recorder``, its API keys replace the configured one.
+    ``engine`` is None until the model is loaded. With a ``recorder``, its API keys replace the configured key.
     """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
@@ -84,7 +86,7 @@ class Service:
         self._model: ServedModel | None = None
         self.failure = ""  # why the engine stopped; empty while it works
         self._draining = False
-        self._open: dict[Generation, int] = {}  # running or waiting generations -> number of samples
+        self._open: dict[Generation, int] = {}  # number of samples of each running or waiting generation
         self._requests = 0
         self._preparing_samples = 0
         # A recorder's tapes must be written by a single thread.
@@ -96,7 +98,7 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """Start serving a loaded model. Raises UsageError: the configuration names an unknown format."""
+        """Start serving a loaded model. Raises UsageError if the configuration names an unknown format."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
@@ -117,7 +119,7 @@ class Service:
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The model. Raises ApiError: 503, the server is not ready."""
+        """The model. Raises ApiError 503 if the server is not ready."""
         if self.state == "ready" and self._model is not None:
             return self._model
         if self.state == "loading":
@@ -127,7 +129,7 @@ class Service:
         raise ApiError(503, f"the engine failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
-        """Check the model name of a request, which may be None. Raises ApiError: 404, it is another model."""
+        """Check the model name of a request, which may be None. Raises ApiError 404 if another model is served."""
         served = self.config.model_name
         if name is not None and name != served:
             message = f"model: {name!r} is not served; this server has {served!r}"
@@ -136,21 +138,23 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Reject requests with too much text before tokenizing them. Raises ApiError: 400, the text is too long."""
+        """Reject requests with too much text before tokenizing them. Raises ApiError 400 if the text is too long."""
         if self.recorder is not None:
-            return  # agents of this program: an empty response tells them that the context is full
+            return  # agents of this process: an empty response tells them that the context is full
         engine = self.ready_model().engine
         tokens = min(engine.context_length or engine.kv_tokens, engine.kv_tokens)
         limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _MIN_CHAR_LIMIT)
         if characters > limit:
             message = (
-                f"the request has {characters} characters of text; the limit is {limit} for a context of "
-                f"{tokens} tokens; shorten it"
+                f"the request has {characters} characters of text; the limit is {limit} for a context of {tokens} tokens; "
+                "shorten the text"
             )
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError: 429, queue full; 504, timeout."""
+        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError 429 if the queue is full, 504 after
+        the timeout.
+        """
         self.check_capacity(samples)
         self._preparing_samples += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
@@ -173,7 +177,9 @@ class Service:
         return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
 
     def check_capacity(self, samples: int) -> None:
-        """Check that the queue can take ``samples`` more. Raises ApiError: 429, it is full; 400, it could never take them."""
+        """Check that the queue can take ``samples`` more. Raises ApiError 429 if the queue is full, and 400 if it could never
+        take them.
+        """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
             message = f"{samples} samples in one request exceed this server's limit of {limit}; send fewer"
@@ -184,7 +190,7 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError: 429, 503 or 400."""
+        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError 429, 503 or 400."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.check_capacity(samples)
@@ -249,6 +255,6 @@ def reduced_gc() -> Iterator[None]:
 
 @functools.cache
 def _freeze_heap() -> None:
-    """Runs once per process: a second freeze would keep objects that have since become garbage."""
+    """Run once per process: a second freeze would keep objects that have since become garbage."""
     gc.collect()
     gc.freeze()

@@ -29,7 +29,10 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 async def respond(service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder) -> Response:
-    """Generate, and respond as a stream or in one piece. Raises ApiError: queue full, shutdown, timeout or engine failure."""
+    """Generate, and respond as a stream or in one piece.
+
+    Raises ApiError if the queue is full, and after a shutdown, timeout or engine failure.
+    """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
         return EventStream(service, generation, builder)
@@ -56,7 +59,7 @@ def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: R
 
 @contextlib.asynccontextmanager
 async def _deadline(service: Service) -> AsyncIterator[None]:
-    """Limit the duration of a request. Raises ApiError: 504, it timed out."""
+    """Limit the duration of a request. Raises ApiError 504 after the limit."""
     limit = service.config.request_timeout_s
     try:
         async with asyncio.timeout(limit):

@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StopStringFilter:
-    """Passes text through up to the first stop string, holding back a possible prefix of one."""
+    """Passes text through up to the first stop string, and holds back what may be the prefix of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -34,7 +34,7 @@ class StopStringFilter:
         return self._take(len(self._held) - longest_marker_start(self._held, self._stop))
 
     def flush(self) -> str:
-        """Return the text held back, at the end of generation."""
+        """Return the held-back text, at the end of generation."""
         return "" if self._done else self._take(len(self._held))
 
     def _take(self, end: int) -> str:
@@ -54,7 +54,7 @@ class SampleText:
         self._length = 0  # characters so far, including a stop string and held-back text
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """Add tokens; return the text that became final and each token's character offset. The last token flushes all."""
+        """Add tokens; return the text that became final and each token's character offset. The last token flushes all text."""
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids
         for token in tokens:
@@ -81,7 +81,7 @@ class TokenTexts:
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """A unique text of the token; for part of a character its bytes, as in ``bytes:\\xe2\\x82``."""
+        """A unique text for a token; for part of a character its bytes, as in ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
@@ -98,7 +98,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """Bytes of a token in a byte-fallback or byte-level vocabulary; None in any other."""
+    """UTF-8 bytes of a token of a byte-fallback or byte-level vocabulary; None if the vocabulary is of another kind."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()

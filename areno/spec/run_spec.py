@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """How often something is done: whenever one of the three intervals has passed; None ignores that interval."""
+    """How often something is done: each time that one of the three intervals has passed. None disables an interval."""
 
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
-    first: bool = False  # also before the first step
-    last: bool = False  # also after the last step
+    first: bool = False  # whether it is done before the first step too
+    last: bool = False  # whether it is done after the last step too
 
     @property
     def given(self) -> bool:
@@ -23,7 +23,7 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Limits of a run besides its epochs: ``steps``, and ``sequences`` trained on (the step that reaches them is the last)."""
+    """Limits of a run besides its epochs: ``steps``, and trained ``sequences`` (the step that reaches them is the last)."""
 
     steps: int | None = None
     sequences: float | None = None
@@ -34,12 +34,12 @@ class CheckpointSpec:
     """Checkpoints to resume a run from."""
 
     folder: Path
-    every: Frequency  # when they are written
-    newest: int | None = None  # number to keep; None keeps all
-    best: bool = False  # also keep the one with the best evaluation
-    enabled: bool = True  # False neither writes nor reads them
-    saves_optimizer: bool = True  # they contain the optimizer state
-    loads_optimizer: bool = True  # resuming restores the optimizer state
+    every: Frequency  # when checkpoints are written
+    newest: int | None = None  # number of newest checkpoints to keep; None: all
+    best: bool = False  # whether to keep the checkpoint with the best evaluation in addition
+    enabled: bool = True  # False: checkpoints are neither written nor read
+    saves_optimizer: bool = True  # whether checkpoints contain the optimizer state
+    loads_optimizer: bool = True  # whether resuming restores the optimizer state
     strict: bool = False  # reject checkpoints without a manifest, and folders that are writable by other users
     remedy: str = "free some space, or keep fewer checkpoints"  # advice when the disk is full
 
@@ -56,7 +56,7 @@ class RunSpec:
     evaluation: Frequency
     checkpoints: CheckpointSpec
     patience: int | None = (
-        None  # evaluations in a row without a new best that end the run; None disables early stopping
+        None  # end the run after this many consecutive evaluations that are not better than the best; None: never
     )
     evaluated_with: dict[str, Any] = field(default_factory=dict)
-    resumed: bool = False  # continues an earlier attempt in the same folder
+    resumed: bool = False  # whether the run continues an earlier attempt in the same folder

@@ -1,7 +1,8 @@
 """On-disk state of a run: its directory and lock, checkpoints, and the path tables of both front ends. No torch.
 
-- ``run_layout``: where each front end puts what, and a run's newest model; ``run_dir``: the files of a run directory.
+- ``run_layout``: paths of each front end, and a run's newest model; ``run_dir``: the files of a run directory.
 - ``run_lock``: one writer per run.
 - ``checkpoint_folder``: folders of checkpoints, each complete or absent; ``contents``: their state and checksums.
+- ``rollout_files``: saved training rows.
 - ``gguf``: GGUF files as checkpoint folders.
 """

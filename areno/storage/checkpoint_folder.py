@@ -1,9 +1,9 @@
 """The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
-Leftovers of a killed process therefore start with a dot, and are removed at the next start; a checkpoint that is being
-replaced is deleted last, and restored after a kill between the two renames. Two checkpoints of one step share their files
-as hard links where the file system supports them, so files of a checkpoint are replaced, never modified in place.
+So the names of leftovers of a killed process start with a dot; they are removed at the next start. A checkpoint that is being
+replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one step share
+their files as hard links if the file system supports them, so files of a checkpoint are replaced, never modified in place.
 
 A damaged checkpoint is never loaded and never deleted: it is renamed to ``.damaged-...``, and the previous one is used. An
 unreadable checkpoint ends the run with an error, because the cause may be temporary.
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ _BEST = "best"
 _PARTIAL, _REPLACED, _TRASH = ".partial-", ".replaced-", ".trash-"
 # Folders with these prefixes stay until the user deletes them.
 _DAMAGED, _REWOUND = ".damaged-", ".rewound-"
-# Reserve for tokenizer files, rounding and file system overhead.
+# Reserved space for tokenizer files, rounding and file system overhead.
 _DISK_SLACK = 64 * 1024 * 1024
 
 
@@ -45,15 +45,15 @@ class CheckpointFolder:
         self.root = Path(root)
         self.best = self.root / _BEST  # the checkpoint with the best evaluation
         self.keep = keep
-        self.sound_until: int | None = None  # also keep the newest checkpoint of at most this many completed steps
-        self._remedy = remedy  # for a full disk
+        self.sound_until: int | None = None  # the newest checkpoint of at most this many completed steps is kept too
+        self._remedy = remedy  # advice if the disk is full
 
     def path(self, step: int) -> Path:
         """Path of the checkpoint after ``step`` completed steps."""
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Completed-step counts of all complete checkpoints, ascending."""
+        """Numbers of completed steps of all complete checkpoints, ascending."""
         if not self.root.is_dir():
             return []
         matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
@@ -71,6 +71,21 @@ class CheckpointFolder:
             return self.best
         return self.path(step) if step in self.steps() else None
 
+    def newest_until(self, step: int) -> tuple[int, Path] | None:
+        """The undamaged checkpoint with the most completed steps, at most ``step``, after these; changes no file."""
+        checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
+        with suppress(DamagedCheckpointError):
+            if (best := self.best_step()) is not None:
+                checkpoints.append((best, self.best))
+        for saved, path in sorted(checkpoints, reverse=True):
+            if saved <= step:
+                try:
+                    _check(path)
+                    return saved, path
+                except DamagedCheckpointError as error:
+                    _log.warning("%s is damaged and not used: %s", path, error)
+        return None
+
     def latest(self) -> Path | None:
         """The newest complete checkpoint, which may be the best one."""
         steps, best = self.steps(), self.best_step()
@@ -86,7 +101,7 @@ class CheckpointFolder:
             check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the manifest.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable (they keep their names), or one cannot be read.
+            CheckpointError: checkpoints exist but none is usable (all keep their names), or one cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -163,7 +178,7 @@ class CheckpointFolder:
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
 
-        It starts empty, or with the files of ``copy_of`` as hard links or copies.
+        The folder is initially empty, or has the files of ``copy_of`` as hard links or copies.
 
         Raises:
             CheckpointError: the disk has less than ``needed_bytes`` free, or a write failed.
@@ -181,7 +196,7 @@ class CheckpointFolder:
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of a step; if interrupted, it is left intact or hidden."""
+        """Delete the checkpoint of a step. After an interruption it is intact or hidden."""
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(self.path(step), trash)
@@ -221,7 +236,7 @@ class CheckpointFolder:
             )
 
     def _replace(self, target: Path, new: Path) -> None:
-        """Rename ``new`` to ``target``, and only then delete the old one."""
+        """Rename ``new`` to ``target``, and delete the old ``target`` only afterwards."""
         old = self.root / f"{_REPLACED}{target.name}"
         if target.exists():
             os.replace(target, old)

@@ -39,7 +39,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_files(folder: Path, *, required: bool = False) -> None:
-    """Verify a checkpoint against its manifest, which may be missing unless ``required``.
+    """Verify a checkpoint against its manifest. Without ``required``, the manifest may be missing.
 
     Raises:
         DamagedCheckpointError: the files differ from the manifest, or it is missing or malformed.
@@ -71,12 +71,12 @@ def check_files(folder: Path, *, required: bool = False) -> None:
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write or atomically replace the trainer's JSON state, whose presence marks a checkpoint as complete."""
+    """Write or atomically replace the trainer's JSON state. A checkpoint is complete if it has this file."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     temporary = folder / f"{STATE_FILE}.tmp"
     state = {"format": FORMAT, **state}
-    digest = _state_digest(json.loads(json.dumps(state)))  # as it is read back: JSON turns numeric keys into text
+    digest = _state_digest(json.loads(json.dumps(state)))  # as it will be read: JSON converts numeric keys to text
     temporary.write_text(json.dumps({_DIGEST: digest, **state}, indent=1), encoding="utf-8")
     os.replace(temporary, folder / STATE_FILE)
 
@@ -103,8 +103,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path} does not match its SHA-256")
     if (written := state.pop("format", FORMAT)) != FORMAT:
         raise CheckpointError(
-            f"{checkpoint} has format {written!r}, and this version of areno reads format {FORMAT}; resume it with the version "
-            "that wrote it, or start a new run with --ckpt from its model"
+            f"{checkpoint} has format {written!r}, but this version of areno reads format {FORMAT}; resume it with the "
+            "version that wrote it, or start a new run with --ckpt from its model"
         )
     return dict(state)
 

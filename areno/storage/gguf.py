@@ -11,17 +11,17 @@ from areno.errors import UsageError
 
 log = logging.getLogger(__name__)
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys with the same name in GGUF files and in model configurations."""
+"""Keys that have the same name in GGUF files and in model configurations."""
 
 _MORE = (("attention.key_length", "head_dim"), ("rope.freq_base_swa", "rope_local_base_freq"))
 _ROPE = "rope_freqs.weight"
-# llama.cpp's names of pre-tokenizers that split off single digits, then continue like GPT-2.
+# llama.cpp's names of pre-tokenizers that first split off single digits, and then work like GPT-2's.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _DIGITS_FIRST = [
     {"type": "Digits", "individual_digits": True},
     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
 ]
-# llama.cpp's names of pre-tokenizers that keep a word which is a token, ignoring merges.
+# llama.cpp's names of pre-tokenizers that ignore merges for a word that is a token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 
 
@@ -46,13 +46,13 @@ def gguf_folder(path: str | Path) -> Path:
         with building_folder(target) as building:
             alone = (
                 building / path.name
-            )  # in its own folder, because transformers would read a tokenizer.json beside it
+            )  # in its own folder, because transformers would read a tokenizer.json next to it
             alone.symlink_to(path)
             try:
                 _write(alone, building / "model")
             except Exception as error:  # a damaged file may fail in any way; the cause stays attached
                 raise UsageError(
-                    f"{path} could not be read: {error}\nDownload it again if it is damaged or incomplete; otherwise give a "
+                    f"{path} could not be read: {error}\nDownload it again if it is damaged or incomplete; otherwise use a "
                     "file of an architecture that transformers reads from GGUF, or the folder of the original model."
                 ) from error
             if not target.is_dir():  # another process may have been faster
@@ -107,11 +107,11 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
     unread = sum(int(tensor.n_elements) for name, tensor in tensors.items() if name != _ROPE)
     unread -= sum(weight.numel() for weight in weights.values())
     if unread:
-        raise ValueError(f"{unread} of its weights do not belong to a {type(model).__name__}")
+        raise ValueError(f"{unread} weights of the file do not belong to a {type(model).__name__}")
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        raise ValueError(f"it lacks {len(missing)} weights, such as {missing[0]}")
+        raise ValueError(f"the file lacks {len(missing)} weights, such as {missing[0]}")
     return model
 
 

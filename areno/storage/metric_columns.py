@@ -5,7 +5,6 @@ Ten thousand steps of sixty numbers take about 10 MB and a second.
 
 from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on
 
-import json
 import math
 from array import array
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from areno.storage.json_lines import NON_FINITE, parse_record
 
 
 @dataclass(slots=True)
@@ -82,17 +81,14 @@ class MetricColumns:
         return self._read > start
 
     def _add(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        record = parse_record(line)
+        if record is None:
             return
         step = record.pop("step")
         self.times.steps.append(step)
         self.times.values.append(float(record.pop("time", math.nan)))
         for name, value in record.items():
-            number = _NON_FINITE.get(value) if isinstance(value, str) else value
+            number = NON_FINITE.get(value) if isinstance(value, str) else value
             if isinstance(number, int | float):
                 series = self.series.get(name)
                 if series is None:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
+from areno.storage.json_lines import NON_FINITE, parse_record
+from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
 from areno.storage.sample_index import append_entries, keep_entries
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunDirectory:
@@ -41,6 +41,7 @@ class RunDirectory:
         self.status_path = self.path / "status.json"
         self.report_path = self.path / "report.html"
         self.checkpoints_path = self.path / "checkpoints"
+        self.rollouts_path = self.path / "rollouts"
         self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
 
@@ -103,17 +104,19 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
 
-        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped.
+        Evaluated answers count completed steps, as evaluations do: those after ``step + 1`` are dropped. Also deletes the
+        saved rollouts of later steps.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
             keep_entries(self.samples_path, step)
+            RolloutFiles(self.rollouts_path, 0).drop_after(step)
         return dropped + _keep_until(self.eval_samples_path, step + 1)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Records of ``metrics.jsonl`` in order, without incomplete lines, NaN and infinities converted back to floats."""
         return [
-            {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+            {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in _read(self.metrics_path)
         ]
 
@@ -194,22 +197,11 @@ def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> No
         os.replace(temporary, path)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if the line is incomplete or malformed."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open(path, "rb") as file:
-        yield from (record for record in map(_parse, file) if record is not None)
+        yield from (record for record in map(parse_record, file) if record is not None)
 
 
 def _keep_until(path: Path, step: int) -> int:
@@ -220,7 +212,7 @@ def _keep_until(path: Path, step: int) -> int:
     def until_step(lines: Iterable[bytes]) -> Iterator[bytes]:
         nonlocal dropped
         for line in lines:
-            record = _parse(line)
+            record = parse_record(line)
             if record is not None and record["step"] <= step:
                 yield line
             else:

@@ -7,7 +7,7 @@
       checkpoints/best/                              checkpoints/recover/best/
       checkpoints/models/step_000100/                checkpoints/default/epoch0epochstep99globalstep99/
 
-Settings may move checkpoints elsewhere, so the lookup follows ``config.yaml``.
+Settings may place checkpoints elsewhere, so the lookup reads ``config.yaml``.
 """
 
 import re
@@ -53,6 +53,14 @@ def is_experiment(run: Path, option: str) -> bool:
     return "experiment_name" in _config(run, option)
 
 
+def checkpoints_of(run: Path, option: str) -> Path:
+    """The folder of the checkpoints to resume a run from; UsageError naming ``option`` if its configuration is unreadable."""
+    config = _config(run, option)
+    if "experiment_name" in config:
+        return _root(run, config, "recover") / EXPERIMENT.checkpoints
+    return Path(config.get("save_path") or run / "checkpoints")
+
+
 def newest_model(source: str | Path, option: str) -> str:
     """The newest model in a run directory or a folder of checkpoints, else ``source`` itself.
 
@@ -64,11 +72,9 @@ def newest_model(source: str | Path, option: str) -> str:
     if not is_run(path):
         roots = [(layout, path / layout.checkpoints, path) for layout in (OPTIONS, EXPERIMENT)]
     elif is_experiment(path, option):
-        config = _config(path, option)
-        saved, recover = (_root(path, config, name) for name in ("saver", "recover"))
-        roots = [(EXPERIMENT, recover / EXPERIMENT.checkpoints, saved)]
+        roots = [(EXPERIMENT, checkpoints_of(path, option), _root(path, _config(path, option), "saver"))]
     else:
-        root = Path(_config(path, option).get("save_path") or path / "checkpoints")
+        root = checkpoints_of(path, option)
         roots = [(OPTIONS, root, root)]
     models = [model for root in roots for model in _newest(*root)]
     if models:
@@ -79,7 +85,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
-    """The newest checkpoint, the best one and the newest model, if any, each with its completed steps."""
+    """The newest checkpoint, the best checkpoint and the newest model, if any, each with its number of completed steps."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
     if (best := saved.best_step()) is not None:
@@ -101,7 +107,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Where a section of an experiment saves: below the section's ``fileroot``, or in the run directory's link target."""
+    """Folder in which a section of an experiment saves: below its ``fileroot``, or the run directory's link target."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

@@ -1,7 +1,7 @@
-"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when it ends.
+"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process ends.
 
-The lock belongs to the open file, which child processes do not inherit, so it is released however the run ends. The lock
-file remains; while the lock is held, the file names its holder.
+The lock belongs to the open file, which child processes do not inherit, so the lock is released even if the process is killed.
+The lock file remains; while the lock is held, it names the holder.
 """
 
 import errno
@@ -23,7 +23,7 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close inherited descriptors in a forked child, which would otherwise hold the locks beyond the parent's end."""
+    """Close inherited descriptors in a forked child, which would otherwise hold the locks after the parent has ended."""
     while _descriptors:
         os.close(_descriptors.pop())
 

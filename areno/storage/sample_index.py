@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areno.storage.json_lines import as_float, parse_record
+
 ENTRY = np.dtype(
     [
         ("offset", "<u8"),  # byte position of the line in samples.jsonl
@@ -19,7 +21,7 @@ ENTRY = np.dtype(
         ("step", "<u4"),
         ("prompt", "<u4"),
         ("sample", "<u4"),
-        ("tokens", "<u4"),  # of the response
+        ("tokens", "<u4"),  # length of the response
         ("reward", "<f8"),
         ("advantage", "<f4"),  # NaN if there is none
         ("flags", "<u1"),  # of FLAGS
@@ -77,11 +79,18 @@ def keep_entries(samples: Path, step: int) -> None:
     _write(path, kept if _end(kept) == size else _scan(samples, 0, size))
 
 
-def read_sample(samples: Path, entry: Any) -> dict[str, Any]:
-    """Read the record of an entry."""
+def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
+    """Read the record of an entry; without ``tokens``, only what precedes its ``rows``, which are most of the bytes."""
+    length = int(entry["length"])
     with open(samples, "rb") as file:
         file.seek(int(entry["offset"]))
-        record: dict[str, Any] = json.loads(file.read(int(entry["length"])))
+        line = file.read(length if tokens else min(length, _TEXT_BYTES))
+        head, marker, _ = line.partition(_ROWS)
+        try:
+            record: dict[str, Any] = json.loads(head + b"}" if marker and not tokens else line)
+        except ValueError:  # longer texts, or a message with a key of that name
+            file.seek(int(entry["offset"]))
+            record = json.loads(file.read(length))
         return record
 
 
@@ -92,20 +101,15 @@ def _entries(records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offse
         flags = sum(FLAGS[reason] for reason in record.get("picked", ()) if reason in FLAGS)
         flags |= FLAGS["truncated"] if record.get("finish_reason") == "length" else 0
         flags |= FLAGS["rows"] if "rows" in record else 0
-        numbers = (record["step"], *(int(record.get(name) or 0) for name in _COUNTS), _number(record.get("reward")))
-        entries[index] = (offset, len(line), *numbers, np.nan if advantage is None else _number(advantage), flags)
+        numbers = (record["step"], *(int(record.get(name) or 0) for name in _COUNTS), as_float(record.get("reward")))
+        entries[index] = (offset, len(line), *numbers, np.nan if advantage is None else as_float(advantage), flags)
         offset += len(line)
     return entries
 
 
+_TEXT_BYTES = 65536
+_ROWS = b', "rows": [['  # quotes within a text are escaped
 _COUNTS = ("prompt_index", "sample_index", "response_len")
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)  # non-finite numbers are strings in the file
-    except (TypeError, ValueError):
-        return float("nan")
 
 
 def _scan(samples: Path, start: int, stop: int) -> Entries:
@@ -115,11 +119,7 @@ def _scan(samples: Path, start: int, stop: int) -> Entries:
         file.seek(start)
         while file.tell() < stop:
             offset, line = file.tell(), file.readline()
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if record := parse_record(line):
                 parts.append(_entries([record], [line], offset))
     return np.concatenate([np.zeros(0, ENTRY), *parts])
 

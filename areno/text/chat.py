@@ -1,7 +1,7 @@
 """Converts prompts to token ids, with the tokenizer's chat template if it has one.
 
 A text prompt becomes one user turn, unless it already contains chat markers. The result has exactly one BOS token:
-templates write their own, plain text gets the tokenizer's unless it already starts with it.
+templates write their own; plain text gets the tokenizer's BOS token, unless the text already starts with it.
 """
 
 import json
@@ -27,7 +27,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError: it cannot be loaded."""
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
@@ -52,7 +52,7 @@ def is_chat_formatted(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text; ``templated`` if a chat template rendered it, including BOS."""
+    """A prompt as text. ``templated``: a chat template rendered it, including BOS."""
 
     text: str
     templated: bool
@@ -99,7 +99,7 @@ def render_generation_prompt(
         template_arguments = wrapped if "tools" in template else []
         try:
             text = _apply_template(tokenizer, messages, template_arguments, variables, add_generation_prompt)
-        except TypeError as error:  # the template concatenates the arguments of a call with text
+        except TypeError as error:  # because the template concatenates the arguments of a call with text
             if as_text or not any("tool_calls" in message for message in messages):
                 raise _template_error(messages, error) from error
             continue
@@ -109,7 +109,7 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids of each prompt, with exactly one BOS if the tokenizer uses one; fastest with many prompts per call."""
+    """Token ids of each prompt, with exactly one BOS token if the tokenizer uses it; fastest with many prompts per call."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)
@@ -126,7 +126,7 @@ def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: b
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """All ids that end a response: the tokenizer's EOS and those of the checkpoint's or the loaded configuration."""
+    """All ids that end a response: the tokenizer's EOS, and those in the configuration of a checkpoint or loaded model."""
     eos_ids = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):
@@ -139,7 +139,7 @@ def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
 def _variables(disable_thinking: bool, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = sorted(set(kwargs or {}) & _RESERVED_VARIABLES)
     if reserved:
-        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} is reserved; remove it")
+        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} is reserved; remove the key")
     return {**({"enable_thinking": False} if disable_thinking else {}), **(kwargs or {})}
 
 
@@ -181,7 +181,7 @@ def _template_error(messages: Sequence[Mapping[str, Any]], error: Exception) -> 
 
 
 def _automatic_bos(tokenizer: Any) -> list[int]:
-    # Ask the tokenizer: some have a BOS token but never add it, and some also add an EOS token.
+    # Try the tokenizer: some have a BOS token but never add it, and some also add an EOS token.
     first = tokenizer("")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 

@@ -23,7 +23,10 @@ Messages = list[dict[str, Any]]
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """Text or chat messages of a row's key, without Arrow's null fields. Raises DataError: missing, or of another type."""
+    """Text or chat messages of a row's key, without Arrow's null fields.
+
+    Raises DataError if it is missing or of another type.
+    """
     value = row.get(key)
     if value is None:
         raise DataError(
@@ -62,7 +65,7 @@ def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader:
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError: the template rejects the row."""
+    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError if the template rejects the row."""
     warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)
@@ -100,8 +103,8 @@ def named_row(source: str, index: int | None = None) -> str:
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a row to ``prompt`` and ``response``, unless it has these keys or an unknown format.
 
-    The last of ``messages``, if from the assistant, is the response, and those before it are the prompt. ``question`` and
-    ``answer`` become prompt and response.
+    If the last of ``messages`` is from the assistant, it is the response, and the messages before it are the prompt.
+    ``question`` and ``answer`` become prompt and response.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -118,11 +121,11 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
     """Convert the transcripts of an hh-rlhf preference pair to conversations; other rows are returned unchanged.
 
-    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One that does not end with a
-    response becomes an empty list, which drops the pair.
+    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. A transcript that does not end with
+    a response becomes an empty list, which drops the pair.
 
-    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template``) the pair stays text, and the
-    prompt is the common prefix up to an ``Assistant:``.
+    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template`` is False) the pair stays text, and
+    the prompt is the common prefix up to an ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):

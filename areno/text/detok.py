@@ -1,8 +1,8 @@
 """Incremental detokenization.
 
-A token does not map to text on its own: it may be part of a UTF-8 character, and a SentencePiece word has its leading
-space only if it is not the first. So each token is decoded together with a few preceding ones, and text is emitted once
-no later token can change it. The window of decoded tokens stays short, so the cost per token is constant.
+A token does not map to text on its own: it may be part of a UTF-8 character, and SentencePiece drops the leading space of the
+first word. So each token is decoded together with a few preceding tokens, and text is emitted once no later token can change
+it. The window of decoded tokens stays short, so the cost per token is constant.
 """
 
 import functools
@@ -20,16 +20,16 @@ class IncrementalDetokenizer:
     """Decodes tokens one by one into text that is never retracted.
 
     The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of all
-    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow
-    directly; here it remains valid.)
+    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow directly;
+    this class leaves it valid.)
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._decoder = _decoder(tokenizer)
-        self._tokenizer = tokenizer  # the decoder holds it weakly
+        self._tokenizer = tokenizer  # keeps the tokenizer alive: the decoder has only a weak reference
         self._hidden = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._parts: list[str] = []
-        self._window: list[int] = []  # tokens of the last emitted piece as context, then the pending ones
+        self._window: list[int] = []  # tokens of the last emitted piece as context, then the pending tokens
         self._context = 0  # number of context tokens in the window
         self._emitted = 0  # number of characters of the decoded window already emitted
 
@@ -46,7 +46,7 @@ class IncrementalDetokenizer:
                 return self._settle(decoded)
             return self._emit(decoded, final)
         if final == self._emitted > 0:
-            self._window.pop()  # decodes to nothing; must not displace the context
+            self._window.pop()  # the token decodes to nothing, and must not replace the context
             return ""
         new = self._emit(decoded, final)
         if new:
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Emit the beginning of a long run of invalid bytes, which would otherwise take quadratic time."""
+        """Emit the beginning of a long sequence of invalid bytes, which would otherwise take quadratic time."""
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
             if head + self._decode(self._window[cut:]) == decoded:
@@ -91,7 +91,7 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """A cached decoder for short windows: models repeat the same pairs of tokens."""
+    """Decode a short window, with a cache: models repeat the same pairs of tokens."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]

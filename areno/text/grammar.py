@@ -2,7 +2,7 @@
 
 Grammars are compiled by `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) once per tokenizer;
 every sample uses a copy of the compiled state. Reasoning is unconstrained: ``after`` is the marker that ends it, and the
-grammar applies from there on.
+grammar applies after that marker.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a cheap factory for the state of one sample. Raises UsageError: the schema is invalid or unsupported,
-    ``llguidance`` is not installed, or the tokenizer is not a fast one or has no EOS.
+    Returns a cheap factory for the state of one sample. Raises UsageError: the schema is invalid or unsupported, ``llguidance``
+    is not installed, or the tokenizer is slow or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -72,7 +72,7 @@ def tool_call_constraint(
         tool_choice: ``required``, or the one tool to call.
 
     Raises:
-        UsageError: the format cannot be enforced, there are no tools, or as in :func:`json_schema_constraint`.
+        UsageError: the format cannot be enforced, there are no tools, or a reason of :func:`json_schema_constraint`.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)
@@ -100,7 +100,7 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
     where = f"tools: parameters of {function['name']}"
     if not shape.argument_before:
         return [f"{rule}: %json {_checked_schema(schema, where, strictness)}"]
-    closing_tag = shape.argument_after.strip("\n")  # strings end here, with or without a line break
+    closing_tag = shape.argument_after.strip("\n")  # strings end at this marker, with or without a line break
     rest = compiler.literal(shape.argument_after.rpartition(closing_tag)[2])
     required, parts, rules = schema.get("required") or [], [], []
     for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
@@ -144,7 +144,7 @@ class _GrammarState:
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """Advance by a sampled token. Raises EngineError: it is not allowed, or the grammar exceeds its limits."""
+        """Advance by a sampled token. Raises EngineError if the token is not allowed or the grammar exceeds its limits."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -170,7 +170,7 @@ class _Compiler:
             self._tokens = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_ids))
         except ValueError as error:
             raise UsageError(f"this tokenizer does not support structured output: {error}") from error
-        # Tokens that a grammar must refer to by id: special tokens, and others that look like a tag.
+        # Tokens to which a grammar must refer by id: special tokens, and other tokens that look like a tag.
         added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
         self._special = {text: number for number, text in added.items() if self._tokens.is_special_token(number)}
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
@@ -214,7 +214,7 @@ class _Compiler:
 
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
         if is_error:
-            raise UsageError(f"{what}: {' '.join(messages[0].split())}; change it, or omit the constraint")
+            raise UsageError(f"{what}: {' '.join(messages[0].split())}; change the grammar, or omit the constraint")
         return LLMatcher(self._tokens, grammar)
 
 

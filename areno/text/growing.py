@@ -15,7 +15,7 @@ class GrowingText:
     def __init__(self) -> None:
         self.text = ""
         self._positions: dict[str, list[int]] = {}
-        self._searched: dict[str, int] = {}  # where the search for a marker resumes
+        self._searched: dict[str, int] = {}  # position at which the search for a marker resumes
 
     def append(self, piece: str) -> None:
         """Append a piece."""

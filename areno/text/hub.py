@@ -10,7 +10,7 @@ _TRIES, _TIMEOUT_S = 2, 10.0
 
 
 def check_reachable(path: str) -> None:
-    """Check that a model is a folder, in the Hugging Face cache, or on a reachable hub. Raises UsageError: none of these."""
+    """Check that a model is a folder, in the Hugging Face cache, or on a reachable hub. Raises UsageError if it is not."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
@@ -35,7 +35,7 @@ def check_reachable(path: str) -> None:
                 f"{not_local}, and the hub has no such model; check the spelling; for a private model, run hf auth login"
             ) from error
         except HfHubHTTPError:
-            return  # the hub is reachable; loading reports other problems
+            return  # the hub is reachable; other problems are reported when loading
         except Exception as error:  # network errors of any HTTP library
             if attempt + 1 == _TRIES:
                 raise UsageError(

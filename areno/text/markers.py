@@ -1,4 +1,4 @@
-"""Detects prompts that already contain chat template markers and would get them twice."""
+"""Detects prompts that already contain chat template markers, and so would get them twice."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ _TURNS = re.compile(
     r"begin[_▁]of[_▁](?:text|sentence)|end[_▁]of[_▁]sentence)[|｜]>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>",
     re.IGNORECASE,
 )
-# At the end of a prompt it opens the reasoning; elsewhere it is usually part of an instruction.
+# At the end of a prompt this marker opens the reasoning; elsewhere it is usually part of an instruction.
 _REASONING = re.compile(r"<think>\s*$")
 _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 

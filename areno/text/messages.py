@@ -1,8 +1,8 @@
 """Converts messages of OpenAI clients to the form that chat templates expect.
 
-Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates differ in what
-they support, and some support neither tools nor calls. Whatever a template does not support becomes text, so that nothing
-is silently dropped.
+Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates support different
+features; some support neither tools nor calls. What a template does not support becomes text, so that nothing is silently
+dropped.
 """
 
 import json
@@ -20,8 +20,8 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages for a chat template.
 
-    A feature that the template's source does not mention is unsupported. Most templates expect call arguments as objects, a
-    few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
+    A feature that the template's source does not mention is unsupported. Most templates expect the arguments of a call as an
+    object, a few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:
@@ -46,7 +46,10 @@ def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's format, wrapping flat ones (``{"name", "parameters"}``). Raises UsageError: one is not a function."""
+    """Tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped.
+
+    Raises UsageError if one is not a function.
+    """
     return [
         {"type": "function", "function": dict(function_of(tool, f"tools[{index}]"))} for index, tool in enumerate(tools)
     ]

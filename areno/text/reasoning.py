@@ -37,7 +37,7 @@ class ReasoningParser:
     name: str  # as in ``--reasoning-parser``
     opener: str = ""  # opening marker; empty for formats without markers
     closer: str = ""  # closing marker
-    starts_inside: bool = False  # the prompt ends with the opening marker
+    starts_inside: bool = False  # whether the prompt ends with the opening marker
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class ReasoningParser:
         return (self.opener, self.closer) if self.opener else ()
 
     def after_prompt(self, prompt: str) -> ReasoningParser:
-        """This parser for the response to a rendered prompt, which may open the reasoning."""
+        """Return this parser for the response to a rendered prompt, which may open the reasoning."""
         inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
         return dataclasses.replace(self, starts_inside=inside)
 
@@ -78,13 +78,13 @@ class _MarkerStream:
     _source: GrowingText = field(default_factory=GrowingText)
     _at: int = 0  # everything before was emitted or skipped
     _scanned: int = 0  # everything before was scanned
-    _started: bool = False  # some reasoning was emitted
+    _started: bool = False  # whether some reasoning was emitted
 
     def __post_init__(self) -> None:
         self.state = "start" if self.parser.opener else "content"
 
     def finish(self) -> list[ReasoningOrContent]:
-        return self.push("", final=True)  # truncated reasoning stays reasoning
+        return self.push("", final=True)  # incomplete reasoning is still reasoning
 
     def push(self, text_piece: str, final: bool = False) -> list[ReasoningOrContent]:
         self._source.append(text_piece)
@@ -147,7 +147,7 @@ class _HarmonyStream:
 
     _source: GrowingText = field(default_factory=GrowingText)
     _at: int = 0  # everything before was parsed
-    _channel: str | None = None  # of the part whose body is being parsed; None if a header may follow
+    _channel: str | None = None  # channel of the part whose body is being parsed; None if a header may follow
     _channels: set[str] = field(default_factory=set)
 
     def push(self, text_piece: str) -> list[ReasoningOrContent]:
@@ -221,7 +221,7 @@ _PARSERS = {
         ReasoningParser("kimi", "◁think▷", "◁/think▷"),
         ReasoningParser("gemma4", "<|channel>thought", "<channel|>"),
         ReasoningParser("harmony"),
-        ReasoningParser("think", "<think>", "</think>"),  # last, because its marker is the least specific
+        ReasoningParser("think", "<think>", "</think>"),  # the last one, because its marker is the least specific
     )
 }
 _ALIASES = {
@@ -243,7 +243,10 @@ def list_reasoning_parsers() -> list[str]:
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """A model's reasoning format, by name or detected from chat template and added tokens. Raises UsageError: unknown."""
+    """A model's reasoning format, by name or detected from chat template and added tokens.
+
+    Raises UsageError if the name is unknown.
+    """
     key = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
     parser = _PARSERS.get(_ALIASES.get(key, key))
     if parser is None:

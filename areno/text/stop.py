@@ -1,7 +1,7 @@
-"""Stop strings: ends generation as soon as one occurs in the decoded text, regardless of token boundaries.
+"""Stop strings: end generation as soon as one occurs in the decoded text, regardless of token boundaries.
 
-Only newly final text is searched, together with the few preceding characters in which a stop string may have started, so
-the cost per token is constant.
+Only text that has become final is searched, with the few characters before it in which a stop string may have started. So the
+cost per token is constant.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from areno.text.detok import IncrementalDetokenizer
 
 
 class StopChecker:
-    """Checks one response for stop strings, of which there may be none. Raises ValueError: one is empty."""
+    """Checks one response for any number of stop strings. Raises ValueError if a stop string is empty."""
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
         if not all(stop):
@@ -21,7 +21,7 @@ class StopChecker:
         self._tail = ""  # the last characters, in which a stop string may have started
         self._length = 0
         self._cut: int | None = None
-        self.stopped = False  # a stop string has occurred
+        self.stopped = False  # whether a stop string has occurred
 
     def push(self, token_id: int) -> bool:
         """Add one token; return True once a stop string is in the text. Later tokens are ignored."""

@@ -6,8 +6,8 @@ A checkpoint is a folder of ``areno.storage.checkpoint_folder`` (temporary name,
     trainer_state/             optimizers; ``state.json``, the :class:`RunState`; SHA-256 of every other file
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
-A checkpoint is verified before it is used; a damaged one is set aside and the previous one is used. Loading never runs code
-from a file. Looking for a checkpoint creates no folder.
+A checkpoint is verified before it is used; if it is damaged, it is renamed and the previous one is used. Loading never runs
+code from a file. A search for checkpoints creates no folder.
 """
 
 import os
@@ -46,16 +46,16 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """The newest undamaged checkpoint, or that of a step; None without checkpoints.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None without checkpoints.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable, one is unreadable, or other users can write to them.
+            CheckpointError: checkpoints exist, but none is usable, one is unreadable, or other users can write to them.
         """
         if not self.spec.enabled:
             return None
         if self.spec.strict:
             _refuse_foreign(self.folder.root)
-        self.folder.clear_leftovers()  # may restore a checkpoint, which is then the newest
+        self.folder.clear_leftovers()  # this may complete an interrupted save, which is then the newest checkpoint
         return self.folder.to_resume(step, self._check)
 
     def _check(self, checkpoint: Path) -> None:
@@ -63,7 +63,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Continue from a checkpoint: rename those of later steps and prune old ones."""
+        """Continue from a checkpoint: rename checkpoints of later steps and delete old ones."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -94,7 +94,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Write the last completed step as the best checkpoint; arguments and errors as for :meth:`save`."""
+        """Write the last completed step as the best checkpoint. Arguments and errors are those of :meth:`save`."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
@@ -110,7 +110,7 @@ class Checkpoints:
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write the checkpoint; if the folder holds a copy of one of the same step, only the parts that may differ."""
+        """Write the checkpoint. If the folder holds a copy of a checkpoint of the same step, write only what may differ."""
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
@@ -131,11 +131,11 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Refuse a checkpoint folder that another user owns or can write to."""
+    """Raise CheckpointError if another user owns a checkpoint folder or can write to it."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}
-    closed = not root.stat().st_mode & stat.S_IRWXO  # other users cannot reach anything below
+    closed = not root.stat().st_mode & stat.S_IRWXO  # other users cannot access anything below
     for path in (root, *root.rglob("*")):
         status = path.lstat()
         if status.st_uid not in mine:
@@ -150,7 +150,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _owner_of_new_files(root: Path) -> int:
-    """User id of new files here; a file server may map it to another one than the process's."""
+    """User id of new files in the folder; a file server may map it to an id other than the process's."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
             return os.fstat(probe.fileno()).st_uid

@@ -1,7 +1,7 @@
 """When to save, evaluate and checkpoint: every N epochs, steps or seconds, whichever comes first.
 
-The three counters are independent: each restarts only when it comes due itself, so "every 100 steps" is unaffected by "every
-epoch". Each schedule has its own :class:`FrequencyControl`.
+The three counters are independent: each restarts only when it is due itself, so "every epoch" does not affect "every 100
+steps". Each schedule has its own :class:`FrequencyControl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areno.spec.run_spec import Frequency
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A step and its position in the run; indices count from 0."""
+    """A step and its position in the run. Indices count from 0."""
 
     epoch: int
     epoch_step: int
@@ -27,23 +27,23 @@ class StepInfo:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether it is the last step of its epoch."""
+        """Whether this is the last step of its epoch."""
         return self.epoch_step + 1 == self.steps_per_epoch
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last step of the run."""
+        """Whether this is the last step of the run."""
         return self.global_step + 1 >= self.total_steps
 
     def next(self) -> StepInfo:
-        """The step after it."""
+        """The next step."""
         if self.ends_epoch:
             return replace(self, epoch=self.epoch + 1, epoch_step=0, global_step=self.global_step + 1)
         return replace(self, epoch_step=self.epoch_step + 1, global_step=self.global_step + 1)
 
 
 class FrequencyControl:
-    """One schedule; UsageError for a frequency that is not above 0. ``clock`` returns seconds."""
+    """One schedule. Raises UsageError for a frequency that is not above 0. ``clock`` returns seconds."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}
@@ -55,12 +55,12 @@ class FrequencyControl:
         self._since = clock()
 
     def due_before_training(self) -> bool:
-        """Whether it is due before the first step; True at most once per run, even after a resume."""
+        """Whether the action is due before the first step; True at most once per run, even after a resume."""
         due, self._first = self._first, False
         return due
 
     def check(self, at: StepInfo) -> bool:
-        """Count a finished step, and return whether it is due now; call once per step."""
+        """Count a finished step, and return whether the action is due now. Call once per step."""
         self._first = False
         self._steps += 1
         self._epochs += at.ends_epoch

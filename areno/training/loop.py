@@ -3,10 +3,10 @@
 The step itself is ``run_step`` of an algorithm's trainer: for ``areno train`` in ``areno/api/trainers/rollout_trainer.py`` and
 ``supervised.py``, for ``areno run`` in ``areno/experiments/trainers/rl.py`` and ``supervised.py``.
 
-A trainer supplies the batches, one step, and the measurements of an evaluation. After each step the loop reports
-statistics, saves models, evaluates and writes a checkpoint, each when due; a run resumed from that checkpoint reports nothing
-twice. An evaluation belongs to a number of completed steps, as a checkpoint does, and does not affect training: random state
-and step times are as without it.
+A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step the loop reports
+statistics, saves models, evaluates and writes a checkpoint, each if due; a run resumed from that checkpoint reports nothing
+twice. An evaluation, like a checkpoint, belongs to a number of completed steps. It does not affect training: random state and
+step times are the same as without it.
 """
 
 import functools
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areno.config.saved_rollouts import kept_rollouts
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.engine import ACTOR, Engine
@@ -27,13 +28,16 @@ from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import ProgressDisplay
 from areno.spec.run_spec import RunSpec
+from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome
+from areno.training.saved_rows import arrays_of
 from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.training.stopping import StopController, StopRequested
+from areno.types import TokenRecord, TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,16 @@ class TrainingLoop(ABC):
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False  # an evaluation may lack that metric, and is then never the best
+    best_may_be_missing: bool = False  # whether an evaluation may lack that metric; it is then never the best
     stop: StopController
     saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
-    saver: Saver | None = None  # saves these models; None saves none
+    saver: Saver | None = None  # saves these models; None: no models are saved
     resumed_from: Path | None = None  # checkpoint whose weights are already loaded; None starts at the first step
     eval_rows: Sequence[Any] | None = None  # held-out rows; None disables evaluation
+    rollouts: RolloutFiles | None = None  # saves the rows of each step; None saves none
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        """Attach the parts that the loop works with; ``checkpoints`` are reused if given."""
+        """Set the components that the loop uses; ``checkpoints`` are reused if given."""
         self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()
@@ -87,10 +92,10 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def total_steps(self) -> int:
-        """Steps of the run if no row is skipped."""
+        """Number of steps of the run if no row is skipped."""
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
-        """Called once before the state is restored: load the models needed besides the policy."""
+        """Called once before the state is restored: loads the models needed besides the policy."""
 
     def prepare(self) -> None:  # noqa: B027  (or prepares anything)
         """Called once before the first step, after the state is restored."""
@@ -112,25 +117,25 @@ class TrainingLoop(ABC):
             self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
-        """A function that copies a model for asynchronous saving; None if the model cannot be copied."""
+        """Return a function that copies a model for asynchronous saving; None if the model cannot be copied."""
         engine = self.backend
         if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
             return None
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Rollout state to checkpoint, as :mod:`areno.training.plain_objects` accepts it; None for none."""
+        """Rollout state to write to checkpoints, of types that :mod:`areno.training.plain_objects` accepts, or None."""
         return None
 
     def part_states(self) -> dict[str, Any]:
-        """Further JSON state to checkpoint."""
+        """Further JSON state to write to checkpoints."""
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
         """Restore :meth:`part_states` and :meth:`rollout_state`; the weights are already loaded."""
 
     def save_at_stop(self) -> None:
-        """Called when a signal or an error ends the run between two updates: save the completed steps."""
+        """Called when a signal or an error ends the run between two updates: saves the completed steps."""
         self.checkpoint()
 
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
@@ -138,6 +143,20 @@ class TrainingLoop(ABC):
 
     def cleanup(self) -> None:  # noqa: B027  (or holds anything)
         """Called once at the end, even after an error."""
+
+    def keep_rollouts(self, steps: str | None) -> None:
+        """Save the rows of the newest steps, as ``--save-rollouts`` and ``rollout.save_rollouts`` say."""
+        if kept := kept_rollouts(steps):
+            self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
+
+    def save_rows(self, rows: Sequence[TrainSequence], samples: Sequence[int]) -> None:
+        """Save the rows of the present step, if the run keeps them; ``samples`` says which sample each belongs to."""
+        if self.rollouts is not None:
+            self.rollouts.write(self.state.step, arrays_of(rows, samples))
+
+    def token_records(self) -> dict[int, TokenRecord]:
+        """Take what the update computed for the observed rows; {} from a backend that does not keep it."""
+        return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
         """Time a block under ``key``; by default only in the trace."""
@@ -151,7 +170,7 @@ class TrainingLoop(ABC):
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end, or until a signal raises :class:`StopRequested`; always saves the last completed step."""
+        """Run to the end, or until a signal raises :class:`StopRequested`. Always saves the last completed step."""
         try:
             self.load_models()
             self._restore()
@@ -184,7 +203,7 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Whether a limit of the run is reached; :meth:`steps` counts epochs itself."""
+        """Whether a limit of the run is reached; :meth:`steps` ends after the last epoch itself."""
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
         return any(limit is not None and reached >= limit for limit, reached in limits)
@@ -233,7 +252,7 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model once per step; ``apart`` reports the metrics as a separate record, else they are returned."""
+        """Measure the model once per step. With ``apart`` the metrics are reported as a separate record, else returned."""
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}
@@ -255,7 +274,7 @@ class TrainingLoop(ABC):
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Record the evaluation if it is the best so far, and return whether it is; a tie or NaN is not."""
+        """Record the evaluation if it is the best so far, and return whether it is. A tie or NaN is not."""
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
@@ -273,12 +292,14 @@ class TrainingLoop(ABC):
             best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
         shown = f"{name} {value:.4g} after {self.state.step} steps"
         if self.state.not_best == self.spec.patience:
-            self.logger.info("%d evaluations in a row were not the best one: the run ends", self.state.not_best)
+            self.logger.info(
+                "%d consecutive evaluations were not better than the best: the run ends", self.state.not_best
+            )
         self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Report the evaluation of the restored step again, whose line was dropped with those of later steps."""
+        """Report the evaluation of the restored step again: its line was dropped together with those of later steps."""
         previous = self.state.evaluation
         if previous is None:
             return
@@ -294,6 +315,7 @@ class TrainingLoop(ABC):
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
+            self.report.html_report.refresh()
 
     def _note_parts(self) -> None:
         frequencies = {"evaluation": self.evaluation, "checkpoints": self.checkpointing.frequency}
@@ -324,7 +346,7 @@ class TrainingLoop(ABC):
         self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save the completed steps before an error or a stop ends the run; a second Ctrl-C skips that."""
+        """Save the completed steps before an error or a stop ends the run. A second Ctrl-C skips the save."""
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:

@@ -20,7 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from areno.errors import CheckpointError, DamagedCheckpointError, UsageError
 
 _DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
-# Further types in rows from JSON, Parquet, Arrow or a loader; all are plain values.
+# Further types that occur in rows from JSON, Parquet, Arrow or a loader; all are plain values.
 _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, pathlib.PosixPath, frozenset),
@@ -30,10 +30,10 @@ _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def save(value: Any, file: Path | IO[bytes]) -> None:
-    """Write None, numbers, text, bytes, dates, tensors, arrays, and dicts, lists, tuples and sets of them.
+    """Write a value made of None, numbers, text, bytes, dates, tensors, arrays, dicts, lists, tuples and sets.
 
     Raises:
-        UsageError: the value contains another type, which the message names.
+        UsageError: the value contains another type; the message names it.
     """
     try:
         torch.save(value, file)
@@ -65,6 +65,6 @@ def load(file: Path) -> Any:
 
 def _refusal(types: str) -> str:
     return (
-        f"data rows or trajectories contain types that a restart point cannot store: {types}; use text, numbers, dates, "
+        f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use text, numbers, dates, "
         "lists, dicts, tensors and arrays (for example a file path instead of an object), or set recover.mode=off"
     )

@@ -1,4 +1,4 @@
-"""Reporting of a run's progress. Names and log lines depend on the front end; health checks and display are shared."""
+"""Reports the progress of a run. Names and log lines depend on the front end; health checks and display are shared."""
 
 import statistics
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from areno.observability.display import ProgressDisplay, create_progress
 from areno.observability.environment import environment
 from areno.observability.health import HealthMonitor, unusable
 from areno.observability.screen import RunHeading, ShownSample
+from areno.reports.report import ReportRefresher
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.state import RunState
@@ -30,16 +31,19 @@ class StepOutcome:
     rows: Sequence[TrainSequence]  # trained rows
     stats: dict[str, float]  # scalar statistics
     timings: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] | None = None  # one per kept sample; None without rewards
+    rewards: list[float] | None = None  # reward of each kept sample; None without rewards
     groups: list[int] | None = None  # prompt index of each of these samples
     sample: ShownSample | None = None  # a sample to show
     skipped_long: int = 0  # over-long prompts skipped for this step
-    sequences: float | None = None  # trained sequences; None counts the rows
+    sequences: float | None = None  # number of trained sequences; None: the number of rows
     seconds: float = 0.0  # duration of the step
 
 
 class Reporter(ABC):
-    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training."""
+    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training.
+
+    ``html_report`` rewrites the report of the run directory.
+    """
 
     joins_evaluation: ClassVar[bool]
     """Whether evaluation metrics are merged into the record of the preceding step, or are a separate record."""
@@ -50,6 +54,7 @@ class Reporter(ABC):
         self.run_dir, self.logger, self.health = run_dir, logger, health
         self.heading = RunHeading(algorithm, model, str(run_dir.path), health.gap_limit)
         self.display: ProgressDisplay = create_progress()
+        self.html_report = ReportRefresher(run_dir)
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
@@ -57,11 +62,11 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of a separate evaluation record; ``again`` repeats a line dropped by a resume."""
+        """Write the metrics of a separate evaluation record; ``again``: the line repeats one that a resume has dropped."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
-        """Drop the records after the last step of a resumed run; all of them before the first step."""
+        """Drop the records of steps that ``state`` has not completed; if it has completed none, drop all records."""
 
     def begin(self, total_steps: int, done_steps: int) -> None:
         """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
@@ -77,7 +82,7 @@ class Reporter(ABC):
         return self.known_stats(outcome)
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
-        """Warn if a finished step shows that training is failing, and return whether the update was usable."""
+        """Warn if a finished step shows that training fails; return whether the update was usable."""
         known, has_rewards = self.known_stats(outcome), outcome.rewards is not None
         groups = [row.group for row in outcome.rows] if outcome.groups is None else outcome.groups
         for warning in self.health.observe(

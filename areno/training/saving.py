@@ -24,20 +24,20 @@ MODES = ("auto", "sync", "async")
 DISK_REMEDY = "free some space, save less often (saver.freq_*), or choose another cluster.fileroot"
 
 WriteModel = Callable[[Path], None]
-"""Writes a model with its tokenizer into a folder."""
+"""Writes a model and its tokenizer to a folder."""
 StageModel = Callable[[], WriteModel]
 """Copies a model's weights, and returns a function that writes the copy."""
 
 
 class Saver:
-    """Saves the models of each role when due; the role ``default`` is the actor.
+    """Saves the model of each role when due; the role ``default`` is the actor.
 
     Args:
         root: folder for the models of the run.
         every: how often each role is saved.
         mode: ``sync`` writes before it returns; ``async`` copies the weights and writes in a thread; ``auto`` is ``async``
             for models that can be copied, else ``sync``.
-        layout: path table.
+        layout: table of paths.
         remedy: advice in the error for a full disk.
     """
 
@@ -67,7 +67,7 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role, and :meth:`save` its model if due; None if not."""
+        """Count a finished step of a role, and :meth:`save` its model if due; else return None."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
@@ -77,7 +77,7 @@ class Saver:
         ``stage`` copies the model for asynchronous saving; None if that is not possible.
 
         Raises:
-            CheckpointError: this save failed, or the previous asynchronous save of the role.
+            CheckpointError: this save or the previous asynchronous save of the role failed.
         """
         if self._mode == "async" and stage is None:
             _log.warning(

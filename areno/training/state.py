@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.errors import CheckpointError
+from areno.errors import DamagedCheckpointError
 from areno.storage.contents import read_state
 
 
@@ -15,7 +15,8 @@ class RunState:
     """Position of a run after its last completed step.
 
     Attributes:
-        evaluation: the last evaluation: ``step``, ``metrics``, and the ``settings`` that make others comparable with it.
+        evaluation: the last evaluation: ``step``, ``metrics``, and ``settings``; evaluations with equal settings are
+            comparable.
         parts: JSON state of the components by name: frequencies, data position, statistics.
     """
 
@@ -28,20 +29,19 @@ class RunState:
     health: dict[str, Any] = field(default_factory=dict)  # state of the health monitor
     rng: dict[str, Any] = field(default_factory=dict)  # state of the global random number generators
     unusable: int | None = None  # completed steps before the first unusable update; None if there was none
-    evaluation_due: bool = False  # the evaluation after the last step is still pending
+    evaluation_due: bool = False  # whether the evaluation after the last step is still pending
     evaluation: dict[str, Any] | None = None
     best: dict[str, Any] | None = None  # the best evaluation so far: ``step``, ``metric``, ``value``
-    not_best: int = 0  # evaluations since the best one
+    not_best: int = 0  # number of evaluations since the best one
     parts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """Read the state of a checkpoint; CheckpointError if it is damaged, or of another version."""
+        """Read the state of a checkpoint; DamagedCheckpointError if it is unusable."""
         fields = read_state(checkpoint)
         try:
             return cls(**fields)
         except TypeError as error:
-            raise CheckpointError(
-                f"the state of {checkpoint} has other fields than this version of areno reads ({error}); resume it with the "
-                "version that wrote it, or start a new run with --ckpt from its model"
+            raise DamagedCheckpointError(
+                f"the state of {checkpoint} has missing or unknown fields ({error})"
             ) from error

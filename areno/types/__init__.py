@@ -13,7 +13,7 @@ from areno.types.sampling import (
     TokenConstraint,
     tightest,
 )
-from areno.types.training import ModelRole, PromptBatch, PromptItem, TrainSequence
+from areno.types.training import ModelRole, PromptBatch, PromptItem, TokenRecord, TrainSequence
 
 __all__ = [
     "PARTS",
@@ -32,6 +32,7 @@ __all__ = [
     "RolloutSequence",
     "SamplingParams",
     "TokenConstraint",
+    "TokenRecord",
     "TrainSequence",
     "WeightedReward",
     "part_columns",

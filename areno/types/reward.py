@@ -26,16 +26,16 @@ class RewardRecord:
     Attributes:
         prompt: prompt text.
         completion: the model's text; an agent's turns are joined by newlines.
-        rendered_completion: the same, rendered by the chat template if there is one.
+        rendered_completion: the completion as rendered by the chat template, if there is one.
         final_answer: text of the last assistant turn.
         answer: reference answer of the data row (``solutions``, else ``answer``).
         messages: full message list, including tool results.
         trace: events in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
-        tool_results: ``{"name", "tool_call_id", "content"}``.
+        tool_results: results, ``{"name", "tool_call_id", "content"}``.
         tokens: response token ids only.
-        logprobs: their rollout log-probs.
-        loss_mask: whether each of them is trained on.
+        logprobs: rollout log-probs of the response tokens.
+        loss_mask: whether each response token is trained on.
         source_record: the data row.
         metadata: ``prompt_index``, ``sample_index``, ``finish_reason``.
     """

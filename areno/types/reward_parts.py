@@ -11,7 +11,7 @@ PARTS = "reward_parts/"
 """Prefix of part names in metrics and trajectories."""
 
 PartValues = float | dict[str, float]
-"""Checked result of a reward function: a finite number, or one per part."""
+"""Checked result of a reward function: a finite number, or a finite number per part."""
 
 
 class WeightedReward(float):
@@ -52,7 +52,7 @@ class RewardParts:
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
         self._weights = part_weights(weights)
-        self._names = dict.fromkeys(self._weights)  # never mutated, as threads read it
+        self._names = dict.fromkeys(self._weights)  # never modified, because threads read it
 
     def weigh(self, value: PartValues) -> float:
         """Return the reward of a record, with its parts if it has any."""
@@ -67,6 +67,7 @@ class RewardParts:
         if missing := [name for name in self._names if name not in parts]:
             return (
                 f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which --reward-weights "
-                "(reward.weights) names or other records have; return every part for every record, 0 where it does not apply"
+                "(reward.weights) names or other records have; return every part for every record, with 0 for a part that "
+                "does not apply"
             )
         return None if math.isfinite(reward) else f"the weighted sum of its parts {dict(parts)} is {reward:g}"

@@ -35,7 +35,7 @@ def tightest(*limits: int | None) -> int | None:
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax, which concatenation and slicing preserve."""
+    """Natural log-probs with the temperature of their softmax; concatenation and slicing preserve the temperature."""
 
     __slots__ = ("temperature",)
 
@@ -50,7 +50,7 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Concatenate; the result of two different temperatures has none."""
+        """Concatenate; if the temperatures differ, the result has none."""
         joined = list.__add__(list(first), list(second))
         temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
         return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined
@@ -73,19 +73,19 @@ class SamplingParams:
         top_p: nucleus threshold in (0, 1]; 1.0 keeps the whole distribution.
         top_k: keep the k most likely tokens; -1 keeps all.
         max_new_tokens: maximum tokens to generate, at least 1.
-        max_context_len: maximum tokens of the prompt and all generated turns; None is the model's limit.
+        max_context_len: maximum tokens of the prompt and all generated turns; None: the model's limit.
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, besides the model's EOS ids.
         ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still end).
         skip_special_tokens: remove special tokens from the decoded text.
         max_prompt_len: reject prompts longer than this, in tokens.
-        seed: makes this request reproducible; None derives a seed from the engine's.
+        seed: makes this request reproducible; None derives a seed from the engine's seed.
         min_p: drop tokens less likely than this fraction of the most likely one's probability.
         presence_penalty: subtracted from the logits of tokens that are already in the response.
-        frequency_penalty: the same, once per occurrence.
-        repetition_penalty: logits of tokens in prompt or response are divided (positive) or multiplied (negative) by it.
-        logit_bias: added to the logits of single tokens, by token id.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the response.
+        repetition_penalty: positive logits of tokens in prompt or response are divided by it, negative ones multiplied.
+        logit_bias: numbers to add to the logits of single tokens, by token id.
         top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
         min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still end.
 
@@ -115,7 +115,7 @@ class SamplingParams:
 
     @property
     def logprob_temperature(self) -> float:
-        """Temperature that log-probs refer to: 1 for greedy answers."""
+        """Temperature of the log-probs: 1 for greedy answers."""
         return 1.0 if self.greedy else self.temperature
 
     @property
@@ -183,13 +183,13 @@ class GeneratedToken:
     token: int  # token id
     logprob: float  # natural log-prob under the temperature-scaled policy
     top: list[tuple[int, float]]  # the most likely tokens with their log-probs, if requested
-    version: int  # version of the weights that sampled it
-    finish: FinishReason | None  # why the sample ends with it; None if it continues
-    forced: bool = False  # a grammar allowed no other token
-    cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar removed
+    version: int  # version of the weights that sampled the token
+    finish: FinishReason | None  # why the sample ends with this token; None if it continues
+    forced: bool = False  # whether a grammar allowed no other token
+    cut_mass: float = 0.0  # probability of the tokens removed by top-k, top-p, min-p and a grammar
     routed_experts: RoutingRecord | None = field(
         default=None, compare=False
-    )  # with the last token: those of its sample
+    )  # on the last token: the record of the sample
 
 
 class TokenConstraint(Protocol):
@@ -209,7 +209,7 @@ class TokenConstraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether only end of text may follow."""
+        """Whether only the end of the text may follow."""
         ...
 
 
@@ -218,7 +218,7 @@ class Request:
     """A request for ``n`` samples of a prompt, which is prefilled once.
 
     Args:
-        seeds: one per sample; sample i only depends on ``seeds[i]``, not on the batch.
+        seeds: one per sample; sample i depends only on ``seeds[i]``, not on the batch.
         listener: called in the engine's thread with the sample index and each of its tokens; must be fast.
         constraint: creates the grammar state of one sample; None allows everything.
     """
@@ -251,7 +251,7 @@ class RolloutSequence:
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
-        cut_mass: mean probability that top-k, top-p, min-p and a grammar removed, per token.
+        cut_mass: mean probability per token that top-k, top-p, min-p and a grammar removed.
         top_logprobs: the most likely tokens at each position with their log-probs; empty unless requested.
         temperature: temperature of the log-probs; 1 for greedy answers.
         routed_experts: experts chosen by the routers for each token of prompt and response except the last, which was not fed

@@ -32,8 +32,8 @@ class TrainSequence:
         reward: scalar reward of the sequence; metrics only.
         eos_token_id: EOS id of the model.
         loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
-        temperature: sampling temperature of the response, which training uses too; None takes that of ``logprobs`` built from a
-            :class:`~areno.types.RolloutSequence`'s, else 1.
+        temperature: sampling temperature of the response, which training uses too; None: the temperature of ``logprobs`` if
+            they come from a :class:`~areno.types.RolloutSequence`, else 1.
         group: prompt index of the row in its batch, for metrics and group losses.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
@@ -42,6 +42,7 @@ class TrainSequence:
         keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
         routed_experts: experts chosen by the rollout's routers for each token, which training uses too; see
             :mod:`areno.types.routing`.
+        observed: number under which the engine keeps the :class:`TokenRecord` of the row; -1 keeps none.
 
     Raises:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
@@ -66,6 +67,7 @@ class TrainSequence:
     versions: list[int] = None  # type: ignore[assignment]
     keep: list[bool] = None  # type: ignore[assignment]
     routed_experts: RoutingRecord | None = field(default=None, compare=False)
+    observed: int = field(default=-1, compare=False)
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -109,6 +111,17 @@ class TrainSequence:
         return mask
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What the policy's update computed for each token of a row in the first forward pass with it.
+
+    Later passes see a policy that has moved. Entries outside the loss mask are 0 and False.
+    """
+
+    logprobs: list[float]
+    clipped: list[bool] | None  # tokens without gradient because of the clip range; None if the loss does not mark them
+
+
 @dataclass(slots=True)
 class ModelRole:
     """An auxiliary model that the backend owns.
@@ -117,7 +130,7 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or your own name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None uses the one in ``optimizer``, or its default.
+        optimizer_lr: learning rate of a trainable role; None: the rate in ``optimizer``, or its default.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence); ``auto`` decides by the name: critic... or value..., reward..., otherwise policy.
         optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
@@ -145,7 +158,7 @@ class ModelRole:
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """The kind, with ``auto`` resolved by the name."""
+        """The kind; ``auto`` is resolved by the name."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):
@@ -165,13 +178,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """Accepted rows of one step, with counts of skipped ones.
+    """Accepted rows of one step, and the numbers of skipped rows.
 
     Attributes:
         items: accepted rows.
-        scanned: rows read for this batch.
-        skipped_long: those of them with too long a prompt.
-        total_skipped_long: the same, since the start of the pass over the dataset.
+        scanned: number of rows read for this batch.
+        skipped_long: number of scanned rows with too long a prompt.
+        total_skipped_long: number of such rows since the start of the pass over the dataset.
     """
 
     items: list[PromptItem]

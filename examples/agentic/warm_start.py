@@ -1,4 +1,5 @@
-"""A tiny model that can just follow an example's format: random weights, then a short supervised training on an expert.
+"""Makes a tiny model that can just follow the format of an example: random weights, briefly trained on an expert's
+conversations.
 
     python examples/agentic/warm_start.py --expert examples/agentic/tictactoe/expert.py --output /tmp/tictactoe-model
 
@@ -19,7 +20,8 @@ from areno.cli.main import main as areno
 from areno.config.hooks import import_user_file, split_spec
 from areno.quickstart.model import save_random_model, train_tokenizer
 
-# Digits and single capital letters stand alone, or one such pair, as cells of boards do; what is between may become one token.
+# Splits off digits and capital letters, alone or as a pair, because board cells consist of them; other text may become one
+# token.
 _ALONE = r" ?[A-Z]?\d| [A-Z](?![A-Za-z])"
 WORDS = rf"{_ALONE}|(?:(?!{_ALONE})[^\n])+|\n"
 TEMPLATE = """\
@@ -36,11 +38,11 @@ TEMPLATE = """\
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""
-LOADER = '''"""Rows that are ready."""
+LOADER = '''"""Loader for rows that need no conversion."""
 
 
 def load_training_dataset(dataset_path, *, default_loader, **_):
-    """Load them as they are."""
+    """Load the rows unchanged."""
     return default_loader(dataset_path)
 '''
 
@@ -49,29 +51,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--expert", required=True, help="FILE.py or FILE.py:NAME of a Course; the name is EXPERT unless given"
+        "--expert", required=True, help="the Course, as FILE.py:NAME; FILE.py alone means FILE.py:EXPERT"
     )
     parser.add_argument(
-        "--output", required=True, type=Path, help="folder for everything; the model lands in OUTPUT/model"
+        "--output", required=True, type=Path, help="folder for all files; the model is written to OUTPUT/model"
     )
-    parser.add_argument(
-        "--width", type=int, default=96, help="size of the hidden states, a multiple of 24 (default: %(default)s)"
-    )
+    parser.add_argument("--width", type=int, default=96, help="hidden size, a multiple of 24 (default: %(default)s)")
     parser.add_argument("--count", type=int, default=1000, help="conversations to learn from (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="training steps of 32 answers (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="fixes weights and conversations (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and conversations (default: %(default)s)")
     return parser.parse_args(argv)
 
 
 def load_course(spec: str) -> Course:
-    """The course that ``--expert`` names."""
+    """Load the course that ``--expert`` names."""
     path, name = split_spec(spec, option="--expert", default_name="EXPERT")
     course: Course = getattr(import_user_file(path, option="--expert"), name)
     return course
 
 
 def make_tokenizer(corpus: Sequence[str]) -> Any:
-    """A tokenizer that knows the words of the conversations."""
+    """Train a tokenizer on the words of the conversations."""
     special = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
     return train_tokenizer(corpus, words=WORDS, vocab_size=1000, special_tokens=special, template=TEMPLATE)
 
@@ -88,7 +88,7 @@ def write_start(output: Path, course: Course, width: int, count: int, seed: int)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
+    """Run the command; return the exit code."""
     given = parse(argv)
     write_start(given.output, load_course(given.expert), given.width, given.count, given.seed)
     options = {

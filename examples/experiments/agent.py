@@ -1,6 +1,6 @@
-"""An agent as an experiment takes it: a class with ``async run(data, ...)`` that talks to an OpenAI client.
+"""An agent for experiments: a class with ``async run(data, ...)`` that talks to an OpenAI client.
 
-Nothing of areno is imported here; ``base_url`` and ``api_key`` say where the model is. See ``agent.yaml``.
+This file imports nothing from areno; ``base_url`` and ``api_key`` tell where the model is. See ``agent.yaml``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import openai
 
 
 class LetterAgent:
-    """Asks, corrects the model, and asks again; both answers are judged."""
+    """Asks, corrects the model, and asks again; both answers get a reward."""
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any = None) -> dict[str, float]:
-        """One episode.
+        """Run one episode.
 
         Args:
-            data: a row: ``prompt`` and ``letter``.
-            base_url: of the model.
-            api_key: of this episode.
-            http_client: connections that all episodes share.
+            data: row with ``prompt`` and ``letter``.
+            base_url: address of the model's server.
+            api_key: key of this episode.
+            http_client: HTTP client that all episodes share.
 
         Returns:
             The reward of each answer, by its id.

@@ -1,13 +1,13 @@
-"""A toy for experiments on a laptop: a model of 0.1 M parameters, and a task that it learns in 20 steps.
+"""A toy task for experiments on a laptop, and a model of 0.1 M parameters that learns it in 20 steps.
 
     python examples/experiments/toy.py --output /tmp/areno-toy
 
-writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist
-of it), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
+writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist of
+this letter), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
 
-Like any model that reinforcement learning begins with, this one can do the task, but seldom does. It is made from random
-weights in a few seconds by plain PyTorch: first half of the answers that it sees are right, then one in twenty; the others are
-random letters, so that it earns about 0.1 of 1. The teacher is the same model after further steps on right answers.
+A model can only improve by reinforcement learning if it sometimes does the task. This one is trained from random weights in a
+few seconds with plain PyTorch: at first half of the training answers are right, later one in twenty, and the others are random
+letters. Its mean reward is then about 0.1 of 1. The teacher is the same model after further steps on right answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Steps of the training before, and which share of the answers is right in them.
+# Phases of the pretraining: number of steps, and fraction of right answers.
 _MODEL_STEPS = (1.0,) * 60 + (0.1,) * 20
 _TEACHER_STEPS = (1.0,) * 30
 _ROWS = 32
@@ -36,23 +36,23 @@ _ROWS = 32
 def letter_reward(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
-    """Share of the answer that is the letter asked for, 0 to 1."""
+    """Return the fraction of the answer's characters that are the requested letter, 0 to 1."""
     said = completions.strip()
     return said.count(data["letter"]) / max(len(said), 1)
 
 
 def judge(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1 if the letter is most of the answer, else 0."""
+    """Return 1 if most of the answer is the requested letter, otherwise 0."""
     return float(letter_reward(prompt, completions, prompt_ids, completion_ids, **data) > 0.5)
 
 
 def undecided(trajectory: dict[str, Any]) -> bool:
-    """A filter: leave out groups that are all right or all wrong, because they teach nothing."""
+    """Filter that rejects groups whose answers are all right or all wrong: there is nothing to learn from them."""
     return bool(0 < trajectory["rewards"].mean() < 1)
 
 
 def rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Prompts with their letters, right answers and random ones."""
+    """Return prompts with their letters, right answers and random answers."""
     drawn = random.Random(seed)
     found = []
     for _ in range(count):
@@ -64,19 +64,19 @@ def rows(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer whose tokens are single bytes."""
+    """Return a tokenizer whose tokens are single bytes."""
     from areno.quickstart.model import train_tokenizer
 
     return train_tokenizer(_WORDINGS, words=".", vocab_size=260, special_tokens=_SPECIAL, template=_TEMPLATE)
 
 
 def random_model(tokenizer: Any, seed: int) -> Any:
-    """A model that knows nothing; wide initial weights and many small heads let one so small learn to copy soon."""
+    """Return an untrained model; large initial weights and many small heads let such a small model learn to copy quickly."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +99,7 @@ def random_model(tokenizer: Any, seed: int) -> Any:
 
 
 def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed: int) -> None:
-    """Train on answers of which a share is right, one optimizer step for each share, with a rate that falls to 0."""
+    """Train with one optimizer step per entry of ``shares``, the fraction of right answers; the learning rate falls to 0."""
     import torch
 
     drawn = random.Random(seed)
@@ -125,7 +125,7 @@ def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed
 
 
 def make_model(folder: Path, seed: int = 0, teacher: Path | None = None) -> None:
-    """Write the model that the experiments train, and a teacher where one is wanted."""
+    """Write the model that the experiments train and, if requested, a teacher."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -139,7 +139,7 @@ def make_model(folder: Path, seed: int = 0, teacher: Path | None = None) -> None
 
 
 def make_toy(folder: Path, count: int = 512) -> None:
-    """All files of the toy."""
+    """Write all files of the toy."""
     import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
 
     folder.mkdir(parents=True, exist_ok=True)

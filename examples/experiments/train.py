@@ -1,4 +1,4 @@
-"""A program of one's own around an experiment: the place for data sets, workflows and filters in Python.
+"""A program around an experiment, for data sets, workflows and filters in Python.
 
 python3 examples/experiments/train.py --config examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 """
@@ -15,7 +15,7 @@ from areno.experiments.run_experiment import guarded
 
 
 def not_all_equal(trajectory: dict) -> bool:
-    """Leave groups out that are all right or all wrong: they teach nothing."""
+    """Reject groups whose answers are all right or all wrong: there is nothing to learn from them."""
     return float(trajectory["rewards"].std()) > 0
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     """Read the configuration, and train."""
     config, _ = load_expr_config(argv, GRPOConfig)
     with open_log(config):
-        # Here and not at the top, so that wrong settings and the first lines are told before torch is loaded.
+        # Imported here so that wrong settings are reported, and the first log lines written, before torch is loaded.
         from areno.experiments.trainers import PPOTrainer
         from areno.rollouts.workflows.rlvr import RLVRWorkflow
 

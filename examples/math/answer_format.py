@@ -1,7 +1,7 @@
-"""GSM8K's own form of an answer: steps in a few sentences, then the result alone on the last line, behind ``####``.
+"""GSM8K's answer format: steps in a few sentences, then the result alone on the last line, after ``####``.
 
-One file for both options: ``--dataset-loader-fn`` and ``--reward-fn-path``. A small chat model knows the arithmetic of few of
-these problems, and the form of half of its answers is right; the reward has a part for each.
+This file is for both ``--dataset-loader-fn`` and ``--reward-fn-path``. A small chat model solves few of these problems, but
+half of its answers have the right format; the reward has a part for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SOMEWHERE = re.compile(rf"####\s*\$?({_NUMBER})")
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Rows with ``question`` and ``answer`` as conversations: a worked example, then the problem."""
+    """Turn rows with ``question`` and ``answer`` into conversations: a worked example, then the problem."""
     return [
         {"prompt": messages(row["question"]), "solutions": [row["answer"].rpartition("####")[2].strip()]}
         for row in default_loader(dataset_path)
@@ -31,13 +31,13 @@ def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], 
 
 
 def messages(problem: str) -> list[dict[str, str]]:
-    """The conversation that asks for the answer to ``problem``."""
+    """Return the conversation that asks for the answer to ``problem``."""
     turns = [f"{INSTRUCTION}\n\n{EXAMPLE[0]}", EXAMPLE[1], problem.strip()]
     return [{"role": "user" if index % 2 == 0 else "assistant", "content": text} for index, text in enumerate(turns)]
 
 
 def reward_fn(record: RewardRecord) -> dict[str, float]:
-    """The parts ``form``, which is 0.5 for a result behind ``####`` in another place, and ``right``."""
+    """Return the parts ``form`` (0.5 if the result after ``####`` is not on the last line) and ``right``."""
     if record.answer is None:
         raise KeyError("the row has no reference answer; use this file as --dataset-loader-fn too")
     text = record.completion

@@ -1,7 +1,7 @@
 """Rows of mathematics data sets as prompts with a checkable answer.
 
-Takes GSM8K (``question``, ``answer`` with the result behind ``####``), NuminaMath (``problem``, ``solution`` with the
-result in ``\\boxed{}``) and rows that have a ``prompt`` already. Each row comes out with
+Accepts GSM8K (``question``, ``answer`` with the result after ``####``), NuminaMath (``problem``, ``solution`` with the
+result in ``\\boxed{}``) and rows that already have a ``prompt``. Each returned row has
 
 * ``prompt``: the problem, and the request to put the result into ``\\boxed{}``;
 * ``solutions``: a list with the result, for the reward;
@@ -19,22 +19,22 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Load ``dataset_path`` and bring its rows into shape; problems without a result to check are left out.
+    """Load ``dataset_path`` and convert its rows; problems without a result to check are dropped.
 
     Raises:
-        KeyError: a row is of none of the known kinds; the message lists the keys that it has.
+        KeyError: a row has none of the known formats; the message lists its keys.
     """
     rows = (normalize(row) for row in default_loader(dataset_path))
     return [row for row in rows if row is not None]
 
 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One row with ``prompt``, ``solutions`` and ``response``, or None if its solution states no result."""
+    """Return a row with ``prompt``, ``solutions`` and ``response``, or None if the solution states no result."""
     if row.get("prompt") is not None:
         return dict(row)
     if "question" in row and "answer" in row:
         steps, _, final = row["answer"].rpartition("####")
-        # "<<2+3=5>>" are notes for a calculator, which a model should not learn to write.
+        # Annotations such as "<<2+3=5>>" are for a calculator; a model should not learn to write them.
         steps = _CALCULATOR_NOTE.sub("", steps).strip()
         return _row(row, row["question"], f"{steps}\nThe final answer is", final.strip().replace(",", ""))
     if "problem" in row and "solution" in row:
@@ -47,7 +47,7 @@ def normalize(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def last_boxed(text: str) -> str:
-    """The content of the last ``\\boxed{...}``, braces inside respected; empty if there is none."""
+    """Return the content of the last ``\\boxed{...}``, with nested braces; empty if there is none."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return ""

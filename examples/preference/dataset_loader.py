@@ -1,7 +1,7 @@
 """Preference data sets as rows of ``prompt``, ``chosen`` and ``rejected``.
 
-Takes rows that have ``chosen`` and ``rejected`` already, with a ``prompt`` beside them or conversations in them, and the
-transcripts of HH-RLHF, where both are one text of ``Human:`` and ``Assistant:`` turns; those become conversations.
+Accepts rows with ``chosen`` and ``rejected`` that either have a ``prompt`` or are conversations. It also accepts the
+transcripts of HH-RLHF, which are texts of ``Human:`` and ``Assistant:`` turns, and converts them to conversations.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Load ``dataset_path`` and bring its rows into shape.
+    """Load ``dataset_path`` and convert its rows.
 
     Raises:
-        KeyError: a row has no ``chosen`` or ``rejected``; the message lists the keys that it has.
-        ValueError: two texts stand without a prompt, and are not transcripts either.
+        KeyError: a row has no ``chosen`` or ``rejected``; the message lists its keys.
+        ValueError: a row has two texts that are not transcripts, and no prompt.
     """
     return [normalize(row) for row in default_loader(dataset_path)]
 
 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row as areno takes it; all other keys are kept."""
+    """Return a row in areno's format; all other keys are kept."""
     if "chosen" not in row or "rejected" not in row:
         raise KeyError(f"a row needs `chosen` and `rejected`; this one has {', '.join(sorted(row))}")
     if row.get("prompt") is not None or not isinstance(row["chosen"], str):
@@ -34,7 +34,7 @@ def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(transcript: str) -> list[dict[str, str]]:
-    """The turns of a text such as ``\\n\\nHuman: Hello.\\n\\nAssistant: Good morning.``"""
+    """Return the turns of a text such as ``\\n\\nHuman: Hello.\\n\\nAssistant: Good morning.``"""
     before, *turns = _TURN.split(f"\n\n{transcript.strip()}")
     if before.strip() or not turns:
         raise ValueError(

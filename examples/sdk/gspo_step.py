@@ -1,8 +1,8 @@
-"""One rollout and one GSPO update, every piece by hand: prompt, samples, rewards, advantages, rows, loss.
+"""One rollout and one GSPO update, with each piece written out: prompt, samples, rewards, advantages, rows, loss.
 
     python examples/sdk/gspo_step.py --model PATH_OR_REPO_ID --data gsm8k_train.jsonl
 
-The data file holds one JSON object per line with `question` and `answer`, as GSM8K has them.
+The data file has one JSON object per line with the keys `question` and `answer`, as in GSM8K.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from areno.loss_fns import gspo_loss_fn
 
 
 def normalized(rewards: list[float]) -> list[float]:
-    """Rewards minus their mean, in units of their deviation."""
+    """Return the rewards minus their mean, divided by their standard deviation."""
     mean = sum(rewards) / len(rewards)
     deviation = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
     return [(reward - mean) / max(deviation, 1e-6) for reward in rewards]
 
 
 async def main(model: str, data: str) -> None:
-    """Run one step on the first problem of the file."""
+    """Run one step on the first problem of the data file."""
     trainer = Trainer(world_size=1, model_path=model, backend_type=areno.Areno, custom_config=areno.ArenoConfig())
     trainer.init()
     tokenizer = trainer.get_tokenizer()

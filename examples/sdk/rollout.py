@@ -1,4 +1,4 @@
-"""Generate inside a rollout session: the smallest program against the SDK.
+"""Generate inside a rollout session: the smallest program that uses the SDK.
 
 python examples/sdk/rollout.py --model PATH_OR_REPO_ID
 """
@@ -18,7 +18,7 @@ async def main(model: str, prompt: str) -> None:
         backend_type=areno.Areno,
         custom_config=areno.ArenoConfig(tp_size=1),
     )
-    trainer.init()  # here the model is loaded; the constructor only notes what is wanted
+    trainer.init()  # loads the model; the constructor only stores its arguments
 
     sampling = areno.SamplingParams(max_new_tokens=128)
     async with trainer.rollout_session(sampling_params=sampling, proxy=False):

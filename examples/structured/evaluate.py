@@ -1,8 +1,8 @@
-"""How well models turn held-out orders into JSON, judged by plain ``transformers``: greedy answers to the same prompts.
+"""Evaluates models on held-out orders with plain ``transformers``: greedy answers to the same prompts.
 
     python examples/structured/evaluate.py --data /tmp/orders/heldout.jsonl BEFORE AFTER
 
-Each model is a folder in Hugging Face format (a checkpoint of a run is one) or a repo id; it is a column of the table.
+Each model is a folder in Hugging Face format, such as a checkpoint of a run, or a repo id. The table has one column per model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def answers(model: str, rows: Sequence[Row], max_new_tokens: int = 64, batch_size: int = 16) -> list[str]:
-    """The greedy answer of a model in float32 to each row's ``prompt``, in the order of the rows."""
+    """Return the greedy answer of a model in float32 to each row's ``prompt``, in the order of the rows."""
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -43,13 +43,13 @@ def answers(model: str, rows: Sequence[Row], max_new_tokens: int = 64, batch_siz
 
 
 def score(texts: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
-    """The mean of each part of the reward; that of ``exact`` is the share of exact answers."""
+    """Return the mean of each part of the reward; for ``exact`` this is the fraction of exact answers."""
     parts = [reward_parts(text, row["solutions"][0]) for text, row in zip(texts, rows, strict=True)]
     return {name: sum(part[name] for part in parts) / len(rows) for name in PARTS}
 
 
 def table(names: Sequence[str], texts: Sequence[Sequence[str]], rows: Sequence[Row], shown: int) -> Iterator[str]:
-    """Lines: the scores of all models, then all answers to the first prompts."""
+    """Return lines of text: the scores of all models, then all answers to the first prompts."""
     columns = [score(column, rows) for column in texts]
     yield f"{len(rows)} held-out orders" + "".join(f"{name:>14.13}" for name in names)
     for part in columns[0]:
@@ -63,7 +63,7 @@ def table(names: Sequence[str], texts: Sequence[Sequence[str]], rows: Sequence[R
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of all models, and write the scores to ``--output`` if it is given."""
+    """Print the table of all models, and write the scores to ``--output`` if given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder in Hugging Face format, or repo id")
     parser.add_argument("--data", required=True, type=Path, help="heldout.jsonl of make_data.py")

@@ -1,9 +1,9 @@
-"""Writes orders to a bakery, each in one message of free text, with the JSON object that says the same.
+"""Writes orders to a bakery as messages in free text, each with the JSON object of its content.
 
     python examples/structured/make_data.py --output /tmp/orders
 
-makes ``train.jsonl`` and ``heldout.jsonl``. The held-out messages have sentence forms, names and items of their own, none of
-which occurs in training; they share the counts. Equal seeds give equal files, and a longer file begins like a shorter one.
+writes ``train.jsonl`` and ``heldout.jsonl``. Sentence forms, names and items of the held-out messages do not occur in training;
+counts and days do. Equal seeds give equal files, and a longer file begins with the rows of a shorter one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, Literal
 Split = Literal["train", "heldout"]
 
 INSTRUCTION = "Turn the order into JSON."
-EXAMPLES = (  # they show the keys and types; their values occur nowhere else, so that copying them is never right
+EXAMPLES = (  # the examples show keys and types; their names and items occur nowhere else, so that copying them is never right
     ("Ann wants nine bread rolls on Monday.", {"name": "Ann", "count": 9, "item": "bread rolls", "day": "monday"}),
     ("Four oat cookies for Sunday, please. Tom", {"name": "Tom", "count": 4, "item": "oat cookies", "day": "sunday"}),
 )
 DAYS = ("Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
-# From 2 on, so that items are plural.
+# At least 2, so that items are plural.
 NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the messages of one split are made of; forms leave ``{name}``, ``{count}``, ``{item}`` and ``{day}`` open."""
+    """Parts of the messages of one split; forms have the placeholders ``{name}``, ``{count}``, ``{item}`` and ``{day}``."""
 
     forms: Sequence[str]
     names: Sequence[str]
@@ -100,9 +100,10 @@ HELD_OUT = Vocabulary(
 
 
 def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
-    """The row ``index`` of a split: ``prompt`` (chat messages), ``solutions``, ``response`` and ``form``.
+    """Return row ``index`` of a split: ``prompt`` (chat messages), ``solutions``, ``response`` and ``form``.
 
-    The reward takes ``solutions``, SFT would take ``response``. Held-out forms take turns, so that each counts alike.
+    The reward uses ``solutions``; SFT would use ``response``. Held-out forms are used in turn, so that each has the same
+    weight.
     """
     words = HELD_OUT if split == "heldout" else TRAIN
     chance = random.Random(f"{seed}:{split}:{index}")
@@ -117,7 +118,7 @@ def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
 
 
 def messages(order: str) -> list[dict[str, str]]:
-    """The chat that asks for the JSON of an order: the instruction, two worked examples, the order."""
+    """Return the chat that asks for the JSON of an order: instruction, two worked examples, order."""
     turns = [{"role": "system", "content": INSTRUCTION}]
     for text, answer in EXAMPLES:
         turns += [{"role": "user", "content": text}, {"role": "assistant", "content": compact(answer)}]
@@ -125,19 +126,19 @@ def messages(order: str) -> list[dict[str, str]]:
 
 
 def compact(answer: dict[str, Any]) -> str:
-    """JSON without blanks, which takes a fifth fewer tokens."""
+    """Return JSON without spaces, which takes 20 % fewer tokens."""
     return json.dumps(answer, separators=(",", ":"))
 
 
 def rows(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """The first ``count`` rows of a split."""
+    """Return the first ``count`` rows of a split."""
     return (draw(split, seed, index) for index in range(count))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write both files into ``--output``."""
+    """Write both files to the folder ``--output``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", required=True, type=Path, help="folder to write train.jsonl and heldout.jsonl into")
+    parser.add_argument("--output", required=True, type=Path, help="folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--train-rows", type=int, default=4000, help="default: %(default)s")
     parser.add_argument("--held-out-rows", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")

@@ -1,6 +1,6 @@
-"""What an answer is worth that should be a JSON object, in named parts: its form, keys, types and values.
+"""Reward of an answer that should be a JSON object, in named parts: format, keys, types and values.
 
-Every part grows with each key, so that of several wrong answers to a prompt one is better than another.
+The parts grow with each right key, type and value, so that wrong answers to a prompt differ in their rewards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ PARTS = ("exact", "json", "keys", "types", "values")
 
 
 def reward_fn(record: RewardRecord) -> dict[str, float]:
-    """The parts of ``record.completion``, judged by the row's ``solutions``; ``--reward-weights`` weighs them.
+    """Return the parts of the reward of ``record.completion``, compared with the row's ``solutions``; ``--reward-weights``
+    weights them.
 
     Raises:
         KeyError: the row has no reference answer.
@@ -25,12 +26,12 @@ def reward_fn(record: RewardRecord) -> dict[str, float]:
 
 
 def reward_parts(completion: str, solution: str) -> dict[str, float]:
-    """The parts of a reward, each from 0 to 1, by their names in ``PARTS``.
+    """Return the parts of a reward, each from 0 to 1, by their names in ``PARTS``.
 
-    * ``exact``: 1 for an object with just the solution's keys, types and values, and nothing else; 0 otherwise;
-    * ``json``: 1 for an object and nothing else, 0.5 for one with text around it, 0 for none;
-    * ``keys``: keys that both have, among those that either has;
-    * ``types``, ``values``: the share of the solution's keys whose value has the right type, and is right.
+    * ``exact``: 1 for an object that equals the solution, without other text; 0 otherwise;
+    * ``json``: 1 for an object without other text, 0.5 for one with text around it, 0 for none;
+    * ``keys``: number of keys that answer and solution share, divided by the number of keys that at least one of them has;
+    * ``types``, ``values``: fraction of the solution's keys whose value has the right type, or is right.
     """
     expected: dict[str, Any] = json.loads(solution)
     answer, whole = find_object(completion)
@@ -48,7 +49,7 @@ def reward_parts(completion: str, solution: str) -> dict[str, float]:
 
 
 def find_object(text: str) -> tuple[dict[str, Any] | None, bool]:
-    """The JSON object at the first brace of a text, or None, and whether nothing but white space is around it."""
+    """Return the JSON object at the first brace of a text, or None, and whether only white space surrounds it."""
     begin = text.find("{")
     if begin < 0:
         return None, False
@@ -61,7 +62,7 @@ def find_object(text: str) -> tuple[dict[str, Any] | None, bool]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return dict(pairs)
 
 

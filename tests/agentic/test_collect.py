@@ -313,4 +313,4 @@ def test_turns_of_tasks_that_were_not_given_are_left_out(trainer, caplog):
 
     found = collect(trainer, agent)
     assert {place(sample.item) for sample in found.samples} == ALL
-    assert "prompt 8, sample 0, which the agent was not given" in caplog.text
+    assert "prompt 8, sample 0, which is not a task of this agent call" in caplog.text

@@ -119,11 +119,11 @@ def test_the_engine_itself_refuses_what_would_end_generation_for_all(trainer):
     vocabulary = engine.vocab_size
     for request, message in (
         (Request([5] * CONTEXT, few), "32 tokens leaves no room"),
-        (Request([5, vocabulary], few), f"a prompt names token id {vocabulary}; this model has the ids 0 to"),
-        (Request([5, -1], few), "a prompt names token id -1"),
-        (Request([5], few, seeds=[]), "a seed for each of its samples"),
+        (Request([5, vocabulary], few), f"a prompt contains token id {vocabulary}, but the ids of this model are 0 to"),
+        (Request([5, -1], few), "a prompt contains token id -1"),
+        (Request([5], few, seeds=[]), "and a seed for each sample"),
         (Request([], few), "at least one token"),
-        (Request([5], SamplingParams(logit_bias={vocabulary: 1.0})), f"logit_bias names token id {vocabulary}"),
+        (Request([5], SamplingParams(logit_bias={vocabulary: 1.0})), f"logit_bias contains token id {vocabulary}"),
     ):
         with pytest.raises(EngineError, match=re.escape(message)):
             engine.submit([Request([5], few), request])
@@ -142,7 +142,7 @@ def test_rows_beyond_the_context_are_neither_scored_nor_trained_on(trainer):
         trainer.train([row([5, 6]), row(long)], lambda pack, logprobs: logprobs.sum())
     assert len(trainer.score_logprobs("actor", [[5] * CONTEXT])[0]) == CONTEXT
     unknown = trainer.backend.vocab_size
-    with pytest.raises(UsageError, match=f"row 0 holds token id {unknown}; role 'actor' has the ids 0 to"):
+    with pytest.raises(UsageError, match=f"row 0 contains token id {unknown}, but the ids of role 'actor' are 0 to"):
         trainer.score_logprobs("actor", [[5, unknown]])
 
 
@@ -227,7 +227,7 @@ def with_vocabulary(folder, vocabulary, **more):
 def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path):
     size = with_vocabulary(tmp_path, -3)
     message = (
-        rf"gives 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
+        rf"has 3 token ids for which the model has no embedding: .* is id {size - 3}, but the model has {size - 3} rows"
     )
     with pytest.raises(UsageError, match=message):
         checked(tmp_path)
@@ -252,7 +252,7 @@ def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
     assert checked(tmp_path) == 4096
     tokenizer.chat_template = "<|turn|>" + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"1 token ids that the model has no embedding for: '<\|turn\|>'"):
+    with pytest.raises(UsageError, match=r"1 token ids for which the model has no embedding: '<\|turn\|>'"):
         checked(tmp_path)
 
 

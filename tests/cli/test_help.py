@@ -44,7 +44,7 @@ GROUPS = {
         "eval-dataset-path eval-dataset-loader-fn eval-interval early-stop-patience eval-before-train "
         "no-eval-before-train eval-max-rows eval-n-samples eval-temperature"
     ),
-    "Observability": "metrics-log-dir track track-project trace log-level",
+    "Observability": "metrics-log-dir track track-project save-rollouts trace log-level",
 }
 
 

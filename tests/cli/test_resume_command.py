@@ -28,13 +28,13 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("form", ["--resume {}", "--resume={}"])
 def test_an_experiment_without_recovery_points_is_refused(experiment, capsys, command, form):
     assert main([command, *form.format(experiment).split()]) == 2
-    assert "recover.mode is disabled, so the run has no restart points" in capsys.readouterr().err
+    assert "recover.mode is disabled, so the run has no recovery checkpoints" in capsys.readouterr().err
 
 
 def test_an_experiment_that_has_been_moved_is_refused(experiment, capsys):
     moved = experiment.rename(experiment.with_name("moved"))
     assert main(["run", "--resume", str(moved)]) == 2
-    assert f"its configuration places it in {experiment}; move it there" in capsys.readouterr().err
+    assert f"the run's configuration places it in {experiment}; move the run there" in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_is_refused(experiment, capsys):

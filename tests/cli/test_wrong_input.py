@@ -62,7 +62,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
-        "--return-routed-experts has no effect on servers, whose routing areno does not read; remove it",
+        "--return-routed-experts has no effect on servers, whose routing areno does not read; remove the option",
     ),
     (
         [*SFT, "--return-routed-experts"],
@@ -98,7 +98,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],
-        "--rollout async with --agent-fn reward.py: such agents use",
+        "--rollout async with --agent-fn reward.py: agents of --agent-fn use",
     ),
     (
         [*GSPO, "--rollout", "async", "--tune-params"],

@@ -69,7 +69,9 @@ def test_length_saving_deadlines_and_logging_may_change(workspace):
 
 def test_what_changes_results_is_refused_with_both_values(workspace):
     run = stored_run(workspace / "runs" / "old", config("--lr", "3e-5"), step=5)
-    with pytest.raises(UsageError, match=r"--lr 1e-05 differs from 3e-05 in .*would change its results") as caught:
+    with pytest.raises(
+        UsageError, match=r"--lr 1e-05 differs from 3e-05 in .*would change the run's results"
+    ) as caught:
         resume("--resume", str(run), "--lr", "1e-5", "--batch-size", "4")
     assert "--batch-size 4 differs from 32" in str(caught.value)
 

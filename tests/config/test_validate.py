@@ -153,7 +153,9 @@ def test_a_folder_without_permission_is_unwritable(workspace):
 
 
 def test_options_of_other_algorithms_are_named_with_theirs(workspace):
-    with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; remove it"):
+    with pytest.raises(
+        UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; remove the option"
+    ):
         check(*GSPO, "--critic-lr", "0.1")
     with pytest.raises(UsageError, match=r"--adv.* applies|--advantage rloo applies to --algo gspo and grpo only"):
         check(*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py", "--advantage", "rloo")
@@ -183,7 +185,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (
             [*PPO, "--max-steps", "20"],
-            r"--critic-warmup-steps 20 trains only the critic .* and --max-steps 20 ends the run by then, so the policy "
+            r"--critic-warmup-steps 20 trains only the critic .* but --max-steps 20 ends the run by then, so the policy "
             r"would never be trained; train for more than 20 steps",
         ),
         (

@@ -44,6 +44,7 @@ OTHER_FLAGS = {
     "--open": "areno view",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
+    **dict.fromkeys(("--updates", "--out"), "areno replay"),
     **dict.fromkeys(
         ("--fit", "--try", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"),
         "areno plan --fit",

@@ -333,6 +333,7 @@ OPTIONS = {
     "metrics_log_dir": None,
     "track": (),
     "track_project": "areno",
+    "save_rollouts": None,
     "trace": False,
     "log_level": "auto",
 }

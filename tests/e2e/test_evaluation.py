@@ -209,7 +209,7 @@ def test_a_run_that_gets_worse_ends_and_leaves_its_best_checkpoint(tiny_checkpoi
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     best = losses.index(min(losses))  # after so many steps
     assert len(losses) == best + 4 < 50
-    assert "3 evaluations in a row were not the best one: the run ends" in done.stderr
+    assert "3 consecutive evaluations were not better than the best: the run ends" in done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["best_evaluation"]["step"], summary["steps"]) == (best, best + 3)
 

@@ -358,7 +358,7 @@ def test_a_record_of_another_model_is_refused(checkpoint):
     engine = Engine(str(checkpoint), EngineConfig(return_routed_experts=True))
     (row,) = rows_of(prompts=1, answers=1)
     row.routed_experts = row.routed_experts[:, :1]
-    with pytest.raises(ValueError, match="they are of another model"):
+    with pytest.raises(ValueError, match="the record comes from another model"):
         engine.train([row], sft_loss_fn, 1)
     engine.close()
 

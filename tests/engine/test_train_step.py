@@ -280,15 +280,15 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
 )
 def test_rows_of_which_only_some_bring_a_list_are_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
-    with pytest.raises(ValueError, match=f"row 1 has no {name}, other rows have"):
+    with pytest.raises(ValueError, match=f"row 1 has no {name}, but other rows have"):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
 
 
 @pytest.mark.parametrize(
     ("lacking", "remedy"),
     [
-        ("logprobs", r"give TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
-        ("advantages", r"give TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
+        ("logprobs", r"set TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
+        ("advantages", r"set TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
     ],
 )
 def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, remedy):

@@ -172,7 +172,7 @@ def test_what_cannot_follow_a_tree_is_refused():
     step = make_step()
     step.kind = "reward"
     loss_fn = reduces_over("sequence")(lambda pack, scores: scores.sum())
-    with pytest.raises(ValueError, match="a reward model is not trained on trees"):
+    with pytest.raises(ValueError, match="reward models do not support tree training"):
         step.run(branching_rows(), loss_fn, MicroBatching(tree=True))
 
 

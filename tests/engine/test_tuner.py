@@ -174,7 +174,7 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
         assert sizes_of(chosen) == (64, 16, 16)
         assert chosen.drop_rollout_state
         assert group.run_on_all_ranks(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
-        assert " MiB on each rank: " in caplog.text
+        assert " MiB on each rank (mem_frac=" in caplog.text
         assert group.run_on_all_ranks(fingerprint) == before
         with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 does not fit"):
             tune_sizes(group, run, grpo_loss_fn, capacity=held)

@@ -268,7 +268,7 @@ def used_rows(run: Run) -> Iterator[tuple[int, int, str]]:
 
 
 def check_rows(run: Run, task: Task, steps: int, batch: int = 4) -> None:
-    """Each step is told once, and each row is in exactly one batch, or waits for one in the last restart point."""
+    """Each step is told once, and each row is in exactly one batch, or waits for one in the last recovery checkpoint."""
     assert run.steps() == list(range(steps))
     assert run.logged_steps() == list(range(1, steps + 1))
     used = list(used_rows(run))

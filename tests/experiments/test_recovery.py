@@ -257,7 +257,7 @@ def test_rows_come_back_with_the_types_that_files_of_rows_have(tmp_path):
 
 @pytest.mark.parametrize("thing", [object(), lambda: 1, random.Random(0), print])
 def test_a_row_that_cannot_be_kept_is_refused_when_it_is_written(tmp_path, thing):
-    with pytest.raises(UsageError, match=r"restart point cannot store.*file path"):
+    with pytest.raises(UsageError, match=r"checkpoint cannot store.*file path"):
         plain_objects.check({"row": thing})
 
 

@@ -272,7 +272,7 @@ def test_the_trainer_has_the_variables_and_threads_of_the_actor_and_one_notice(t
     finally:
         torch.set_num_threads(threads)
     assert (os.environ["ARENO_TEST_KEPT"], os.environ.get("ARENO_TEST_NEW")) == ("before", None)
-    assert log.count("settings that are accepted but have no effect here") == 1
+    assert log.count("settings that are accepted but have no effect in this run") == 1
     assert "sglang: section of an unused backend" in log
 
 

@@ -97,7 +97,7 @@ def test_layers_are_divided_by_what_each_run_has_to_do(layout, runs):
         (
             "archon:p2",
             {"archon__pp_layers_per_stage": 5},
-            "cuts the 12 layers of .* into 3 chunks, which 2 stages cannot",
+            "divides the 12 layers of .* into 3 chunks, which 2 stages cannot",
         ),
         (
             "megatron:p4",
@@ -174,6 +174,6 @@ def test_the_notice_says_what_acts_and_what_does_not(model):
     text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
     assert "actor.megatron.async_save: areno's engine, which replaces this backend, decides this itself" in text
     assert "actor.archon: section of an unused backend" in text
-    assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 runs of layers" in text
+    assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 model chunks" in text
     text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))
     assert "actor.archon.pp_schedule: runs as Interleaved1F1B" in text

@@ -17,6 +17,7 @@ from areno.loss_fns import (
     Count,
     PolicyLossConfig,
     RejectionSampling,
+    TokenFlags,
     dpo_loss_fn,
     grpo_loss_fn,
     gspo_loss_fn,
@@ -201,6 +202,8 @@ def value_of(statistic) -> float:
     """The mean, or the number, that a statistic stands for."""
     if isinstance(statistic, Count):
         return float(statistic.total)
+    if isinstance(statistic, TokenFlags):
+        return float(statistic.values.sum())
     return float(statistic.total) / max(float(statistic.count), 1.0)
 
 

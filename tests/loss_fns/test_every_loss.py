@@ -15,6 +15,7 @@ from areno.loss_fns import (
     Mean,
     Range,
     Spread,
+    TokenFlags,
     dpo_loss_fn,
     grpo_loss_fn,
     gspo_loss_fn,
@@ -59,6 +60,9 @@ def added(parts: list[dict]) -> dict:
     """Statistics of microbatches, added up as the engine does."""
     sums = {}
     for name, first in parts[0].items():
+        if isinstance(first, TokenFlags):
+            sums[name] = TokenFlags(torch.cat([part[name].values for part in parts]))
+            continue
         fields = {Mean: ("total", "count"), Spread: ("total", "square", "count"), Count: ("total",)}
         added = [
             sum(getattr(part[name], field) for part in parts) for field in fields.get(type(first), ("total", "count"))
@@ -101,7 +105,7 @@ def assert_finite(case: Case, batch: Batch) -> None:
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()
     for name, statistic in metrics.items():
-        assert torch.isfinite(torch.as_tensor(statistic.total)), name
+        assert isinstance(statistic, TokenFlags) or torch.isfinite(torch.as_tensor(statistic.total)), name
 
 
 @every_loss

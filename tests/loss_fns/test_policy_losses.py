@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.algorithms.gmpo import GMPOOptions, gmpo_loss_fn
-from areno.loss_fns import Mean, Spread, grpo_loss_fn, gspo_loss_fn, ppo_loss_fn
+from areno.loss_fns import Mean, Spread, TokenFlags, grpo_loss_fn, gspo_loss_fn, ppo_loss_fn
 from tests.loss_fns import written_out
 from tests.loss_fns.packs import QUICK, batches, make_batch, value_of
 
@@ -199,7 +199,7 @@ def test_statistics_describe_the_batch(loss_fn):
     batch = make_batch([5, 3, 8], seed=4)
     _, metrics = loss_fn(batch.pack, batch.logprobs)
     tokens = [t for row in batch.rows for t in row]
-    assert {type(value) for value in metrics.values()} == {Mean, Spread}
+    assert {type(value) for value in metrics.values()} == {Mean, Spread, TokenFlags}
     assert value_of(metrics["entropy"]) == pytest.approx(written_out.mean([t["entropy"] for t in tokens]))
     assert value_of(metrics["train_logprobs_mean"]) == pytest.approx(written_out.mean([t["x"] for t in tokens]))
     rollout = written_out.mean([t["logprobs"] for t in tokens])

@@ -178,12 +178,12 @@ def test_m2po_takes_away_the_tokens_that_moved_most_until_the_mean_is_below_the_
         ({"action": "drop"}, "action 'drop' is unknown"),
         ({"metric": "k3"}, "metric 'k3' is unknown"),
         ({"agg": "min"}, "agg 'min' is unknown"),
-        ({"upper": 1.0}, "upper 1.0 would reject an unchanged policy"),
-        ({"lower": 0.0}, "lower 0.0 cannot bound a ratio"),
+        ({"upper": 1.0}, "upper 1.0 would reject even an unchanged policy"),
+        ({"lower": 0.0}, "lower 0.0 has no effect on a ratio"),
         ({"metric": "kl_k2", "upper": 0.0}, "because kl_k2 is never negative"),
         ({"metric": "kl_k1", "upper": -1.0, "lower": 0.0}, "lower 0.0 is above upper -1.0"),
         ({"agg": "sum"}, "agg sum has no effect with level token"),
-        ({"metric": "kl_k3", "action": "clamp"}, "clamp bounds a ratio, and metric is kl_k3"),
+        ({"metric": "kl_k3", "action": "clamp"}, "clamp applies to the metric ratio, but metric is kl_k3"),
     ],
 )
 def test_bad_bounds_are_named(options, text):

@@ -29,7 +29,9 @@ def test_create_makes_the_documented_layout_and_may_be_repeated(run_dir):
     run_dir.append_samples([{"step": 0}])
     run_dir.write_summary({"steps": 1})
     names = {entry.name for entry in run_dir.path.iterdir()}
-    assert names == {"config.yaml", "events", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json"}
+    assert names == {
+        *("config.yaml", "events", "metrics.jsonl", "samples.jsonl", "samples.index", "checkpoints", "summary.json"),
+    }
     assert run_dir.config_path.read_text() == "algo: gspo\n"
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from areno.cli.main import main
 from areno.config import TrainOptions, get_algorithm, list_algorithms, options_of
-from areno.observability.metric_advice import ADVICE, EXPERIMENT_SETTINGS, advice_for
+from areno.config.setting_names import SETTINGS
+from areno.observability.metric_advice import ADVICE, advice_for
 from areno.observability.train_metrics import documented
 from tests.support.cli import task_arguments, write_task
 from tests.support.preferences import SUMS, write_rows
@@ -119,5 +120,5 @@ def test_options_in_advice_exist():
     entries += [entry for name in list_algorithms() for entry in get_algorithm(name).own_options()]
     flags = {entry.flag for entry in entries} | {f"--no-{entry.flag[2:]}" for entry in entries if entry.kind is bool}
     text = " ".join(f"{one.normal} {one.remedy}" for one in ADVICE.values())
-    named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9]", text)) | {name.split()[0] for name in EXPERIMENT_SETTINGS}
+    named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9]", text)) | {name.split()[0] for name in SETTINGS}
     assert named - flags == set()

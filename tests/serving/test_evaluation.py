@@ -69,7 +69,7 @@ def test_samples_have_seeds_of_their_own_and_come_again(task, server, capsys, tm
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on the model of a server; remove it"),
+        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on the model of a server; remove the option"),
         (["--model", "other"], "--ckpt http://127.0.0.1"),
     ],
 )
@@ -82,6 +82,6 @@ def test_what_a_server_does_not_do_is_said(task, server, capsys, more, message):
 def test_no_server_and_no_address_are_said_before_anything_is_asked(task, sharp_checkpoint, capsys):
     arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
     assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments]) != 0
-    assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers there" in capsys.readouterr().err
+    assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers (" in capsys.readouterr().err
     assert main(["eval", "--ckpt", str(sharp_checkpoint), "--model", "tiny", *arguments]) != 0
     assert "--model tiny has no effect on a local model" in capsys.readouterr().err

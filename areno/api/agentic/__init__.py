@@ -1,4 +1,4 @@
-"""Agents: programs that use an OpenAI-compatible endpoint, and are trained on the responses.
+"""Agents: programs that use an OpenAI-compatible endpoint; the model is trained on its responses to them.
 
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
 - ``lint``: checks of chat templates for multi-turn training.

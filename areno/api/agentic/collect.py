@@ -39,12 +39,12 @@ MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent, started at once; its API keys are revoked when it ends.
+    """One call of an agent, started at once; the call's API keys are revoked when it ends.
 
     Attributes:
-        turns: turns returned or yielded so far; yielded turns are kept even if it fails later.
-        error: why it failed; empty if it did not.
-        done: resolves when it has ended.
+        turns: turns returned or yielded so far; yielded turns are kept even if the call fails later.
+        error: why the call failed; empty if it did not.
+        done: resolves when the call has ended.
     """
 
     def __init__(self, function: AgentFn, context: AgentContext, batch: AgentBatch, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class AgentCall:
 
     @property
     def patience_s(self) -> float:
-        """Remaining seconds to wait for it."""
+        """Remaining seconds to wait for the call."""
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ class AgentCall:
         try:
             returned = None if self._is_async else self._function(self.context, self.batch)
             asyncio.run(self._main(returned))
-        except BaseException as error:  # including SystemExit
+        except BaseException as error:  # even SystemExit
             self.error = self.error or _reason(error, self._function)
         finally:
             self.done.set_result(None)
@@ -153,9 +153,9 @@ class AgentRunner:
     Args:
         function: ``run_agent(ctx, batch)``, sync or async; may return or yield turns.
         policy: which tokens are trained on.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         timeout_s: timeout of each call.
-        retries: attempts to rerun an unfinished sample on its own.
+        retries: how often an unfinished sample is run again on its own.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
-        """Run the agent over a batch, with the server of an open session (``session.proxy``).
+        """Run the agent over a batch; ``session.proxy`` is the server of an open session.
 
-        Raises UsageError: the policy trains on context, but the tokenizer cannot distinguish its parts.
+        Raises UsageError: the policy trains on context, but the tokenizer cannot distinguish the parts of the context.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0
@@ -209,14 +209,16 @@ class AgentRunner:
         items: dict[Place, AgentItem] = {item.place: item for item in call.batch.iter_samples()}
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
-            logger.warning("ignored turns of prompt %d, sample %d, which the agent was not given", *place)
+            logger.warning("ignored turns of prompt %d, sample %d, which is not a task of this agent call", *place)
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():
             mine = turns.get(place, [])
             try:
                 names = {turn.turn_id for turn in mine} - {None}
                 if names & claimed:
-                    raise ValueError("the agent returned a response for two samples; it belongs to one")
+                    raise ValueError(
+                        "the agent returned the same response for two samples; a response belongs to one sample"
+                    )
                 claimed |= names
                 if not mine:
                     errors[place] = call.error or "the agent returned no trajectory for this sample"
@@ -224,6 +226,6 @@ class AgentRunner:
                 samples[place] = make_sample(item, mine, call.context, self._policy, self._tokenizer)
             except UsageError:
                 raise
-            except Exception as error:  # the returned turns may be invalid in any way
+            except Exception as error:  # the turns that an agent returns may be invalid in any way
                 errors[place] = f"{type(error).__name__}: {error}"
         return errors

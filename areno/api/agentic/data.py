@@ -17,9 +17,9 @@ class AgentItem:
 
     record: dict[str, Any]  # the source data row
     prompt: str
-    input_tokens: list[int]  # of the prompt
-    prompt_index: int  # in the batch
-    sample_index: int  # among the samples of the prompt
+    input_tokens: list[int]  # prompt tokens
+    prompt_index: int  # index of the prompt in the batch
+    sample_index: int  # index among the samples of the prompt
 
     @property
     def place(self) -> tuple[int, int]:
@@ -36,7 +36,7 @@ class AgentBatch:
 
     records: list[dict[str, Any]]  # source data rows
     prompts: list[str]
-    input_tokens: list[list[int]]  # of the prompts
+    input_tokens: list[list[int]]  # prompt tokens of each prompt
     n_samples: int  # tasks per prompt
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class AgentBatch:
 
 
 class _TaskSubset(AgentBatch):
-    """Some tasks of a batch, each counted as a prompt."""
+    """Some tasks of a batch; each task counts as a prompt."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -91,15 +91,15 @@ class AgentTrajectoryTurn:
     so is not from a rollout session, or if the numbers of tokens and log-probs differ.
     """
 
-    item: AgentItem  # the task that it belongs to
+    item: AgentItem  # task of the turn
     messages: list[dict[str, Any]]  # request messages, in OpenAI's format
     response: Any = None  # the server's response, or the last chunk of a stream: an object of the client, or a mapping
     response_tokens: list[int] = field(default_factory=list)  # sampled token ids
     response_logprobs: list[float] = field(default_factory=list)
-    parsed_tool_calls: list[Any] = field(default_factory=list)  # in OpenAI's format
+    parsed_tool_calls: list[Any] = field(default_factory=list)  # tool calls of the response, in OpenAI's format
     model: str = "policy"
-    tools: list[dict[str, Any]] = field(default_factory=list)  # of the request
-    tool_choice: Any = None  # of the request
+    tools: list[dict[str, Any]] = field(default_factory=list)  # tools of the request
+    tool_choice: Any = None  # tool choice of the request
     reward: float | None = None  # the environment's reward for this turn; see `--turn-discount`
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 
 Expert = Callable[[Any], Message]
-"""Looks at the environment and answers; see :func:`says` and :func:`calls`."""
+"""Returns an answer, given the environment; see :func:`says` and :func:`calls`."""
 
 
 @dataclass(frozen=True, slots=True)

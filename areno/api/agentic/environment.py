@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""Ended by the environment, at the turn limit, or because it exceeds the model's context."""
+"""How a conversation ended: by the environment, at the turn limit, or because it exceeds the model's context."""
 
-# A client scans all its connections after each request, so several small pools are much faster than a large one.
+# A client scans all its connections after each request, so several small pools are much faster than one large pool.
 _SAMPLES_PER_CLIENT = 16
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
@@ -47,15 +47,15 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 class Answer:
     """The model's answer in one turn."""
 
-    text: str  # without reasoning in `<think>`
-    results: Sequence[ToolResult] = ()  # of its tool calls, in order; they are sent back unchanged
+    text: str  # text without reasoning in `<think>`
+    results: Sequence[ToolResult] = ()  # tool calls in order; they are sent back unchanged
 
 
 class Environment(Protocol):
     """A game or task. Subclass it, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start with a data row; returns the opening: the text of a user message, or messages."""
+        """Start with a data row. Returns the opening: the text of a user message, or a list of messages."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -82,8 +82,8 @@ class Environment(Protocol):
 class Conversation:
     """A finished conversation."""
 
-    messages: list[Message]  # including the last answer and its tool results
-    toolset: Toolset  # with the counts of calls and errors
+    messages: list[Message]  # all messages, including the last answer and its tool results
+    toolset: Toolset  # tools, with the numbers of calls and errors
     turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
     ending: Ending = "turn limit"
 
@@ -153,11 +153,11 @@ def run_environment(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, AgentBatch], AsyncIterator[AgentTrajectory]]:
-    """Return an agent function for ``--agent-fn`` that lets the model play an environment.
+    """Return an agent function for ``--agent-fn`` in which the model plays an environment.
 
-    ``make`` is the environment's class or a factory; the other arguments are those of :func:`converse`. Sampling parameters not
-    in ``request`` are those of the run. The function yields an ``AgentTrajectory`` for each finished sample; an error
-    is raised after all other samples have finished. Raises UsageError if the package ``openai`` is not installed.
+    ``make`` is the environment's class or a factory; for the other arguments see :func:`converse`. The run's sampling
+    parameters apply unless ``request`` sets others. The function yields an ``AgentTrajectory`` for each finished sample; an
+    error is raised after all other samples have finished. Raises UsageError if the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -165,7 +165,7 @@ def run_environment(
         raise UsageError("run_environment needs the OpenAI client: pip install openai") from error
 
     def make_client(ctx: Any) -> AsyncOpenAI:
-        """Create a client; the session enforces timeouts, and its local address has no certificates to verify."""
+        """Create a client. The session enforces timeouts, and its local address has no certificates to verify."""
         http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
         return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
@@ -182,7 +182,7 @@ def run_environment(
             for finished in asyncio.as_completed(playing):
                 try:
                     yield await finished
-                except Exception as error:  # does not affect the other samples
+                except Exception as error:  # an error does not affect the other samples
                     errors.append(error)
         finally:
             for task in playing:

@@ -26,7 +26,7 @@ _CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", 
 _ASKED = {"role": "user", "content": "What is moss?"}
 _RESULT = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look_up", "content": "moss: a plant"}
 
-# Contents of an answer, and the message that follows it.
+# Contents of a sample answer, and of the message that follows it.
 _STEPS: dict[Step, tuple[dict[str, Any], dict[str, Any]]] = {
     "user message": ({"content": "A small green plant."}, {"role": "user", "content": "And fern?"}),
     "tool result": ({"content": None, "tool_calls": [_CALL]}, _RESULT),
@@ -58,7 +58,7 @@ class TemplateFinding:
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """Return what keeps conversations from being trained in one row; empty for an append-only template."""
+    """Return the problems that prevent training a conversation in one row; empty for an append-only template."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

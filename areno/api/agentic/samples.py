@@ -29,7 +29,7 @@ class AgentSample:
     rows: list[TrajectoryRow]  # training rows; several if the conversation forks or has several parts
     record: RewardRecord  # input of the reward function
     sequence: RolloutSequence  # all generated tokens, concatenated
-    turn_rewards: list[float]  # the environment's reward for each turn; 0 if it gave none
+    turn_rewards: list[float]  # the environment's reward for each turn; 0 for turns without one
 
     @property
     def longest(self) -> int:
@@ -72,7 +72,7 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Set the log-probs of trained tokens that were not sampled to the current policy's, so that their ratio starts at 1.
+    """Set the log-probs of trained tokens that were not sampled to those of the current policy, so that ratios start at 1.
 
     Changes the samples' rows in place; waits for running generation.
     """

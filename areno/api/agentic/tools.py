@@ -1,6 +1,6 @@
 """Python functions as tools for a model, described by type hints and docstrings.
 
-A parameter's type hint defines the JSON schema for the model, and how its JSON value is checked and converted to a Python value
+A parameter's type hint defines the JSON schema for the model, and how a JSON value is checked and converted to a Python value
 (:class:`ValueType`). A call never raises: errors become the result text for the model, and are counted.
 """
 
@@ -74,7 +74,7 @@ class Tool:
         name: name for the model; default is the function's name.
 
     Raises:
-        UsageError: a parameter has no type hint, or one without a JSON representation.
+        UsageError: a parameter has no type hint, or a type hint without a JSON representation.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -117,7 +117,7 @@ class Tool:
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
         """Check arguments (a JSON object, as text or parsed) and convert them to Python values.
 
-        Raises ToolError: they do not match the schema.
+        Raises ToolError if they do not match the schema.
         """
         if isinstance(arguments, str):
             try:
@@ -153,7 +153,7 @@ class Toolset:
         source: an object whose public methods are the tools, or functions and :class:`Tool` objects.
 
     Raises:
-        UsageError: two tools share a name, or one cannot be described.
+        UsageError: two tools share a name, or a tool cannot be described.
     """
 
     def __init__(self, source: object) -> None:
@@ -178,7 +178,7 @@ class Toolset:
         return name in self._tools
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call a tool by name, with arguments as for :meth:`Tool.read_arguments`; never raises, even if it does not exist."""
+        """Call a tool by name, with arguments as for :meth:`Tool.read_arguments`; never raises, even for unknown names."""
         tool = self._tools.get(name)
         if tool is None:
             text = f"error: there is no tool {name}; the tools are {', '.join(self._tools) or 'none'}"

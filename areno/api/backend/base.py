@@ -15,9 +15,9 @@ class ArenoConfig:
     Args:
         model_path: checkpoint to load instead of the trainer's.
         tp_size: tensor-parallel size.
-        dp_size: data-parallel size; None is ``world_size // tp_size``.
+        dp_size: data-parallel size; None: ``world_size // tp_size``.
         devices: device ids of the ranks.
-        dummy_load: initialize random weights instead of loading the checkpoint's.
+        dummy_load: initialize random weights instead of loading the checkpoint's weights.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
@@ -26,9 +26,9 @@ class ArenoConfig:
             ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; 600).
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
-        lora: train an adapter instead of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
-            are ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``.
-            With dropout, the log-probs of a rollout differ from those of a training pass: use 0 with importance ratios.
+        lora: trains an adapter instead of the weights; fields of :class:`areno.engine.model.adapter.AdapterOptions`, which are
+            ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``. With
+            dropout, the log-probs of a rollout differ from those of a training pass: use 0 with importance ratios.
             ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own checkpoint, such as a
             reference, is the model with the adapter disabled, and takes no memory.
         fsdp: shard weights and gradients across the replicas (FSDP2) instead of only the optimizer states.
@@ -79,7 +79,7 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Make a backend selectable by name. Raises ValueError if the name is taken by another."""
+    """Make a backend selectable by name. Raises ValueError if another backend has the name."""
     registered = _REGISTRY.setdefault(backend.name.lower(), backend)
     if registered != backend:
         raise ValueError(f"a backend named {backend.name!r} is already registered: {registered.factory}")

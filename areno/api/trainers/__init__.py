@@ -3,9 +3,9 @@
 A step of reinforcement learning is ``RolloutTrainer.run_step`` in ``rollout_trainer``. It calls, in order:
 
 1. rollout: ``source`` (completions and workflows) or ``agents``; the result is a list of ``Sample``, from ``samples``
-2. reward: :mod:`areno.rewards.runner`, a reward model, or the workflow's own
-3. advantage: :mod:`areno.training.objectives.policy`; ``policy_only`` (GSPO, GRPO) and ``ppo`` choose how
-4. update: optimizer steps of the same objective; :mod:`areno.engine.train.step` takes them
+2. reward: :mod:`areno.rewards.runner`, a reward model, or the workflow itself
+3. advantage: :mod:`areno.training.objectives.policy`, with the settings of ``policy_only`` (GSPO, GRPO) or ``ppo``
+4. update: optimizer steps of the same objective, by :mod:`areno.engine.train.step`
 
 - ``supervised``: steps without generation: SFT, DPO and reward models.
 - ``base``: base of all trainers, on :class:`areno.training.loop.TrainingLoop`; ``report``: what a step writes.

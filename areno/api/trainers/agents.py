@@ -1,7 +1,7 @@
 """Agentic rollouts: runs the agent, and drops and reports unusable samples.
 
-A sample is unusable if the agent does not finish it (too many such failures stop the run), if it exceeds the context length, or
-if none of its tokens count in the loss. All are counted.
+A sample is unusable if the agent does not finish it (too many failures stop the run), if it exceeds the context length, or if
+none of its tokens count in the loss. All unusable samples are counted.
 """
 
 from __future__ import annotations

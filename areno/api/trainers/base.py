@@ -29,7 +29,7 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Last step of a run that ends with its rows: unknown in advance, as too long rows are skipped."""
+"""Last step of a run that ends with its rows; unknown in advance, because too long rows are skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:
@@ -81,7 +81,7 @@ class DatasetTrainer(TrainingLoop):
         fp32 = instance.backend.config.compute_dtype == "float32"
         gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
-            # Stale samples legitimately differ from the trained policy.
+            # Stale samples are expected to differ from the trained policy.
             logprob_gap_limit=math.inf if config.most_behind else gap_limit,
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None and config.workflow is None else None,
@@ -121,7 +121,7 @@ class DatasetTrainer(TrainingLoop):
     def fit(self) -> RunState:
         """Train until the end or a stop signal; see :meth:`TrainingLoop.fit`."""
         if self.eval_rows is not None and type(self).evaluate is DatasetTrainer.evaluate:
-            self.evaluate(self.eval_rows)  # raises now rather than after the first steps
+            self.evaluate(self.eval_rows)  # raises now instead of after the first steps
         try:
             return super().fit()
         finally:
@@ -156,7 +156,7 @@ class DatasetTrainer(TrainingLoop):
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps; a subclass may start work for later ones early."""
+        """Return the steps; a subclass may start work for later steps early."""
         return planned
 
     def _planned(self) -> Iterator[PlannedStep]:
@@ -175,7 +175,7 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Call the trainer with the run's loss and sizes; not interrupted by a signal."""
+        """Call the trainer with the run's loss and sizes; a signal does not interrupt this."""
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)

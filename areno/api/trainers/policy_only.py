@@ -1,7 +1,7 @@
-"""Policy-gradient training with one model: GSPO, GRPO, and losses like them.
+"""Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
-Advantages come from comparing rewards, without a value model. A step: samples -> rewards -> advantages -> rows -> optimizer
-steps; a KL term adds the log-probs of a frozen reference.
+Advantages are computed by comparing rewards, without a value model. A step: samples -> rewards -> advantages -> rows ->
+optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Rollout, reward, group-based advantages, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
+    """Trainer with rollouts, rewards, advantages from groups and policy steps, see :class:`TrainingLoop`."""
 
     logger = logger
 
@@ -43,12 +43,12 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
-        """Assign the advantage of the response, or of the turn, to the response tokens of a sample's rows."""
+        """Assign to each response token of a sample's rows the advantage of its response, or of its turn."""
         discount = self.config.turn_discount
         if discount is None:
             owners = [[i] * len(row.tokens) for i, sample_rows in enumerate(rows) for row in sample_rows]
             return Credits([s.reward for s in samples], [s.prompt_index for s in samples], owners)
-        # A turn is compared with the same turn of the prompt's other samples.
+        # A turn is compared with the same turn of the other samples of the prompt.
         returns = [turn_returns(sample, discount) for sample in samples]
         keys = [
             (s.prompt_index, turn) for s, values in zip(samples, returns, strict=True) for turn in range(len(values))

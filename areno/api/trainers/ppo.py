@@ -28,7 +28,7 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPODatasetTrainer")
 
 
 class PPODatasetTrainer(RolloutTrainer):
-    """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
+    """Trainer with rollouts, rewards, values, GAE, critic and policy steps, see :class:`TrainingLoop`."""
 
     logger = logger
     role: ClassVar[log_lines.Role] = "actor"
@@ -55,7 +55,7 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def learners(self) -> list[Learner]:
-        """Return the critic, and the policy, which starts after the critic's warmup."""
+        """Return two learners: the critic, and the policy, whose training starts after the critic's warmup."""
         policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
@@ -93,13 +93,13 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """Return those of the policy, and of the critic with its name as prefix."""
+        """Return the statistics of the policy, and those of the critic with the critic's name as prefix."""
         epoch, step = self.state.epoch, self.state.step
         merged: dict[str, float] = {}
         for role, stats in updates:
             if role == "critic" and stats is not None:
                 merged |= {f"critic_{name}": value for name, value in stats.items() if not name.endswith("_time_s")}
-                del merged["critic_loss"]  # the same number as critic_value_loss
+                del merged["critic_loss"]  # equal to critic_value_loss
                 merged["critic_train_time_s"] = self._seconds["train_critic"]
                 log_lines.critic_value_loss(logger, epoch, step, merged["critic_value_loss"])
             elif stats is None:

@@ -32,7 +32,7 @@ class StepReporter(Reporter):
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 
     def begin(self, total_steps: int, done_steps: int) -> None:
-        """Also write the configuration, and open the tracking services."""
+        """Show the start, write the configuration, and open the tracking services."""
         self.run_dir.write_config(dump_config(self._config))
         self._opened(done_steps)
         super().begin(total_steps, done_steps)
@@ -58,7 +58,7 @@ class StepReporter(Reporter):
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
-        """Delete lines of later steps."""
+        """Delete the lines of later steps."""
         self.run_dir.truncate_after(state.step - 1)
 
     @contextmanager
@@ -70,7 +70,7 @@ class StepReporter(Reporter):
         log_lines.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
 
     def close(self) -> None:
-        """Also flush the events, and close the tracking services."""
+        """Flush records and events, and close the tracking services."""
         super().close()
         for sink in reversed(self._sinks):
             sink.close()

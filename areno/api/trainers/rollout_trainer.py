@@ -1,13 +1,13 @@
 """Base of the on-policy trainers: prompts, rollout, rewards, several passes, evaluation.
 
 A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. A subclass supplies the last two.
-A stop signal may interrupt everything before the first optimizer step, which can be repeated; the updates are completed or,
-after an error, not saved.
+A stop signal may interrupt everything before the first optimizer step, because that work can be repeated. Updates are completed
+or, after an error, not saved.
 """
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from areno.api.evaluation import (
 from areno.api.rewards import reward_runner
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DatasetTrainer
-from areno.api.trainers.samples import REWARD, Sample
+from areno.api.trainers.samples import REWARD, Sample, rows_of
 from areno.api.trainers.source import SampleSource
 from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
@@ -39,9 +39,11 @@ from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import log_lines
 from areno.observability.samples import (
     EvalSamples,
+    Trajectory,
     completions_to_log,
     log_completions,
     log_trajectory,
+    observe,
     row_segments,
     sample_records,
 )
@@ -55,7 +57,7 @@ from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
-from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
+from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, TrainSequence
 
 
 class RolloutTrainer(DatasetTrainer):
@@ -102,13 +104,17 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Passes and minibatches of a :class:`Learner` per step."""
+        """Numbers of passes and minibatches of a :class:`Learner` per step."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
         """Load the auxiliary models."""
         reward = self.config.reward_ckpt
-        for role in [*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])]:
+        self.load_roles([*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])])
+
+    def load_roles(self, roles: Sequence[ModelRole]) -> None:
+        """Load models besides the policy."""
+        for role in roles:
             log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
             self.instance.ensure_roles({role.name: role})
             log_lines.role_init_end(self.logger, role.name)
@@ -120,8 +126,22 @@ class RolloutTrainer(DatasetTrainer):
     def prepare(self) -> None:
         """Start the reward workers, so that a broken reward file fails before the first rollout."""
         config = self.config
+        self.prepare_updates()
+        self.keep_rollouts(config.save_rollouts)
         self.sampling = rollout_sampling(config)
         self._log_limit = completions_to_log()
+        self._drawn_stats: dict[str, float] = {}
+        self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
+        self._runner: RewardRunner | None = None
+        if not config.reward_ckpt and config.workflow is None:
+            self._runner = reward_runner(config, None if config.reward_fn_path else self.reward_fn)
+            self._runner.start()
+        self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
+        self._source.load_state(self._unused_samples)
+
+    def prepare_updates(self) -> None:
+        """Create the objective, which trains on the rows of a rollout."""
+        config = self.config
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._warned_minibatches = False
         self._seconds: dict[str, float] = {}
@@ -139,14 +159,6 @@ class RolloutTrainer(DatasetTrainer):
         )
         parts = (self.instance.backend, settings, self.learners())
         self.objective = PolicyObjective(*parts, seed=config.seed, order="prompts", around=self._around)
-        self._drawn_stats: dict[str, float] = {}
-        self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
-        self._runner: RewardRunner | None = None
-        if not config.reward_ckpt and config.workflow is None:
-            self._runner = reward_runner(config, None if config.reward_fn_path else self.reward_fn)
-            self._runner.start()
-        self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
-        self._source.load_state(self._unused_samples)
 
     def cleanup(self) -> None:
         """Stop the reward workers and the sample source."""
@@ -156,11 +168,11 @@ class RolloutTrainer(DatasetTrainer):
 
     def rollout_state(self) -> Any:
         """Return the samples that have not been trained on yet."""
-        source = getattr(self, "_source", None)  # a run may end before it is prepared
+        source = getattr(self, "_source", None)  # a run may end before the source is created
         return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Load the unused samples of a checkpoint."""
+        """Load the samples of a checkpoint that have not been trained on."""
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
@@ -197,11 +209,15 @@ class RolloutTrainer(DatasetTrainer):
             drawn = self._timed("rollout", timings, self._rollout, batch)
             samples = self._timed("reward", timings, self._reward, drawn)
             rows, stats = self._timed("advantage", timings, self.make_rows, samples)
+        by_sample = rows_of(samples, rows)
+        rewards = [sample.reward for sample in samples]
+        if by_sample is not None:
+            observe([sample.prompt_index for sample in samples], rewards, by_sample)
+            self.save_rows(rows, [number for number, of_sample in enumerate(by_sample) for _ in of_sample])
         stats = self._timed("train", timings, self.update, rows) | stats
         stats |= self._source.complete(self.state.step)
         stats |= self._rollout_stats(samples, drawn, timings)
-        rewards = [sample.reward for sample in samples]
-        self._write_samples(samples, rows)
+        self._write_samples(samples, by_sample)
         return StepOutcome(
             rows=rows,
             groups=[sample.prompt_index for sample in samples],
@@ -220,15 +236,14 @@ class RolloutTrainer(DatasetTrainer):
         timings[phase] = time.perf_counter() - start
         return result
 
-    def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
+    def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
         """Write the step's most informative samples to the run directory, token by token."""
-        rows_of_samples = [sample.rows for sample in samples]
-        trajectories = None
-        if sum(map(len, rows_of_samples)) == len(rows):  # a user's trainer may create other rows
-            remaining = iter(rows)
+        computed = self.token_records()
+        trajectories: list[Trajectory] | None = None
+        if rows is not None:
             trajectories = [
-                partial(self._segments, [(row, next(remaining)) for row in sample_rows])
-                for sample_rows in rows_of_samples
+                partial(self._segments, sample.rows, sample_rows, computed)
+                for sample, sample_rows in zip(samples, rows, strict=True)
             ]
         self.run_dir.append_samples(
             sample_records(
@@ -240,8 +255,13 @@ class RolloutTrainer(DatasetTrainer):
             )
         )
 
-    def _segments(self, rows: Sequence[tuple[TrajectoryRow, TrainSequence]]) -> list[list[dict[str, Any]]]:
-        return [row_segments(trained_as, self._texts, known_roles(row), row.turns) for row, trained_as in rows]
+    def _segments(
+        self, rows: Sequence[TrajectoryRow], trained: Sequence[TrainSequence], computed: Mapping[int, TokenRecord]
+    ) -> list[list[dict[str, Any]]]:
+        return [
+            row_segments(trained_as, self._texts, known_roles(row), row.turns, computed.get(trained_as.observed))
+            for row, trained_as in zip(rows, trained, strict=True)
+        ]
 
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config
@@ -299,7 +319,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
-        """Set the rewards; drops samples without a reward or without a token to train on."""
+        """Set the rewards, and drop samples without a reward or without a token to train on."""
         samples = [sample for sample in drawn if sample.rows]
         if not samples:
             raise EngineError(
@@ -385,7 +405,7 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages; several only for an agent with branching conversations."""
+        """Return the rows of a sample, without advantages. It has several rows only if an agent's conversation branches."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
@@ -428,7 +448,7 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.score_end(logger, role, kind, rows)
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Take the optimizer steps of a step on its rows, and return the statistics."""
+        """Make the optimizer steps of a training step on its rows, and return the statistics."""
         config, prompts = self.config, len({row.group for row in rows})
         if config.update_minibatches > prompts and not self._warned_minibatches:
             self._warned_minibatches = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from areno.api.agentic.samples import AgentSample
@@ -11,7 +12,7 @@ from areno.api.evaluation import EvalAnswer
 from areno.api.records import reward_record
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, completion_row
 from areno.rollouts.trajectory import reward_of, trajectory_row
-from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence
+from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
 REWARD = "reward"
 """Metadata key of the reward in a workflow's record."""
@@ -26,15 +27,15 @@ class Sample:
     sample_index: int
     sequence: RolloutSequence  # all generated tokens
     record: RewardRecord  # input of a reward function
-    tokens: list[int]  # input of a reward model: prompt and response, for an agent its last conversation
+    tokens: list[int]  # input of a reward model: prompt and response, or the last conversation of an agent
     rows: list[TrajectoryRow]  # rows to train on
-    turn_rewards: Sequence[float] = ()  # rewards of an agent's environment, per turn
+    turn_rewards: Sequence[float] = ()  # rewards per turn from an agent's environment
     reward: float = 0.0
     advantage: float = 0.0
 
     @classmethod
     def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion; without a token it has no row."""
+        """Create the sample of a completion; a completion without tokens has no row."""
         record, row = (
             reward_record(item, prompt_index, sample_index, sequence),
             completion_row(item.input_tokens, sequence),
@@ -57,12 +58,20 @@ class Sample:
         return EvalAnswer(self.record, self.tokens, self.sequence)
 
 
+def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
+    """Divide training rows among their samples; None if a user's trainer has made other rows."""
+    if sum(len(sample.rows) for sample in samples) != len(rows):
+        return None
+    remaining = iter(rows)
+    return [list(islice(remaining, len(sample.rows))) for sample in samples]
+
+
 def workflow_sample(
     tokenizer: Any, item: PromptItem, prompt_index: int, sample_index: int, fields: dict[str, Any]
 ) -> Sample:
     """Create the sample of one row of a workflow's trajectory, with its reward.
 
-    ``fields`` are those of :func:`areno.rollouts.trajectory.samples_of`; the indices are as in :class:`Sample`.
+    ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`; for the indices see :class:`Sample`.
     """
     row = trajectory_row(fields)
     sampled = [position for position, is_sampled in enumerate(row.sampled) if is_sampled]

@@ -1,8 +1,8 @@
 """Source of samples: completions or episodes of a workflow, generated in this process or in rollout processes.
 
-By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this one
-trains; samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a user's
-class runs an episode per prompt, on the same engines.
+By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this process
+trains; samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a
+user's class runs an episode per prompt, on the same engines.
 """
 
 import logging
@@ -65,7 +65,7 @@ class SampleSource:
         self._ahead = BatchesAhead(self._begin, config.most_behind)
         try:
             if config.workflow is not None:
-                _workflow(config, sampling, self._engine.tokenizer)  # fails early if it is invalid
+                _workflow(config, sampling, self._engine.tokenizer)  # fails early if the workflow is invalid
             if config.uses_replicas:
                 self._fleet = _fleet(config, self._engine)
                 self.deliver(version)
@@ -74,7 +74,7 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps, starting batches of later ones early in the rollout processes."""
+        """Return the steps; rollout processes start the batches of later steps early."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -212,7 +212,7 @@ class SampleSource:
         return state or None
 
     def load_state(self, state: Any) -> None:
-        """Use the samples of :meth:`export_state`; unfinished ones are restarted."""
+        """Use the samples of :meth:`export_state`; unfinished samples are restarted."""
         if state and self._config.workflow is None:
             state = {
                 step: {index: RolloutResult([RolloutSequence(**s) for s in saved]) for index, saved in parts.items()}
@@ -235,7 +235,7 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes, with the layout of a trainer replica, on the devices after the trainer's."""
+    """Start the rollout processes, with the layout of a trainer replica, on the devices after those of the trainer."""
     replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
     device = engine.config.device
     devices = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]

@@ -55,7 +55,7 @@ class AllocationValidationError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """Parallel sizes of an engine; ``expert_tensor`` of 0 means that of the other layers."""
+    """Parallel sizes of an engine; ``expert_tensor`` 0 means the tensor size of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -70,7 +70,7 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Number of devices: d t p c; experts are sharded across the same ones."""
+        """Number of devices: d t p c; experts are sharded across the same devices."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -82,7 +82,7 @@ class ParallelStrategy:
     def expert_ranks(self) -> int:
         """Expert-parallel size for experts with the tensor size of the other layers; 0 if it is not an integer.
 
-        Experts with their own tensor size take as many devices.
+        Experts with their own tensor size occupy the same number of devices.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
@@ -119,7 +119,7 @@ class ModelAllocation:
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} names several engines where one is expected; set the backend of each section"
+                f"{spec!r} names several engines, but one is expected; set the backend of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
@@ -152,7 +152,7 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Its section: its name, else rollout or actor by kind."""
+        """Section of the engine: its name, else rollout or actor, by kind."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
@@ -226,7 +226,7 @@ def _members(component: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Several engines: components on separate devices, each a group of engines on the same devices."""
+    """Several engines: components on separate devices; a component is a group of engines on the same devices."""
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 
@@ -279,7 +279,7 @@ class AllocationMode:
         for first, engine in ((first, engine) for first, *later in self.components for engine in later):
             if not engine.name:
                 raise InvalidAllocationModeError(
-                    f"{text!r}: {engine} shares devices and has no name; write {engine.backend}[actor]:..."
+                    f"{text!r}: {engine} shares devices but has no name; write {engine.backend}[actor]:..."
                 )
             if engine.world_size != first.world_size:
                 raise InvalidAllocationModeError(

@@ -1,7 +1,6 @@
-"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
-
-All keep their documented defaults, so that existing files load. areno's engine replaces the two training backends: it applies
-layouts and settings with an equivalent, and ignores the others.
+"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron. All sections keep their documented
+defaults, so that existing files can be loaded. areno's engine replaces the two training backends: it applies layouts and
+settings with an equivalent, and ignores the others.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,9 @@ _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Setting of Transformer Engin
 NO_STAGES = "there is one stage, because backend has no p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
-_NO_FP8 = "FP8 needs a GPU of compute capability 8.9 or newer, and is untested; remove it to train in actor.dtype"
+_NO_FP8 = (
+    "FP8 needs a GPU of compute capability 8.9 or newer, and is untested; remove the setting to train in actor.dtype"
+)
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -38,15 +39,15 @@ _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 class Stages:
     """How layers are assigned to pipeline stages."""
 
-    interleaved: bool = False  # each stage has several runs of consecutive layers
-    runs: int | None = None  # runs per stage; None follows from the others
+    interleaved: bool = False  # each stage has several model chunks (ranges of consecutive layers)
+    runs: int | None = None  # model chunks per stage; None: derived from the other fields
     layers_per_run: int | None = None
-    less: tuple[int, int] = (0, 0)  # layers that the first and the last run have fewer than others
+    less: tuple[int, int] = (0, 0)  # by how many layers the first and the last chunk are shorter than the others
 
 
 @dataclass
 class SGLangConfig:
-    """SGLang servers: options of the command line, passed through."""
+    """SGLang servers: options that are passed to the server's command line."""
 
     model_path: str = _sglang("")
     random_seed: int = _sglang(1)
@@ -74,7 +75,9 @@ class SGLangConfig:
     enable_memory_saver: bool = _sglang(False)
     allow_auto_truncate: bool = _sglang(False)
     attention_backend: str | None = _sglang("fa3")
-    enable_multimodal: bool = _sglang(False, refused="images are not supported; remove it, and train a text model")
+    enable_multimodal: bool = _sglang(
+        False, refused="images are not supported; remove the setting, and train a text model"
+    )
     sampling_backend: str | None = _sglang(None)
     context_length: int | None = _sglang(32768)
     mem_fraction_static: float | None = _sglang(0.9)
@@ -107,7 +110,7 @@ class SGLangConfig:
 
 @dataclass
 class vLLMConfig:  # noqa: N801
-    """vLLM servers: options of the command line, passed through."""
+    """vLLM servers: options that are passed to the server's command line."""
 
     model: str = _vllm("")
     seed: int = _vllm(1)
@@ -158,24 +161,26 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With p: 1F1B has one run of layers per stage, the others two. The zero-bubble schedules run as Interleaved1F1B.",
+        "With p: 1F1B has one model chunk per stage, the others have two. The zero-bubble schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
-    pp_layers_per_stage: int | None = setting(None, "With p: layers per run; null lets the schedule decide.", minimum=1)
+    pp_layers_per_stage: int | None = setting(
+        None, "With p: layers per model chunk; null lets the schedule decide.", minimum=1
+    )
     pp_first_stage_less_layers: int = setting(
-        1, "With p: layers that the first run has fewer, to make up for the embedding.", minimum=0
+        1, "With p: by how many layers the first model chunk is shorter, to compensate for the embedding.", minimum=0
     )
     pp_last_stage_less_layers: int = setting(
-        1, "With p: layers that the last run has fewer, to make up for the output layer.", minimum=0
+        1, "With p: by how many layers the last model chunk is shorter, to compensate for the output layer.", minimum=0
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether sharded layers are freed between forward and backward; default frees them without p only.",
+        "Whether sharded layers are freed between forward and backward; default frees them only without p.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms, with a warning for operations without one."
+        False, "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have none."
     )
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
@@ -259,7 +264,11 @@ class MegatronEngineConfig:
     ddp: DistributedDataParallelConfig = section(
         DistributedDataParallelConfig, "Data parallelism.", no_effect=OWN_ENGINE
     )
-    virtual_pipeline_parallel_size: int = setting(1, "With p: runs of consecutive layers per stage.", minimum=1)
+    virtual_pipeline_parallel_size: int = setting(
+        1,
+        "With p: model chunks (ranges of consecutive layers) per stage.",
+        minimum=1,
+    )
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
     use_precision_aware_optimizer: bool = setting(False, _MEGATRON, no_effect=_STATES)
     main_grads_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
@@ -269,7 +278,7 @@ class MegatronEngineConfig:
     async_save: bool = _megatron(False)
     use_checkpoint_opt_param_scheduler: bool = _megatron(True)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms, with a warning for operations without one."
+        False, "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have none."
     )
     recompute_granularity: str | None = setting("full", _MEGATRON, no_effect=_RECOMPUTES)
     recompute_method: str | None = setting("uniform", _MEGATRON, no_effect=_RECOMPUTES)
@@ -309,7 +318,7 @@ class MegatronEngineConfig:
     def mapped(self) -> Iterator[tuple[str, str]]:
         """Yield changed settings that areno's engine applies, and their effect."""
         if (runs := self.virtual_pipeline_parallel_size) > 1:
-            yield "virtual_pipeline_parallel_size", f"each stage has {runs} runs of layers"
+            yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):
             if getattr(self, name):
                 yield name, "weights are sharded as with fsdp.shard_weights"

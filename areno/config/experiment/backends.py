@@ -28,7 +28,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
         elif missing := _unsupported(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
-            yield f"{role}.backend {spec} differs from actor.backend: {role} runs on the actor's ranks; remove it"
+            yield f"{role}.backend {spec} differs from actor.backend: {role} runs on the actor's ranks; remove the setting"
         else:
             yield from _layout(config, role, allocation)
     if unsupported and config.allocation_mode:
@@ -48,15 +48,18 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
-            yield f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove it"
+            yield (
+                f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove the "
+                "setting"
+            )
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):
-        yield f"rollout.scheduling_strategy.fork false {where}: a server is a separate process; remove it"
+        yield f"rollout.scheduling_strategy.fork false {where}: a server is a separate process; remove the setting"
     if rollout.speculate:
-        yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove it"
+        yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove the setting"
     if rollout.return_routed_experts:
-        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; remove it"
+        yield f"rollout.return_routed_experts true {where}: areno does not read the routing of servers; remove the setting"
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
         yield f"rollout.api_url lists {len(addresses)} servers {where}: set {replicas}, comma-separated"
@@ -65,7 +68,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield what the engine of a role does not support on several ranks."""
+    """Yield settings that the engine of a role does not support on several ranks."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
@@ -85,7 +88,7 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """Yield what pipeline and expert parallelism cannot be combined with."""
+    """Yield settings that cannot be combined with pipeline or expert parallelism."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):
@@ -106,10 +109,10 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
 
 
 def unshardable(config: Any) -> Iterator[str]:
-    """Yield why the actor's weights cannot be sharded across its ranks (FSDP2)."""
+    """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2)."""
     parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
     if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or remove it"
+        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and not shards_tensor_parallel():
         yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
     if config.actor.load_in_4bit:

@@ -1,7 +1,7 @@
 """Builds a configuration from a tree of raw values: defaults, inheritance and interpolation, then types and bounds.
 
-Unset values are first filled in with their default, or with ``${path}`` of the setting that they inherit. So one pass resolves
-all interpolations, which may refer to any setting.
+Unset settings first get their default, or ``${path}`` of the setting from which they inherit. So a single pass can resolve all
+interpolations, which may refer to any setting.
 """
 
 import copy
@@ -29,29 +29,30 @@ ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Short names of settings."""
 
 _REJECTION = "is now rejection_sampling.upper; set that in the section of this key"
-_PROGRAM = "is a setting of the program that the file was written for; remove it"
+_PROGRAM = "is a setting of the program that the file was written for; remove the key"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
-        "is now rejection_sampling: token_mask is level: token with action: mask, token_truncate is level: token with "
-        "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
+        "is now the section rejection_sampling: for token_mask set {level: token, action: mask}, for token_truncate "
+        "{level: token, action: clamp}, for sequence_mask and sequence_truncate the same with level: sequence, and for "
+        "disabled set the section to null"
     ),
-    "group_size": "is gconfig.n_samples here, the answers to a prompt; remove it",
-    "dynamic_sampling": "is not a setting here; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
+    "group_size": "is gconfig.n_samples in areno, the number of answers per prompt; remove the key",
+    "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
     "filter groups",
     "recompute_logprobs": "is spelled recompute_logprob",
-    "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME instead",
-    "model_path": "is actor.path here; write actor.path=MODEL instead",
+    "reward_fn_path": "is reward.fn in areno; write reward.fn=file.py:NAME instead",
+    "model_path": "is actor.path in areno; write actor.path=MODEL instead",
     "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N instead",
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
     "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
     "agent_run_args": "are arguments of the agent; write them as workflow.kwargs instead",
     "eval_workflow": f"{_PROGRAM}; evaluation uses the workflow of training",
-    "n_trajs": "is gconfig.n_samples here; write gconfig.n_samples=N instead",
-    "max_tokens_per_trajectory": "is gconfig.max_tokens here; write gconfig.max_tokens=N instead",
+    "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
+    "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Keys of earlier versions of the format, and of programs that published files were written for, by last name."""
+"""Last names of keys of earlier versions of the format, and of programs for which published files were written."""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -97,8 +98,13 @@ def without_aliases(values: Tree) -> Tree:
 def unknown_key(path: str, root: type, value: Any = None) -> str:
     """Return the message for an unknown key: its replacement, or the nearest name."""
     section, _, last = path.rpartition(".")
-    if section == "teacher" and last in settings_of(TrainEngineConfig):  # deprecated: its own engine
-        return "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
+    if section == "teacher" and last in settings_of(
+        TrainEngineConfig
+    ):  # deprecated form of teacher, with its own engine
+        return (
+            "teacher: the actor's engine scores with the teacher; keep path, rl_loss_weight and distill_loss_weight, "
+            "remove the rest"
+        )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
@@ -205,9 +211,9 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """Return a copy with each ``${path}`` replaced by its value, which saves the 30 ms of OmegaConf.
+    """Return a copy with each ``${path}`` replaced by its value; OmegaConf would take 30 ms longer.
 
-    Raises LookupError: there is anything but plain values and paths of them.
+    Raises LookupError if an interpolation is not the path of a plain value.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}
@@ -239,7 +245,7 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
         try:
             fields[name] = _value(values.get(name, entry.default), entry, path, context)
         except UsageError as error:
-            if path not in context.inherited:  # otherwise reported for the setting that it inherits from
+            if path not in context.inherited:  # otherwise reported for the setting from which it inherits
                 context.problems.add(str(error))
     if len(fields) < len(entries) or (context.problems.messages and not prefix):
         return None

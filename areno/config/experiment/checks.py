@@ -15,7 +15,7 @@ from areno.config.experiment.setting_declaration import at, ineffective, setting
 from areno.config.options import nearest
 from areno.config.paths import is_address
 
-_SECTIONS_WITH_FILES = ("saver", "recover")  # may have their own root
+_SECTIONS_WITH_FILES = ("saver", "recover")  # may differ from cluster.fileroot
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
 _OF_EACH_ROLE |= {"scheduling_strategy", "scheduling_spec", "mb_spec", "optimizer", "archon", "megatron"}
 
@@ -53,7 +53,10 @@ def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
             f"scheduler.type={config.scheduler.type}; use nfs or etcd3"
         )
     if isinstance(config, PPOConfig) and config.actor.weight_update_mode == "shm":
-        yield "actor.weight_update_mode=shm: machines share no memory; use xccl, or disk with a shared cluster.fileroot"
+        yield (
+            "actor.weight_update_mode=shm: different machines share no memory; use xccl, or disk with a shared "
+            "cluster.fileroot"
+        )
 
 
 def _names(config: BaseExperimentConfig) -> Iterator[str]:
@@ -70,7 +73,7 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
             yield (
                 f"{path} {value!r} differs from {name} {getattr(config, name)!r}: an experiment has one name, by which "
-                f"recovery finds it; remove {path}"
+                f"recovery finds the experiment; remove {path}"
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
@@ -100,7 +103,7 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
     if valid is not None and valid.type != kind:
         yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
     if valid is not None and not config.train_dataset.drop_last:
-        because = "because an evaluation uses all rows; remove it"
+        because = "because an evaluation uses all rows; remove the setting"
         yield from at("valid_dataset", ineffective(valid, ("drop_last",), because))
 
 
@@ -110,7 +113,9 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
         engine = engine_of(config, role)
         if engine is not None and engine.is_critic != is_critic:
             kind = "a reward model or critic" if is_critic else "a policy"
-            yield f"{role}.is_critic {shown(engine.is_critic)}: {role} is {kind} here; set {role}.is_critic={shown(is_critic)}"
+            yield (
+                f"{role}.is_critic {shown(engine.is_critic)}: {role} is {kind}; set {role}.is_critic={shown(is_critic)}"
+            )
     actor = engine_of(config, "actor")
     if actor is None:
         return
@@ -122,8 +127,8 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
     for name, value in tokenizers.items():
         if value not in ("", actor.path):
             yield (
-                f"{name} {value!r} differs from actor.path {actor.path!r}: the tokenizer is that of the model's folder; "
-                "remove it"
+                f"{name} {value!r} differs from actor.path {actor.path!r}: the tokenizer comes from the model's folder; "
+                "remove the setting"
             )
     for role in ("critic", "ref"):
         if (engine := engine_of(config, role)) is not None:
@@ -145,9 +150,9 @@ def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfi
             continue
         setting = f"{role}.{name} {shown(value)}".strip()
         if name in shared and name not in _OF_EACH_ROLE and not entry.info.no_effect:
-            yield f"{setting} has no effect: {role} runs in the actor's engine, which decides it; remove it"
+            yield f"{setting} has no effect: {role} runs in the actor's engine, whose setting applies; remove the setting"
         elif name not in shared and role == "ref":
-            yield f"{setting} has no effect: a reference is not trained; remove it"
+            yield f"{setting} has no effect: a reference is not trained; remove the setting"
 
 
 def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
@@ -157,10 +162,12 @@ def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
     if isinstance(config, DPOConfig):
         yield from check_algorithm(config.actor)
         if config.actor.algorithm and config.ref.path != config.actor.path:
-            yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; remove it"
-    because = "in an experiment without rollouts; remove it"
+            yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; remove the setting"
+    because = "in an experiment without rollouts; remove the setting"
     yield from at("actor", ineffective(actor, ("weight_update_mode",), because))
-    yield from at("actor", ineffective(actor, ("temperature",), "in an experiment without rollouts; remove it"))
+    yield from at(
+        "actor", ineffective(actor, ("temperature",), "in an experiment without rollouts; remove the setting")
+    )
 
 
 def _policy(config: PPOConfig) -> Iterator[str]:
@@ -186,7 +193,7 @@ def _reference(config: PPOConfig) -> Iterator[str]:
     if critic is not None and critic.optimizer is None:
         yield "critic.optimizer is missing, so the critic would not be trained; set it, such as critic.optimizer.lr=1e-5"
     if critic is not None and critic.mask_no_eos_with_zero != config.actor.mask_no_eos_with_zero:
-        yield "critic.mask_no_eos_with_zero differs from the actor's, but both use the same reward; remove it"
+        yield "critic.mask_no_eos_with_zero differs from the actor's, but both use the same reward; remove the setting"
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
@@ -212,23 +219,26 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Check that settings repeated in several sections are equal: the trained policy is the sampling policy."""
+    """Check that settings repeated in several sections are equal, because the trained policy is also the sampling policy."""
     sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
         for name in ("temperature", "max_new_tokens"):
             value = getattr(sampled, name)
             other = getattr(getattr(config, role), name, value)
             if other != value:
-                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, used for sampling; remove it"
+                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, used for sampling; remove the setting"
     if rollout.consumer_batch_size != batch:
         yield (
             f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
-            "prompts of a step; remove it"
+            "number of prompts per step; remove the setting"
         )
     if rollout.use_lora != config.actor.use_lora:
-        yield "rollout.use_lora differs from actor.use_lora: rollout uses the trained weights; remove it"
+        yield "rollout.use_lora differs from actor.use_lora: rollout uses the trained weights; remove the setting"
     if rollout.lora_name != sampled.lora_name:
-        yield f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; remove it"
+        yield (
+            f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; remove the "
+            "setting"
+        )
     if config.eval_gconfig is not None and config.valid_dataset is None:
         yield "eval_gconfig has no effect without valid_dataset; set that too"
     for name in ("gconfig", "eval_gconfig"):
@@ -246,8 +256,8 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             continue
         if norm.group_size != samples:
             yield (
-                f"actor.{name}.group_size {norm.group_size} is not gconfig.n_samples {samples}, so that groups would mix "
-                "prompts; remove it"
+                f"actor.{name}.group_size {norm.group_size} is not gconfig.n_samples {samples}, so groups would mix prompts; "
+                "remove the setting"
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
@@ -300,13 +310,13 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check the teacher, whose sections must agree with the others because the actor's engine scores it."""
+    """Check the teacher: because the actor's engine scores with it, its sections must agree with the actor's."""
     if config.teacher is None:
         return
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
         yield (
-            f"teacher.path={config.teacher.path}: a server scores at temperature 1, and gconfig.temperature is "
-            f"{config.gconfig.temperature}; set that to 1, or use the teacher's model folder"
+            f"teacher.path={config.teacher.path}: a server scores at temperature 1, but gconfig.temperature is "
+            f"{config.gconfig.temperature}; set gconfig.temperature to 1, or use the teacher's model folder"
         )
     for name in ("rollout", "train"):
         section = getattr(config.teacher, name)
@@ -317,8 +327,8 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
             agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
             if not entry.is_section and not agrees:
                 yield (
-                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; "
-                    "remove it"
+                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; remove "
+                    "the setting"
                 )
 
 

@@ -34,7 +34,7 @@ ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Names of attention implementations; a kernel of the hub is written ``owner/repo[@revision][:entry]``."""
 
 SUPPORTED_ATTENTION = (AUTO, "sdpa", "eager", "flash_attention_2")
-"""Supported ones: fused kernels, or (eager) the explicit score matrix."""
+"""Supported attention implementations: fused kernels, or (eager) the explicit score matrix."""
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 _MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
@@ -54,7 +54,7 @@ class OptimizerConfig:
     weight_decay: float = setting(0.01, "Decoupled weight decay.", minimum=0)
     beta1: float = setting(0.9, "Decay of the first moment; adam and adam_bf16.", minimum=0, below=1)
     beta2: float = setting(0.999, "Decay of the second moment; adam and adam_bf16.", minimum=0, below=1)
-    eps: float = setting(1e-08, "Added to the root of the second moment; adam and adam_bf16.", above=0)
+    eps: float = setting(1e-08, "Added to the square root of the second moment; adam and adam_bf16.", above=0)
     min_lr_ratio: float = setting(
         0.0, "Final learning rate of a linear or cosine schedule, as a fraction of lr.", minimum=0, maximum=1
     )
@@ -72,13 +72,13 @@ class OptimizerConfig:
     hysteresis: int = setting(2, "Overflows before the loss scale is halved; dtype float16.", minimum=1)
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
-        False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update there."
+        False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."
     )
 
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         if self.type == "sgd":
-            yield from ineffective(self, ("beta1", "beta2", "eps"), "with type sgd; remove it, or use type adam")
+            yield from ineffective(self, ("beta1", "beta2", "eps"), "with type sgd; use type adam")
         if self.lr_scheduler_type == "constant":
             yield from ineffective(self, ("min_lr_ratio",), "with lr_scheduler_type constant; use linear or cosine")
 
@@ -90,9 +90,11 @@ class MicroBatchSpec:
     n_mbs: int | None = setting(
         1, "Number of micro-batches per device; the minimum when max_tokens_per_mb is set.", minimum=1
     )
-    granularity: int = setting(1, "Number of adjacent rows that stay in one micro-batch, such as pairs.", minimum=1)
+    granularity: int = setting(1, "Number of adjacent rows that stay in one micro-batch (2 for pairs).", minimum=1)
     max_tokens_per_mb: int | None = setting(
-        None, "Maximum tokens of a micro-batch. Set it to what fits into memory; a longer row gets its own.", minimum=1
+        None,
+        "Maximum tokens of a micro-batch. Set it to what fits into memory; a longer row gets a micro-batch of its own.",
+        minimum=1,
     )
     n_mbs_divisor: int = setting(1, "Make the number of micro-batches a multiple of this.", minimum=1)
     packing_algorithm: str = setting(
@@ -147,7 +149,7 @@ class FSDPWrapPolicy:
     """Modules that FSDP wraps."""
 
     transformer_layer_cls_to_wrap: list[str] | None = setting(
-        None, "Class names of the modules to wrap individually; null takes the decoder layers."
+        None, "Class names of the modules to wrap individually; null: the decoder layers."
     )
 
 
@@ -158,7 +160,7 @@ class FSDPEngineConfig:
     shard_weights: bool | None = setting(
         None,
         "Shard weights and gradients across the d replicas (FSDP2); false shards only optimizer states (ZeRO-1).",
-        shown="true for fp32 AdamW on d2 or more, without t and LoRA",
+        shown="true for fp32 AdamW on d2 or more without t and LoRA, else false",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
@@ -168,7 +170,7 @@ class FSDPEngineConfig:
     )
     per_layer_optim_step: bool = setting(
         False,
-        "GPU only: keep optimizer states in host memory, and update there, as with optimizer.offload.",
+        "GPU only: keep optimizer states in host memory and update them there, as with optimizer.offload.",
     )
     optim_step_prefetch_layers: int = setting(
         1,
@@ -179,7 +181,7 @@ class FSDPEngineConfig:
     shard_vision_across_sp: bool = setting(
         False,
         "Distribute the images of a vision model over the context-parallel ranks.",
-        refused="vision models are not supported; remove it",
+        refused="vision models are not supported; remove the setting",
     )
 
 
@@ -225,7 +227,7 @@ class TrainEngineConfig:
     )
     disable_dropout: bool = setting(
         False,
-        "Train without dropout. areno always does: rollouts have none, so importance ratios would be noise.",
+        "Train without dropout. areno always does: rollouts have no dropout, so with it importance ratios would be noise.",
         no_effect="training never uses dropout, because rollouts do not",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
@@ -249,7 +251,7 @@ class TrainEngineConfig:
     )
     optimizer_dtype: str = setting(
         "float32",
-        "Dtype of Adam's moments; master weights stay float32, or small updates would be lost.",
+        "Dtype of Adam's moments. Master weights are always float32, because small updates would be lost otherwise.",
         choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
@@ -266,7 +268,7 @@ class TrainEngineConfig:
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "GPU only: keep optimizer states, and sharded weights, in host memory, and update there.",
+        "GPU only: keep optimizer states, and weights if sharded, in host memory, and update them there.",
     )
     use_lora: bool = setting(False, "Train an adapter and freeze the weights.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
@@ -278,7 +280,7 @@ class TrainEngineConfig:
         False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "Compute prefixes shared by rows of a micro-batch once.")
+    enable_tree_training: bool = setting(False, "Compute a prefix that rows of a micro-batch share only once.")
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of this model's workers; one or two entries.")
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
@@ -289,7 +291,7 @@ class TrainEngineConfig:
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     log_level: str = of_gateway("warning", "Log level of the services of v2.")
     request_timeout: float = setting(
-        3600.0, "With several ranks: abort the run when one makes no progress for this many seconds.", above=0
+        3600.0, "With several ranks: abort the run if a rank makes no progress for this many seconds.", above=0
     )
     setup_timeout: float = setting(3600.0, "Timeout for a worker to load its model, in seconds.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
@@ -302,7 +304,10 @@ class TrainEngineConfig:
             choices = f"choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]"
             yield "attn_impl", f"{name!r} is unknown{nearest(name, ATTENTION)}; {choices}"
         elif name not in SUPPORTED_ATTENTION:
-            yield "attn_impl", f"{name} is not supported; remove it, or choose {', '.join(SUPPORTED_ATTENTION[1:])}"
+            yield (
+                "attn_impl",
+                f"{name} is not supported; choose {', '.join(SUPPORTED_ATTENTION[1:])}",
+            )
         if self.use_kernels and (missing := missing_packages("kernels")):
             yield "use_kernels", f"needs {missing}"
         if not self.use_lora:
@@ -312,14 +317,16 @@ class TrainEngineConfig:
             yield ("load_in_4bit" if self.load_in_4bit else "use_lora"), f"needs {missing}"
         if self.optimizer is None:
             yield from ineffective(
-                self, ("offload",), "on a model that is not trained; remove it, or set actor.fsdp.offload_params"
+                self,
+                ("offload",),
+                "on a model that is not trained; remove the setting, or set actor.fsdp.offload_params",
             )
         if not self.gradient_checkpointing:
-            because = "without gradient_checkpointing, whose layer inputs it offloads; set that too"
+            because = "without gradient_checkpointing, whose layer inputs are what it offloads; set gradient_checkpointing too"
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
             remedy = "set mb_spec.packing_algorithm to ffd, or remove it"
-            yield "enable_tree_training", f"packs rows by shared prefix; {remedy}"
+            yield "enable_tree_training", f"needs rows packed by shared prefix; {remedy}"
         if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
             remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove it for all linear layers"
             yield "target_modules", f"{', '.join(megatron)} are layer names of Megatron; {remedy}"
@@ -349,8 +356,12 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     reward_bias: float = setting(0.0, "Offset added to rewards.")
     reward_clip: float = setting(20.0, "Scaled rewards are clipped to this magnitude.", above=0)
     overlong_reward_penalty: bool = setting(False, "DAPO: penalize answers near the length limit.")
-    overlong_tokens: int | None = setting(None, "Tokens before the limit over which the penalty grows.", minimum=1)
-    overlong_penalty_factor: float | None = setting(None, "Penalty at the limit.", above=0)
+    overlong_tokens: int | None = setting(
+        None,
+        "Length of the penalized range before the limit, in tokens.",
+        minimum=1,
+    )
+    overlong_penalty_factor: float | None = setting(None, "Penalty at the length limit.", above=0)
     mask_no_eos_with_zero: bool = setting(False, "A truncated answer gets no task reward.")
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
@@ -361,17 +372,17 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         minimum=0,
         shown="0.1 with a ref and without kl_loss_coef, else 0",
     )
-    kl_estimator: str = setting("k1", "Estimator of that KL.", choices=("k1", "k2", "k3"))
+    kl_estimator: str = setting("k1", "Estimator of the KL penalty in the reward (kl_ctl).", choices=("k1", "k2", "k3"))
     kl_loss_coef: float = setting(0.0, "Coefficient of a KL term against the reference in the loss.", minimum=0)
-    kl_loss_type: str = setting("low_var_kl", "Estimator of that term.", choices=KL_TYPES)
+    kl_loss_type: str = setting("low_var_kl", "Estimator of the KL term in the loss (kl_loss_coef).", choices=KL_TYPES)
     recompute_logprob: bool = setting(
-        False, "Recompute log-probs with the weights before the update, instead of using those of the rollout."
+        False, "Recompute log-probs with the weights before the update, instead of using the log-probs of the rollout."
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
         None, "Bounds on the importance weight of the decoupled loss; null does not bound it."
     )
     log_agent_stats: bool = setting(False, "Report the statistics that agents return.")
-    log_agent_stats_keys: list[str] = setting([], "Which of them; empty means all.")
+    log_agent_stats_keys: list[str] = setting([], "Names of these statistics to report; empty means all.")
     max_new_tokens: int = setting(
         1024,
         "Maximum tokens of an answer, the limit of the overlong penalty.",
@@ -390,7 +401,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
     def problems(self) -> Problems:
-        """Yield the problems that do not depend on whether it is trained."""
+        """Yield the problems that do not depend on whether the actor is trained."""
         return TrainEngineConfig.problems(self)
 
     def policy_problems(self) -> Problems:
@@ -426,9 +437,12 @@ class PPOCriticConfig(TrainEngineConfig):
     is_critic: bool = setting(True, "A critic returns one number per token.")
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
-    eps_clip: float = setting(0.5, "Clip range of the change of values.", above=0)
+    eps_clip: float = setting(0.5, "Clip range of the change of a value.", above=0)
     mask_no_eos_with_zero: bool = setting(
-        False, "As for the actor.", inherits="actor.mask_no_eos_with_zero", shown="actor.mask_no_eos_with_zero"
+        False,
+        "A truncated answer gets no task reward, as for the actor.",
+        inherits="actor.mask_no_eos_with_zero",
+        shown="actor.mask_no_eos_with_zero",
     )
 
 
@@ -436,7 +450,7 @@ class PPOCriticConfig(TrainEngineConfig):
 class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
     """A model trained on preference pairs."""
 
-    beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
+    beta: float = setting(0.1, "Strength of the regularization towards the reference (beta).", above=0)
     loss_type: str = setting(
         "sigmoid",
         "sigmoid is DPO; ipo is IPO, with log-probs averaged per token; hinge is SLiC.",
@@ -464,7 +478,8 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         "Move the teacher to host memory between steps.",
-        refused="frozen weights stay on the device unless they are sharded; remove it, or set actor.fsdp.offload_params",
+        refused="frozen weights stay on the device unless they are sharded; remove the setting, or set "
+        "actor.fsdp.offload_params",
     )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)
@@ -473,8 +488,11 @@ class TeacherConfig:
         """Yield the problems within the section."""
         other = "train" if self.engine_type == "rollout" else "rollout"
         if getattr(self, other) is not None:
-            yield other, f"has no effect with engine_type {self.engine_type}; remove it"
+            yield other, f"has no effect with engine_type {self.engine_type}; remove the setting"
         if not self.path:
             yield "path", "is missing; set the teacher's model folder or repo id"
         if self.rl_loss_weight == self.distill_loss_weight == 0:
-            yield "distill_loss_weight", "and rl_loss_weight are both 0, so nothing would be learned; set one above 0"
+            yield (
+                "distill_loss_weight",
+                "and rl_loss_weight are both 0, so nothing is learned; set one above 0",
+            )

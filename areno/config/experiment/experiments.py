@@ -43,7 +43,7 @@ class BaseExperimentConfig:
     enable_offload: bool = setting(
         False,
         "GPU only: let engines keep data in host memory.",
-        no_effect="offload of each engine and optimizer controls what is kept in host memory",
+        no_effect="the setting offload of each engine and optimizer decides what is kept in host memory",
     )
     total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
     total_train_steps: int | None = setting(None, "Stop after this many steps; null trains for all epochs.", minimum=1)
@@ -58,7 +58,7 @@ class BaseExperimentConfig:
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Statistics loggers.")
     perf_tracer: PerfTracerConfig | None = section(None, "Performance traces of each process; null writes none.")
     memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes none.")
-    recover: RecoverConfig = section(RecoverConfig, "Recovery points.")
+    recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "The scheduler that starts worker processes.")
@@ -84,27 +84,29 @@ class PPOConfig(BaseExperimentConfig):
     )
     rollout: InferenceEngineConfig = section(InferenceEngineConfig, "The inference engine.")
     actor: PPOActorConfig = section(PPOActorConfig, "The policy.")
-    ref: PPOActorConfig | None = section(None, "A frozen reference policy for KL terms; null for none.")
-    critic: PPOCriticConfig | None = section(None, "A value model; null for none.")
-    teacher: TeacherConfig | None = section(None, "A teacher for distillation; null for none.")
+    ref: PPOActorConfig | None = section(None, "A frozen reference policy for KL terms; null: none.")
+    critic: PPOCriticConfig | None = section(None, "A value model; null: none.")
+    teacher: TeacherConfig | None = section(None, "A teacher for distillation; null: none.")
     async_training: bool | None = setting(
-        None, "Deprecated: must agree with rollout.max_head_offpolicyness, which decides; null is not checked."
+        None, "Deprecated: must agree with rollout.max_head_offpolicyness, which decides; null skips the check."
     )
     dynamic_bs: bool = setting(
-        False, "Complete a batch when accepted and rejected groups together reach batch_size, and train on fewer."
+        False,
+        "Complete a batch when accepted and rejected groups together reach batch_size, and train on the accepted "
+        "groups only.",
     )
     success_rate_lb: float | None = setting(
-        None, "Filter out prompts whose mean reward is below this; null sets no bound.", minimum=0, maximum=1
+        None, "Filter out prompts whose mean reward is below this; null: no bound.", minimum=0, maximum=1
     )
     success_rate_ub: float | None = setting(
-        None, "Filter out prompts whose mean reward is above this; null sets no bound.", minimum=0, maximum=1
+        None, "Filter out prompts whose mean reward is above this; null: no bound.", minimum=0, maximum=1
     )
     reward: RewardConfig = section(RewardConfig, "The reward function and its timeout, or the reward model.")
     workflow: WorkflowConfig = section(WorkflowConfig, "The workflow that turns a prompt into a trajectory.")
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """``workflow``; if a subclass redefines it, the default section, with a string as its path."""
+        """The section ``workflow``; a string, which a subclass may use instead, becomes the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value

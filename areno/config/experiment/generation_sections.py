@@ -10,21 +10,22 @@ from typing import Any
 
 from areno.config.experiment.setting_declaration import Problems, changed, ineffective, section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
+from areno.config.saved_rollouts import kept_rollouts
 from areno.errors import UsageError
 
 ADMIN_KEY = "random for each run"
-"""Default of keys, as shown in help: there is no well-known one."""
+"""Default of API keys as shown in help: a random key."""
 
-NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove it, or set _version=v1"
+NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove the setting, or set _version=v1"
 """Why ``_version`` v2 is rejected."""
 
 of_gateway = partial(setting, no_effect="read by services of _version v2 only")
 """Declares a setting of gateway services."""
 
-loading_timeout = partial(setting, no_effect="setup_timeout limits starting and loading together")
+loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
 """Declares a timeout of process start only."""
 
-_NO_BEAMS = "beam search is not supported; remove it, and sample or use greedy"
+_NO_BEAMS = "beam search is not supported; remove the setting, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _PENALISED = _SAMPLING | {"frequency_penalty": "frequency_penalty"}
 _OPENAI_NAMES = {
@@ -40,7 +41,11 @@ class GenerationHyperparameters:
 
     n_samples: int = setting(1, "Answers per prompt (the group size).", minimum=1)
     max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
-    min_new_tokens: int = setting(0, "Minimum tokens of an answer: no end of sequence and no stop before.", minimum=0)
+    min_new_tokens: int = setting(
+        0,
+        "Minimum tokens of an answer: end-of-sequence and stop tokens are excluded before.",
+        minimum=0,
+    )
     max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
     greedy: bool = setting(False, "Always take the most likely token.")
     top_p: float = setting(
@@ -53,7 +58,7 @@ class GenerationHyperparameters:
     skip_special_tokens: bool = setting(True, "Remove special tokens from the decoded text.")
     stop: list[str] | None = setting(None, "Texts that end an answer.")
     frequency_penalty: float = setting(
-        0.0, "Lower a token's logit by this much for each time it was generated.", minimum=-2, maximum=2
+        0.0, "Lower a token's logit by this much for each time that it has been generated.", minimum=-2, maximum=2
     )
     lora_name: str = setting("default_lora", "Name under which the adapter is served.")
     use_beam_search: bool = setting(False, "Use beam search instead of sampling.", refused=_NO_BEAMS)
@@ -69,7 +74,7 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(added)])
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] = (), api_format: str = "completions") -> dict[str, Any]:
-        """Return the values as keyword arguments of an OpenAI client; warns of settings that it lacks.
+        """Return the values as keyword arguments of an OpenAI client; warns about settings that OpenAI's API lacks.
 
         Args:
             exclude_args: settings to leave out.
@@ -80,7 +85,7 @@ class GenerationHyperparameters:
         names = _OPENAI_NAMES[api_format]
         wanted = [name for name in settings_of(type(self)) if name not in exclude_args]
         if lost := [name for name in changed(self, wanted) if name not in (*names, "greedy")]:
-            warnings.warn(f"OpenAI's {api_format} have no {', '.join(lost)}; left out", stacklevel=2)
+            warnings.warn(f"OpenAI's {api_format} API has no {', '.join(lost)}; omitted", stacklevel=2)
         values = {names[name]: getattr(self, name) for name in wanted if name in names}
         if self.greedy and "greedy" in wanted:
             values["temperature"] = 0.0
@@ -104,11 +109,11 @@ class AgentConfig:
     """Agents: how they run, and how their conversations become training rows."""
 
     agent_cls_path: str = setting(
-        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty uses the workflow's."
+        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty: the workflow's agent."
     )
     admin_api_key: str = setting(
         "",
-        "Key that manages sessions at the proxy. It cannot ask for completions.",
+        "Key that manages sessions at the proxy. It is not accepted for completions.",
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and ends sessions, which needs no key",
     )
@@ -126,16 +131,18 @@ class AgentConfig:
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "hf renders each request with the chat template; concat appends to the tokens of the request before.",
+        "hf renders each request with the chat template; concat appends to the tokens of the previous request.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
         None, "Maximum tokens of prompt and completion in a session; null uses gconfig.max_tokens.", minimum=1
     )
-    turn_discount: float = setting(1.0, "Discount per turn of the rewards of later turns.", minimum=0, maximum=1)
+    turn_discount: float = setting(
+        1.0, "Discount factor per turn for the rewards of later turns.", minimum=0, maximum=1
+    )
     export_style: str = setting(
         "individual",
-        "individual makes a row of each interaction; concat one of each conversation (needs chat_template_type).",
+        "individual makes one row per interaction; concat makes one row per conversation (needs chat_template_type).",
         choices=("individual", "concat"),
     )
     subproc_max_workers: int = setting(4, "Maximum processes of mode subproc.", minimum=1)
@@ -146,7 +153,7 @@ class AgentConfig:
         """Yield the problems within the section."""
         yield from worker_problems(self.scheduling_spec, (1,))
         for spec in self.scheduling_spec:
-            because = "for agents, which run in the trainer's process or inherit its environment; remove it"
+            because = "for agents, which run in the trainer's process or inherit its environment; remove the setting"
             yield from ineffective(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
         if self.mode != "subproc":
             yield from ineffective(self, ("subproc_max_workers",), "without processes; set mode to subproc too")
@@ -167,7 +174,7 @@ class InferenceEngineConfig:
         shown="rollout.consumer_batch_size",
     )
     queue_size: int | None = setting(
-        None, "Maximum number of finished groups in the queue; null allows as many as staleness does.", minimum=1
+        None, "Maximum number of finished groups in the queue; null: limited only by staleness.", minimum=1
     )
     consumer_batch_size: int = setting(
         0,
@@ -177,20 +184,27 @@ class InferenceEngineConfig:
         shown="train_dataset.batch_size",
     )
     max_head_offpolicyness: int = setting(
-        0, "Staleness bound on admission: versions that rollout may be ahead of training; 0 is synchronous.", minimum=0
+        0,
+        "Staleness bound on admission: by how many versions rollout may be ahead of training; 0 is synchronous.",
+        minimum=0,
     )
     max_staleness: int | None = setting(
         None,
-        "Exact bound: trajectories with a token older than this many versions are not trained on; null sets none.",
+        "Exact staleness bound: trajectories with a token older than this many versions are not trained on; null: no bound.",
         minimum=0,
     )
     on_stale: str = setting(
-        "drop", "What max_staleness does with a trajectory that is too old.", choices=("drop", "regenerate")
+        "drop", "What to do with a trajectory that exceeds max_staleness.", choices=("drop", "regenerate")
     )
     enable_rollout_tracing: bool = setting(False, "Log each generation request.")
-    check_trajectory_format: bool = setting(False, "Check keys and shapes of what a workflow returns.")
+    check_trajectory_format: bool = setting(False, "Check keys and shapes of the trajectories that a workflow returns.")
     tokenizer_path: str = setting("", "Tokenizer of dumps.", inherits="tokenizer_path", shown="tokenizer_path")
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
+    save_rollouts: str | None = setting(
+        None,
+        "Save the training rows of this many newest steps, or of all, to rollouts/ in the run directory, for areno replay; "
+        "null and 0 save none.",
+    )
     setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
     request_timeout: float = setting(3600.0, "Timeout of one generation, in seconds.", above=0)
@@ -199,7 +213,7 @@ class InferenceEngineConfig:
         0.0,
         "Seconds to wait after generation is paused.",
         minimum=0,
-        no_effect="a weight update stops generation between two tokens and drops no request",
+        no_effect="a weight update pauses generation between two tokens and drops no request",
     )
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of a rollout worker; one or two entries.")
     backend: str = setting(
@@ -209,12 +223,12 @@ class InferenceEngineConfig:
     )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether rollout has its own devices.")
     use_lora: bool = setting(
-        False, "Serve the actor's adapter instead of weights.", inherits="actor.use_lora", shown="actor.use_lora"
+        False, "Serve the actor's adapter instead of full weights.", inherits="actor.use_lora", shown="actor.use_lora"
     )
     lora_name: str = setting(
         "", "Name under which the adapter is served.", inherits="gconfig.lora_name", shown="gconfig.lora_name"
     )
-    agent: AgentConfig = section(AgentConfig, "Agents on top of the engine.")
+    agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
         "Draft tokens of speculative decoding by prompt lookup; answers do not change.",
@@ -223,13 +237,13 @@ class InferenceEngineConfig:
     )
     return_routed_experts: bool = setting(
         False,
-        "Return which experts each token was routed to, and route it there in training too: a mixture of experts then has no "
-        "gap from routing. Decoding is eager.",
+        "Record the experts that each token was routed to and use them in training too, so that routing does "
+        "not make rollout and training log-probs differ. On a CPU, decode steps are then not compiled.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
     )
-    model: str = of_gateway("default", "Model name that a gateway shows.")
+    model: str = of_gateway("default", "Model name that a gateway reports.")
     routing_strategy: str = of_gateway("round_robin", "Routing strategy for requests.")
     poll_interval: float = of_gateway(5.0, "Seconds between a router's health checks.", above=0)
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
@@ -237,10 +251,14 @@ class InferenceEngineConfig:
         None,
         "Addresses of running servers of the backend, one per replica, separated by commas; null starts them.",
     )
-    provider_api_key: str | None = setting(None, "Key of these servers.")
+    provider_api_key: str | None = setting(None, "API key of the servers at api_url.")
 
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         yield from worker_problems(self.scheduling_spec, (1, 2))
         if self.max_staleness is None:
-            yield from ineffective(self, ("on_stale",), "without an exact bound; set max_staleness too")
+            yield from ineffective(self, ("on_stale",), "without an exact staleness bound; set max_staleness too")
+        try:
+            kept_rollouts(self.save_rollouts)
+        except UsageError as error:
+            yield "save_rollouts", str(error)

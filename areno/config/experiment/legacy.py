@@ -21,7 +21,7 @@ from areno.errors import UsageError
 
 
 class LegacyKey(NamedTuple):
-    """A legacy key: the setting of `PPOConfig` that gets its value, its help, and its default."""
+    """A legacy key: the setting of `PPOConfig` that gets the key's value, and the key's help and default."""
 
     path: str
     help: str
@@ -53,13 +53,15 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "dataset.train_bs_n_seqs",
     ),
     "max_head_offpolicyness": LegacyKey(
-        "rollout.max_head_offpolicyness", "Maximum staleness of the data, in versions; 0 is synchronous.", "0"
+        "rollout.max_head_offpolicyness", "Maximum staleness of the data in versions; 0 is synchronous.", "0"
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a micro-batch when training the actor.", "no limit"
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        "actor.mb_spec.max_tokens_per_mb", "The same when the actor scores; the smaller of the two applies.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb",
+        "The same when the actor scores; the smaller of the two values applies.",
+        "no limit",
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "ref.mb_spec.max_tokens_per_mb", "The same when the reference scores.", "no limit"
@@ -76,15 +78,21 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
     "group_adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages within each group instead.", "false"),
-    "success_rate_ub": LegacyKey("success_rate_ub", "Filter out prompts with a higher success rate.", "no bound"),
-    "success_rate_lb": LegacyKey("success_rate_lb", "Filter out prompts with a lower success rate.", "no bound"),
+    "success_rate_ub": LegacyKey(
+        "success_rate_ub", "Filter out prompts whose success rate is higher than this.", "no bound"
+    ),
+    "success_rate_lb": LegacyKey(
+        "success_rate_lb", "Filter out prompts whose success rate is lower than this.", "no bound"
+    ),
     "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the dataset.", "1"),
     "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Save a model every N epochs.", "null"),
     "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Save a model every N steps.", "null"),
     "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Save a model every N seconds.", "null"),
-    "exp_ctrl.ckpt_freq_epochs": LegacyKey("recover.freq_epochs", "Write a recovery point every N epochs.", "null"),
-    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery point every N steps.", "null"),
-    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery point every N seconds.", "null"),
+    "exp_ctrl.ckpt_freq_epochs": LegacyKey(
+        "recover.freq_epochs", "Write a recovery checkpoint every N epochs.", "null"
+    ),
+    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery checkpoint every N steps.", "null"),
+    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery checkpoint every N seconds.", "null"),
     "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
     "tensorboard.path": LegacyKey("stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run's"),
 }
@@ -168,7 +176,7 @@ def _check_keys(keys: dict[str, Any]) -> None:
         )
     unused = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
     if unused and not keys.get("ref.path"):
-        raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove it")
+        raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove the key")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
         raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; remove one of them")
     for name in _SWITCHES:

@@ -87,7 +87,7 @@ def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
 
 
 def _alternation(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Let rollout and training alternate on the actor's engine if the GPUs are too few for both; then without staleness."""
+    """If there are too few GPUs for both, let rollout and training alternate on the actor's engine, without staleness."""
     if not isinstance(config, PPOConfig):
         return
     rollout, limit = config.rollout, _limit(config, machine)
@@ -105,18 +105,18 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         return
     if requested == 0:
         yield (
-            f"cluster.n_gpus_per_node 0 requests no GPU, but this machine has {machine.gpus}; remove it, or hide them "
+            f"cluster.n_gpus_per_node 0 requests no GPU, but this machine has {machine.gpus}; remove the setting, or hide them "
             "with CUDA_VISIBLE_DEVICES="
         )
     elif requested is not None and requested > machine.gpus:
-        yield f"cluster.n_gpus_per_node {requested} is more than the {machine.gpus} GPUs of this machine; remove it"
+        yield f"cluster.n_gpus_per_node {requested} is more than the {machine.gpus} GPUs of this machine; remove the setting"
     elif needed > (requested or machine.gpus):
         parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
-            f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or equal ones, with which "
-            "rollout and training alternate"
+            f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or equal sizes, so that rollout "
+            "and training alternate"
         )
 
 
@@ -125,10 +125,10 @@ _FOR_GPUS = ("enable_offload", "offload", "offload_activations", "offload_params
 
 
 def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield GPU settings on a machine without GPUs, and the reverse."""
+    """Yield GPU settings on a machine without GPUs, and CPU settings on a machine with GPUs."""
     for path, entry, value in walk(config):
         if entry.name in _FOR_GPUS and value and not machine.gpus:
-            yield f"{path} true has no effect on a CPU, where everything is in host memory anyway; remove it"
+            yield f"{path} true has no effect on a CPU, where everything is in host memory anyway; remove the setting"
         if entry.name == "speculate" and value and machine.gpus:
             yield f"{path} {value}: speculative decoding is not supported on GPUs; use {path}=0"
 
@@ -173,6 +173,6 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
         if mode == AUTO or (mode == "xccl" and not apart and (machine.gpus or not machine.nodes)):
             broadcast = apart if machine.gpus else machine.nodes
             if mode == AUTO and machine.gpus and server_of(config):
-                broadcast = False  # untested with GPUs of servers, so only on request
+                broadcast = False  # untested on GPU servers, so only on request
             otherwise = "disk" if machine.nodes else "shm"  # NCCL does not support ranks that share a GPU
             yield "actor", config.actor, "weight_update_mode", ("xccl" if broadcast else otherwise)

@@ -76,13 +76,13 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
         names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
         if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
             with_algorithm = f"with actor.algorithm {actor.algorithm}"
-            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; remove it"
+            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; remove the setting"
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has its own loss"
-    yield from (f"actor.{name} {because}; remove it" for name in changed(actor, names))
+    yield from (f"actor.{name} {because}; remove the setting" for name in changed(actor, names))
     if has_teacher:
         yield f"teacher {because}; use only one of them"
 
 
 def is_family(spec: AlgorithmSpec) -> bool:
-    """Whether it is a variant of the policy loss, whose options are settings of ``actor``."""
+    """Whether an algorithm is a variant of the policy loss, so that its options are settings of ``actor``."""
     return spec.options is not None and issubclass(spec.options, PolicyLossOptions)

@@ -25,7 +25,7 @@ def notice(config: BaseExperimentConfig) -> str:
         sections.setdefault(reason, {}).setdefault(section, {})[name] = None
     lines = [f"  {_join_names(names)}: {reason}" for reason, names in sections.items()]
     if lines:
-        lines.insert(0, "settings that are accepted but have no effect here:")
+        lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
         lines += [f"settings of {backend_of(config)} that areno's engine, which replaces it, applies:", *applied]
     return "\n".join(lines)
@@ -132,7 +132,7 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
-            because = "a reference is scored in micro-batches of max_tokens_per_mb; other splits give the same result"
+            because = "a reference scores in micro-batches of max_tokens_per_mb; other splits give the same result"
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
 

@@ -46,11 +46,13 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
         return ""  # reported by `ckpt_problem`
     if model_type == engine.model_type:
         return ""
-    return f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove it"
+    return (
+        f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove model_type"
+    )
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield unreadable datasets, and an evaluation on training rows."""
+    """Yield problems of unreadable datasets, and of an evaluation on training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)
@@ -78,7 +80,7 @@ def _split(config: BaseExperimentConfig, name: str) -> str:
     if has_splits(section.path) or section.split in harmless:
         return ""
     why = f"the path includes the split {explicit}" if explicit else f"{section.path} has no splits"
-    return f"{name}.split {section.split} has no effect: {why}; remove it"
+    return f"{name}.split {section.split} has no effect: {why}; remove the setting"
 
 
 def held_out_is_trained(config: BaseExperimentConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Roles of an experiment: the engine of each, and where it runs."""
+"""Roles of an experiment: the engine of each role, and where the engine runs."""
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig

@@ -51,11 +51,11 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 @dataclass
 class FrequencyConfig:
-    """How often something is done: whenever one of the three intervals has passed."""
+    """How often something is done: each time that one of the three intervals has passed."""
 
     experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
     trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of its files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     freq_epochs: int | None = setting(None, "Interval in epochs; null ignores epochs.", minimum=1)
     freq_steps: int | None = setting(None, "Interval in steps; null ignores steps.", minimum=1)
     freq_secs: int | None = setting(None, "Interval in seconds; null ignores time.", minimum=1)
@@ -72,8 +72,8 @@ class SaverConfig(FrequencyConfig):
 
     mode: str = setting(
         "auto",
-        "sync blocks training while writing, async writes in the background; auto is async where the model can be copied; "
-        "off saves nothing, not even the last model.",
+        "sync blocks training while writing; async writes in the background; auto is async if the model can be copied; off "
+        "saves nothing, not even the last model.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
 
@@ -91,26 +91,28 @@ class EvaluatorConfig(FrequencyConfig):
     eval_before_train: bool = setting(False, "Also evaluate before the first step.")
     keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation, as recover/best.")
     early_stop_patience: int | None = setting(
-        None, "Stop the run after this many evaluations in a row without a new best; null never does.", minimum=1
+        None,
+        "Stop the run after this many consecutive evaluations that are not better than the best; null: never.",
+        minimum=1,
     )
 
 
 @dataclass
 class RecoverConfig(FrequencyConfig):
-    """Recovery points: checkpoints from which an interrupted run resumes."""
+    """Recovery checkpoints, from which an interrupted run resumes."""
 
     mode: str = setting(
         "disabled",
-        "on and auto resume from the last recovery point if there is one; off and disabled never do.",
+        "on and auto resume from the last recovery checkpoint if there is one; off and disabled never do.",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(3, "How often a failed run is restarted.", minimum=0)
-    no_save_optim: bool = setting(False, "Do not save the optimizer in recovery points.")
+    no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
     no_load_optim: bool = setting(False, "Resume with a new optimizer.")
 
     @property
     def enabled(self) -> bool:
-        """Whether recovery points are written and read."""
+        """Whether recovery checkpoints are written and read."""
         return self.mode in ("on", "auto")
 
 
@@ -127,10 +129,10 @@ class WandBConfig:
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
     job_type: str | None = setting(None, "Kind of run.")
-    group: str | None = setting(None, "Group of runs; null uses experiment and trial.")
+    group: str | None = setting(None, "Group of runs; null: experiment and trial name.")
     notes: str | None = setting(None, "Free text.")
     tags: list[str] | None = setting(None, "Tags.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows this one.")
+    config: dict[str, Any] | None = setting(None, "Configuration to show; null: the experiment's.")
     id_suffix: str | None = setting("train", "Suffix of the run's id, after experiment and trial.")
 
 
@@ -140,7 +142,7 @@ class SwanlabConfig:
 
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows this one.")
+    config: dict[str, Any] | None = setting(None, "Configuration to show; null: the experiment's.")
     logdir: str | None = setting(None, "Folder of local logs; null puts it in the run directory.")
     mode: str = setting("disabled", "Where to log.", choices=("cloud", "local", "disabled", "offline"))
     api_key: str | None = setting(None, "API key of mode cloud.")
@@ -183,7 +185,7 @@ class StatsLoggerConfig:
 
     experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
     trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of its files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases.")
     swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
     tensorboard: TensorBoardConfig = section(TensorBoardConfig, "TensorBoard.")
@@ -196,7 +198,7 @@ class SessionTracerConfig:
     """Traces of rollout sessions."""
 
     enabled: bool = setting(False, "Write sessions.jsonl.")
-    flush_threshold: int = setting(256, "Write after this many finished sessions; 0 and less mean 1.")
+    flush_threshold: int = setting(256, "Write after every this many finished sessions; values below 1 mean 1.")
 
 
 @dataclass
@@ -205,10 +207,10 @@ class PerfTracerConfig:
 
     experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
     trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of its files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     enabled: bool = setting(False, "Write traces.")
-    save_interval: int = setting(1, "Write every N steps; 0 and less mean 1.")
-    profile_steps: list[int] | None = setting(None, "Steps to profile with torch as well.", minimum=0)
+    save_interval: int = setting(1, "Write every N steps; values below 1 mean 1.")
+    profile_steps: list[int] | None = setting(None, "Steps to profile with PyTorch's profiler as well.", minimum=0)
     session_tracer: SessionTracerConfig | None = section(None, "Traces of rollout sessions.")
 
 
@@ -225,17 +227,19 @@ class RewardConfig:
     """The reward function, for experiments without their own program."""
 
     fn: str = setting("", "file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, ids, **row).")
-    weights: dict[str, Any] = setting({}, "Weights of the reward parts that fn returns; others get 1.")
+    weights: dict[str, Any] = setting({}, "Weights of the reward parts that fn returns; parts without a weight get 1.")
     normalize_parts: bool = setting(False, "Standardize each part within a prompt's samples, then weight it (GDPO).")
     path: str = setting(
         "", "Reward model instead of fn: folder or repo id. Scores the finished answers of workflow.path rlvr."
     )
     on_error: str = setting(
         "drop",
-        "When fn fails after all retries: drop the episode (and stop after many in a row), or stop at once.",
+        "If fn fails after all retries: drop the episode (and stop after many consecutive failures), or stop at once.",
         choices=("drop", "stop"),
     )
-    timeout_seconds: float = setting(15.0, "Timeout of one reward, in seconds; then its worker is killed.", above=0)
+    timeout_seconds: float = setting(
+        15.0, "Timeout of one reward in seconds, after which its worker is killed.", above=0
+    )
     max_retries: int = setting(3, "Retries of a reward that was killed.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
 

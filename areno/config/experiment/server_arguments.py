@@ -1,7 +1,7 @@
 """Builds the command lines of inference servers from their sections.
 
-A setting becomes an option of the same name with dashes: true is a bare option; false, null and "" omit it; a list becomes its
-items. This module handles the exceptions: options that a server has renamed, dropped or restricted.
+A setting becomes an option of the same name with dashes. true gives a bare option; false, null and "" omit the option; a list
+gives its items. This module handles the exceptions: options that a server has renamed, dropped or restricted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
     Args:
         section: the settings.
         dtype: dtype of the trainer, used unless the section sets another one.
-        context_length: the model's; vLLM does not start with more.
+        context_length: context length of the model; vLLM does not start with more.
         gpu: whether the server runs on GPUs.
 
     Raises UsageError: a setting is invalid.
@@ -59,13 +59,13 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
         values["dtype"] = dtype
     values["max_model_len"] = _smallest(section.max_model_len, context_length)
     if section.block_size == default.block_size:
-        values["block_size"] = None  # vLLM chooses; on a CPU it does not start with 16
+        values["block_size"] = None  # let vLLM choose; on a CPU it does not start with 16
     if not gpu:
         values["gpu_memory_utilization"] = None  # VLLM_CPU_KVCACHE_SPACE sets it
         # vLLM 0.32 crashes on a CPU at a chunked prefill of a request with a seed: "CPU Generator does not use offset".
         values["no_enable_chunked_prefill"] = True
         if section.enable_sleep_mode:
-            raise UsageError("vllm.enable_sleep_mode=true: vLLM supports it on GPUs only; remove it")
+            raise UsageError("vllm.enable_sleep_mode=true: vLLM supports it on GPUs only; remove the setting")
     if section.enable_lora:
         values["max_lora_rank"] = _lora_rank(section.max_lora_rank)
     else:
@@ -103,7 +103,7 @@ def sglang_arguments(section: SGLangConfig, *, dtype: str, context_length: int |
     if section.dtype == default.dtype:
         values["dtype"] = dtype
     if section.attention_backend == default.attention_backend:
-        values["attention_backend"] = None  # the documented default needs a certain GPU; SGLang chooses
+        values["attention_backend"] = None  # the documented default requires a certain GPU; let SGLang choose
     values["context_length"] = _smallest(section.context_length, context_length)
     if not section.enable_lora:
         values |= dict.fromkeys(("max_lora_rank", "max_loaded_loras", "lora_paths", "lora_backend"))

@@ -1,8 +1,8 @@
 """Declaration of experiment settings: each is a dataclass field made by ``setting(...)`` or ``section(...)``.
 
-YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are derived from it, as flags are from
-``option(...)``. In addition sections nest, and an unset setting may take the value of another one (``inherits``). Plain
-dataclass fields of a user's subclass work too, without help.
+YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are derived from the declaration, as flags are
+derived from ``option(...)``. In addition, sections can be nested, and an unset setting may take the value of another one
+(``inherits``). Plain dataclass fields of a user's subclass work too, without help.
 """
 
 import copy
@@ -17,7 +17,7 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Pairs of a setting's name within a section and its problem."""
+"""Problems: pairs of a setting's name within its section and a text."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
@@ -88,7 +88,7 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Apply ``functools.cache``, whose type annotation rejects classes of mutable dataclasses as unhashable."""
+    """Apply ``functools.cache``; its own type annotation rejects classes of mutable dataclasses as unhashable."""
     return typing.cast(_Listing, functools.cache(function))
 
 
@@ -109,9 +109,10 @@ def settings_of(declaration: type) -> dict[str, Setting]:
         shape, kind, nullable = parse_annotation(hints[entry.name])
         if shape is None or shape == "tuple":
             raise UsageError(
-                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
+                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, a dataclass, or one of these | "
+                "None"
             )
-        # The base class that declares it first: a redeclaration with another default is the same setting.
+        # The base class that declares it first, because a redeclaration with another default is the same setting.
         owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__
         declared[entry.name] = Setting(entry.name, kind, shape == "list", default, info, shape, nullable, owner)
     return declared
@@ -145,14 +146,14 @@ def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
 
 
 def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of ``names`` whose values differ from their defaults."""
+    """Yield the names among ``names`` whose values differ from their defaults."""
     for name in names:
         if getattr(config, name) != settings_of(type(config))[name].default:
             yield name
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """Yield problems for those of ``names`` that are changed although they have no effect."""
+    """Yield problems for the settings among ``names`` that are changed although they have no effect."""
     for name in changed(config, names):
         yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
 

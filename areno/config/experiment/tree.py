@@ -107,7 +107,7 @@ def apply_override(tree: Tree, override: Override) -> None:
     if not override.delete:
         node[key] = override.value
     elif isinstance(node, dict) and key not in node:
-        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to remove; omit it")
+        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to remove; omit this override")
     else:
         del node[key]
 
@@ -124,7 +124,7 @@ def _key(node: Any, name: str, path: str) -> Any:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything in a tree, mappings before their contents."""
+    """Yield (dotted path, value) of all entries of a tree, mappings before their contents."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value

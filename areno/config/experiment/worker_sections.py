@@ -7,12 +7,10 @@ from typing import Any
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""In the user's home: files in a shared folder, such as /tmp, could have been written by other users."""
+"""In the user's home, because other users could write to a shared folder such as /tmp."""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
-_REMOTE_REWARD = (
-    "external reward services are not supported; remove it, and set reward.fn=file.py:NAME or reward.path=MODEL"
-)
+_REMOTE_REWARD = "external reward services are not supported; set reward.fn=file.py:NAME or reward.path=MODEL instead"
 ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
@@ -38,7 +36,7 @@ class NameResolveConfig:
         DEFAULT_RECORD_ROOT,
         "Folder of the files of nfs, shared by all machines.",
         documented="/tmp/areal/name_resolve",
-        shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: name_resolve below cluster.fileroot)",
+        shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: the folder name_resolve below cluster.fileroot)",
     )
     etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, reachable from all machines.")
     ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the names.")
@@ -91,7 +89,10 @@ class SchedulingSpec:
     """Resources of a role's workers."""
 
     cpu: int | None = setting(
-        None, "CPU cores, the number of compute threads of a worker.", minimum=1, shown="this machine's share (node: 8)"
+        None,
+        "CPU cores of a worker, which is also its number of compute threads.",
+        minimum=1,
+        shown="this machine's share (node: 8)",
     )
     gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
     mem: int = _cluster(32, "Memory in GB per GPU; 32 requests a proportional part of the node.", minimum=1)
@@ -128,12 +129,12 @@ class SchedulingStrategy:
 
     type: str = setting(
         "separation",
-        "separation gives the role its own devices; colocation shares those of the target.",
+        "separation gives the role its own devices; colocation shares the devices of the target.",
         choices=("separation", "colocation"),
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
-        True, "With colocation: use a separate process; false alternates with the target in its engine."
+        True, "With colocation: use a separate process; false: alternate with the target in the target's engine."
     )
 
     def problems(self) -> Problems:

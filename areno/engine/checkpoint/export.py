@@ -17,14 +17,14 @@ from areno.text.chat import load_tokenizer
 def export_model(
     path: str, output: str, *, dtype: str | None = None, gguf: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Write the model of a checkpoint or an adapter, with its tokenizer, in Hugging Face format.
+    """Write the model of a checkpoint or of an adapter, and its tokenizer, in Hugging Face format.
 
     The adapter is merged in fp32 on the CPU and rounded once; an adapter trained on a 4-bit base is merged into the original
     weights.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; None is that of the base model's files.
-        gguf: matrix type of an additional ``model-TYPE.gguf`` in the folder; None writes none.
+        dtype: ``float32`` or ``bfloat16``; None: the dtype of the base model's files.
+        gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None: no such file.
 
     Raises:
         UsageError: the checkpoint cannot be read, the adapter does not match it, or GGUF does not support the model.
@@ -38,7 +38,7 @@ def export_model(
     role = load_role("actor", path, kind, options, None, False)
     role.model.module.to(stored)
     tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
-    if gguf:  # first, because it supports fewer models
+    if gguf:  # GGUF first, because it supports fewer models
         from areno.engine.checkpoint.gguf_export import write_gguf
 
         write_gguf(role.model.module, tokenizer, folder / f"model-{gguf}.gguf", gguf)

@@ -26,7 +26,8 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     """Write a ``transformers`` model with matrices of type f32, f16, bf16 or q8_0 and float32 vectors.
 
-    Raises UsageError, before creating the folder: the architecture, its positions or layers, or the tokenizer is unsupported.
+    Raises UsageError, before the folder is created, if the architecture, its positions or layers, or the tokenizer is
+    unsupported.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -50,7 +51,9 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
 
 
 def _unsupported(what: str) -> UsageError:
-    return UsageError(f"--gguf does not support {what}; omit it, and convert with llama.cpp's convert_hf_to_gguf.py")
+    return UsageError(
+        f"--gguf does not support {what}; omit --gguf, and convert with llama.cpp's convert_hf_to_gguf.py"
+    )
 
 
 def _shape(config: Any) -> dict[str, Any]:

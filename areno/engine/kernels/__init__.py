@@ -1,4 +1,4 @@
-"""What areno does on CPUs in C++ of its own, in decode steps and for memory: built on first use, kept on disk.
+"""C++ code for CPUs, for decode steps and memory allocation: compiled on first use, cached on disk.
 
-``library`` builds and loads a source; each kernel is a ``.cpp`` with a module of its name beside it.
+``library`` compiles and loads a source file. Each kernel has a ``.cpp`` file and a Python module of the same name.
 """

@@ -1,8 +1,9 @@
-// PyTorch's large tensors on a CPU, from one range of addresses: best fit, free neighbours joined, nothing returned unasked.
+// Allocator for PyTorch's large CPU tensors: one address range, best fit. It joins free neighbouring blocks, and returns memory
+// to the system only on request.
 //
-// glibc finds room for aligned blocks by asking for more than they need, so a block that was freed rarely fits the next one of
-// its size, and training grew to three times what it used. Blocks that go back to the system at once cost a page fault for
-// each 4 KiB of the next one. Built by library.py against c10: PyTorch's stable ABI has no allocators.
+// glibc allocates aligned blocks by asking for more than they need, so a freed block rarely fits the next request of the same
+// size; with glibc, training grew to three times the memory it used. Returning each block to the system at once would cost a
+// page fault for each 4 KiB of the next block. Built by library.py against c10: PyTorch's stable ABI has no allocators.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -21,24 +22,24 @@
 
 namespace {
 
-// Smaller tensors come from malloc.
+// Tensors smaller than this come from malloc.
 constexpr size_t LARGE = 256 << 10;
-// Blocks begin at a multiple of LINE. With GAP, blocks of a power of two do not all begin at the same place of a page,
-// where a processor takes a load for one of what was stored in another.
+// Blocks begin at a multiple of LINE. GAP prevents that all blocks of a power of two begin at the same offset of a page, where
+// a processor could mistake a load from one block for a load of what was just stored in another.
 constexpr size_t LINE = 64, GAP = 3 * LINE;
-// A smaller rest stays with its block.
+// If less than this remains of a free block, it stays part of the allocated block.
 constexpr size_t REST = 16 << 10;
 
 class Range {
  public:
-  // Takes addresses, and no memory yet; false where the system does not give them.
+  // Reserves addresses but no memory yet; false if the system refuses.
   bool open() {
     page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t machine = page_ * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
     void* found = mmap(nullptr, 4 * machine, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) return false;
 #ifdef MADV_HUGEPAGE
-    madvise(found, 4 * machine, MADV_HUGEPAGE);  // one page fault for 2 MiB, where the system allows it
+    madvise(found, 4 * machine, MADV_HUGEPAGE);  // one page fault per 2 MiB, if the system allows it
 #endif
     begin_ = top_ = static_cast<char*>(found);
     end_ = begin_ + 4 * machine;
@@ -47,7 +48,7 @@ class Range {
 
   bool has(const void* address) const { return address >= begin_ && address < end_; }
 
-  // A block of at least so many bytes; nullptr where no addresses are left.
+  // A block of at least `bytes` bytes; nullptr if no addresses are left.
   void* take(size_t bytes) {
     const size_t size = (bytes + LINE - 1) / LINE * LINE + GAP;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -88,7 +89,7 @@ class Range {
     add(address, size);
   }
 
-  // Lets the system have the whole pages of free blocks.
+  // Returns the whole pages of free blocks to the system.
   void give_back() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [address, size] : by_address_) {
@@ -97,7 +98,7 @@ class Range {
     }
   }
 
-  // Bytes of free blocks that are in memory.
+  // Resident size in bytes of the free blocks.
   size_t kept() {
     const std::lock_guard<std::mutex> lock(mutex_);
     size_t found = 0;
@@ -114,7 +115,7 @@ class Range {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  // Makes the last free block large enough; what follows it has never been used.
+  // Extends the last free block to the needed size; the addresses behind it have never been used.
   bool grow(size_t size) {
     char* address = top_;
     size_t have = 0;
@@ -156,7 +157,7 @@ class Range {
   std::mutex mutex_;
 };
 
-// Never destroyed: tensors may outlive everything else of the process.
+// Never destroyed: tensors may outlive all other objects of the process.
 Range& range() {
   static Range* const one = new Range;
   return *one;
@@ -186,7 +187,7 @@ struct LargeBlocks final : c10::Allocator {
 
 extern "C" {
 
-// From here on tensors come from this allocator, and those that are there stay where they are; 0 if it cannot be.
+// Makes PyTorch take new tensors from this allocator; existing tensors stay where they are. 0 if that is impossible.
 int areno_memory_open() {
   if (!range().open()) return 0;
   // A process that forks while another thread holds the lock would leave it locked in the child.

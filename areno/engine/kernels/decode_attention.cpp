@@ -1,8 +1,8 @@
 // Attention of one new token per row over a KV cache in slots, for CPUs.
 //
-// Each row reads the columns of its own context and no padding, so a batch of short and long contexts costs what they hold.
-// Samples of one prompt read its columns from the first of them: once from memory, and then from the cache. A row's result
-// depends on that row alone. Built by library.py against PyTorch's stable ABI.
+// Each row reads the columns of its own context and no padding, so the cost is that of the actual contexts. Samples of one
+// prompt read the prompt's columns from the slot of the first sample: once from memory, and then from the processor's cache. A
+// row's result depends on that row alone. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,9 +20,9 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Sixteen floats; compilers make of them whatever the processor has.
+// Sixteen floats; the compiler maps them to the vector registers of the processor.
 constexpr int LANES = 16;
-// Heads of the cache that a thread takes at once.
+// KV heads that a thread takes at once.
 constexpr int PIECE = 8;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * LANES)));
@@ -61,7 +61,7 @@ inline Lanes load(const BFloat16* from) {
   return Lanes(__builtin_convertvector(bits, WideBits) << 16);
 }
 
-// The sums of sixteen vectors, in order: each step adds neighbouring lanes of two of them and so halves their number.
+// The sums of sixteen vectors, in order: each step adds neighbouring lanes of two vectors, which halves the number of vectors.
 inline Lanes sums_of(const Lanes* x) {
   Lanes a[8], b[4], c[2];
   for (int i = 0; i < 8; ++i) {
@@ -83,8 +83,8 @@ inline Lanes sums_of(const Lanes* x) {
          __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// Keys or values of one head: where its n vectors lie. Nothing that is computed knows which of them lie elsewhere, so no
-// compiler can make sums of it that depend on that.
+// Addresses of the n key or value vectors of one head. The computation does not know which of them are in another slot, so the
+// compiler cannot make the order of summation depend on it.
 template <typename T>
 struct Columns {
   const T* const* vectors;
@@ -101,7 +101,7 @@ float dot(const float* q, const T* key, int64_t size) {
   return sum;
 }
 
-// out[c] = q . keys[c], for vectors of SIZE numbers; 0 stands for any other size.
+// out[c] = q . keys[c], for vectors of SIZE numbers; SIZE 0 means any other size, known at run time only.
 template <typename T, int SIZE>
 void score(const float* q, const Columns<T>& keys, float* out) {
   int64_t c = 0;
@@ -150,7 +150,7 @@ void blend(const float* weights, const Columns<T>& values, float* out) {
   }
 }
 
-// Scores to exp(scale * (score - largest score)); returns their sum.
+// Replaces scores by exp(scale * (score - largest score)) and returns the sum.
 float exponentiate(float* scores, int64_t n, float scale) {
   float largest = scores[0];
 #pragma omp simd reduction(max : largest)
@@ -200,7 +200,7 @@ struct Table {
   const T* at(int64_t b, int64_t k, int64_t c) const { return data + b * row + k * head + c * column; }
 };
 
-// Columns [first, stop) of a row are to be seen; those before `shared` are the leader's as well.
+// A row attends to its columns [first, stop); those before `shared` are also the leader's.
 struct Seen {
   int64_t row, leader, shared, first, stop;
 
@@ -212,7 +212,7 @@ struct Seen {
   }
 };
 
-// Which columns each row sees.
+// The columns that each row attends to.
 struct Contexts {
   const int64_t *positions, *leaders, *shared;
   int64_t window;
@@ -223,7 +223,7 @@ struct Contexts {
   }
 };
 
-// Rows that share columns follow each other for one head of the cache, so that these are in the nearest one.
+// For one KV head, rows that share columns are processed one after the other, so that the columns are still in the L1 cache.
 template <typename T>
 void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Contexts& contexts, float scale,
             const Tensor& out) {

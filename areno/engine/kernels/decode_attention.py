@@ -1,7 +1,7 @@
 """Attention kernel for decode steps on a CPU.
 
-PyTorch's fused attention looks at every column of a padded batch; this one at those of each context. For 256 rows of 80
-columns on two cores it takes a third of the time.
+PyTorch's fused attention reads every column of a padded batch; this kernel reads only the columns of each context. For 256 rows
+of 80 columns on two cores it takes a third of the time.
 """
 
 import torch
@@ -23,7 +23,7 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
 
 
 def takes(layer: LayerAttention, q: Tensor) -> bool:
-    """Whether it computes what a layer asks for."""
+    """Whether the kernel supports a layer."""
     plain = layer.sinks is None and layer.softcap is None and not layer.explicit
     return plain and q.dtype in (torch.float32, torch.bfloat16)
 
@@ -34,12 +34,12 @@ def decode_attention(
     """Attention of one new token per row.
 
     Args:
-        layer: one that :func:`takes` accepts.
+        layer: a layer that :func:`takes` accepts.
         q: [B, H, D], features contiguous.
         keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; rows are the first B slots.
-        positions: of the new tokens, which are in the cache already [B] int64.
-        prefixes: for each row another one (or itself) and how many of its first columns hold the same [B] int64 each; they
-            are read there, which is faster where many rows name the same.
+        positions: positions of the new tokens [B] int64; these tokens are already in the cache.
+        prefixes: for each row, another row (or itself) with the same prefix and the length of that prefix, both [B] int64. The
+            prefix is read from that row, which is faster if many rows name the same one.
 
     Returns:
         [B, H, Dv].

@@ -1,6 +1,6 @@
-"""A C++ source of this folder, often of PyTorch operators: built when it is first needed, and kept on disk.
+"""Compiles and loads the C++ sources of this folder, most of which define PyTorch operators; results are cached on disk.
 
-Where it cannot be built, PyTorch's own operators and memory serve.
+If a source cannot be compiled, PyTorch's own operators and allocator are used.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from areno.cache_folder import building_folder, cache_folder, planted_problem
 
 _ON_X86 = platform.machine() in ("x86_64", "AMD64")
 _THIS_PROCESSOR = ("-march=native", "-mprefer-vector-width=512") if _ON_X86 else ("-mcpu=native",)
-# Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
+# Vectorized sums and exponentials. These flags are for compiling only: at linking, they would disable denormal numbers in the
+# whole process.
 _FAST = (
     "-O3",
     *_THIS_PROCESSOR,
@@ -35,12 +36,12 @@ _TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 class KernelLibrary:
-    """One source and the operators in the namespace ``areno`` that it implements.
+    """A source file, and the operators that it implements in the namespace ``areno``.
 
     Args:
-        name: of the source, without its ending.
-        schemas: of the operators.
-        stable_abi: build against PyTorch's stable ABI; False is against its own, which each version has anew.
+        name: name of the source file, without its suffix.
+        schemas: schemas of the operators.
+        stable_abi: whether to compile against PyTorch's stable ABI; otherwise against the ABI of the installed version.
     """
 
     def __init__(self, name: str, *schemas: str, stable_abi: bool = True) -> None:
@@ -53,7 +54,7 @@ class KernelLibrary:
             self.declared.define(schema)
 
     def path(self) -> Path:
-        """Where the built kernel lies, or will lie."""
+        """Path of the compiled library, which may not exist yet."""
         sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
         parts = [
             *(source.read_text(encoding="utf-8") for source in sources),
@@ -65,13 +66,13 @@ class KernelLibrary:
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 
     def build(self) -> str:
-        """Build it if it is not there; returns why that failed, or ""."""
+        """Compile the library if it does not exist; returns the reason of a failure, or ""."""
         target = self.path()
         if target.exists():
             return planted_problem(target)
         try:
             return self._build(target)
-        except OSError as error:  # no compiler, or no folder to keep it in
+        except OSError as error:  # no compiler, or no cache folder
             return str(error)
 
     def _build(self, target: Path) -> str:
@@ -85,7 +86,7 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Make the operator callable in this process; False where it has not been built."""
+        """Load the library, so that its operators can be called; returns False if it has not been compiled."""
         target = self.path()
         if target.name not in self._loaded and target.exists() and not planted_problem(target):
             torch.ops.load_library(str(target))
@@ -94,12 +95,12 @@ class KernelLibrary:
 
     @property
     def loaded(self) -> bool:
-        """Whether the operator can be called."""
+        """Whether an operator can be called."""
         return bool(self._loaded)
 
 
 def load_all(kernels: Sequence[KernelLibrary]) -> str:
-    """Build those that are missing, at the same time, and load all; returns why one cannot be used, or ""."""
+    """Compile missing libraries concurrently and load all; returns the reason why one cannot be used, or ""."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         problem = next(filter(None, pool.map(KernelLibrary.build, kernels)), "")
     if problem:
@@ -109,7 +110,7 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Names what this processor can do, so that a cache folder shared between machines tells them apart."""
+    """Describe the features of this processor, so that machines that share a cache folder use different files."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -119,11 +120,11 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Why nothing can be compiled on this machine; "" if it can."""
+    """Reason why nothing can be compiled on this machine; "" if it can."""
     compiler = _compiler()
     if shutil.which(compiler):
         return ""
-    return f"there is no C++ compiler {compiler!r} here; install g++, or set CXX, for faster decoding"
+    return f"this machine has no C++ compiler {compiler!r}; install g++, or set CXX, for faster decoding"
 
 
 def _compiler() -> str:

@@ -1,7 +1,7 @@
 // One token per row from logits: the most likely one, or a draw from the temperature-scaled policy, each with its log-prob.
 //
-// A row is read twice from the nearest cache: for its largest entry, and for the sums of the exponentials of its blocks.
-// Only the block that a draw falls into is gone through token by token. Built by library.py against PyTorch's stable ABI.
+// A row is read twice: for its largest entry, and then from the L1 cache for the sums of the exponentials of its blocks. Only
+// the block that the draw falls into is searched token by token. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -44,7 +44,7 @@ float weight_of(const float* x, int64_t n, float temperature, float highest) {
   return sum;
 }
 
-// The first place where the running sum of n weights exceeds what is left of the target; never behind the last of them.
+// First index at which the running sum of n weights exceeds the rest of the target; at most the index of the last weight.
 int64_t find(int64_t n, double& target, const std::vector<double>& weights) {
   double before = 0;
   int64_t i = 0;
@@ -57,7 +57,7 @@ int64_t find(int64_t n, double& target, const std::vector<double>& weights) {
   return i;
 }
 
-// For the sums of all blocks, and for the weights of one.
+// Buffers for the sums of all blocks, and for the weights of one block.
 struct Room {
   std::vector<double> sums, weights;
 };

@@ -1,8 +1,8 @@
 // Rows times a weight matrix, for the few rows of a decode step: out[m][o] = sum over k of x[m][k] * w[o][k].
 //
-// The rows are turned around, so that a vector holds sixteen of them at one k; the weights are read once, number by number,
-// from where they lie. Six outputs times four vectors of rows stay in registers. For the one to four rows of a conversation the
-// weights are turned around instead, and a vector holds sixteen outputs. Each output is summed over k in order either way, so
+// The rows are transposed, so that a vector holds sixteen rows at one k. The weights are read once, number by number, in their
+// original layout. Six outputs times four vectors of rows stay in registers. For one to four rows (a single conversation) the
+// weights are transposed instead, and a vector holds sixteen outputs. In both cases each output is summed over k in order, so
 // it depends on its own row alone. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Sums of six outputs and VECTORS vectors of rows, with what is multiplied, stay in the processor's registers.
+// The sums of six outputs by VECTORS vectors of rows, and their operands, fit in the processor's registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4;
 #elif defined(__AVX__)
@@ -37,20 +37,20 @@ constexpr int LANES = 4, VECTORS = 2;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// Outputs that are summed at once, outputs that a thread takes at once (LANES at its end), vectors and rows of a tile.
+// Outputs that are summed at once, outputs that a thread takes at once (LANES near the end), vectors and rows of a tile.
 constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, ROWS = VECTORS * LANES;
-// So many rows at most are left as they are.
+// Maximum number of rows that are not transposed.
 constexpr int FEW = 4;
-// Numbers in a line of memory.
+// Numbers in a cache line.
 constexpr int LINE = 16;
-// Bytes of results that no cache keeps until they are read.
+// Size in bytes from which results would leave all caches before they are read.
 constexpr int64_t LARGE = 4 << 20;
 
 inline Lanes load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
 
 inline void store(Lanes lanes, float* to) { *reinterpret_cast<Anywhere*>(to) = lanes; }
 
-// A whole line of memory, past the caches: it need not be read before it is written. Such stores are done after flush().
+// Writes a whole cache line past the caches, so that it is not read first. These stores are complete after flush().
 inline void store_past(Lanes lanes, float* to) {
 #ifdef __AVX512F__
   _mm512_stream_ps(to, reinterpret_cast<__m512>(lanes));
@@ -65,7 +65,7 @@ inline void flush() {
 #endif
 }
 
-// Sums in a register are added to in the order of the program: the compiler must not join terms first.
+// Adds to a sum in program order: the compiler must not reassociate the terms.
 inline void in_order(Lanes& sums) {
 #if defined(__AVX512F__)
   asm("" : "+v"(sums));
@@ -76,7 +76,7 @@ inline void in_order(Lanes& sums) {
 #endif
 }
 
-// Of each 2 S lanes of a and b: the first S of both, or the last S of both.
+// From each 2 S lanes of a and b, takes the first S of both, or the last S of both.
 template <int S, int... I>
 inline Lanes firsts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, ((I & S) ? LANES + I - S : I)...);
@@ -87,7 +87,7 @@ inline Lanes lasts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I + S)...);
 }
 
-// Transposes LANES vectors: exchanges blocks of S lanes between vectors that are S apart, of every size S.
+// Transposes LANES vectors: for every block size S, exchanges blocks of S lanes between vectors that are S apart.
 template <int S = 1>
 inline void transpose(Lanes* x) {
   constexpr std::make_integer_sequence<int, LANES> lanes{};
@@ -109,14 +109,14 @@ struct Matrix {
   T* row(int64_t r) const { return data + r * stride; }
 };
 
-// What products make; `past` the caches where that is possible, and faster.
+// Output of the products; written `past` the caches if that is possible and faster.
 struct Output : Matrix<float> {
   bool past;
 
   Output from(int64_t r, int64_t column) const { return {{row(r) + column, stride}, past}; }
 };
 
-// Up to ROWS rows of x as to[k][V * LANES]; rows that are not there become 0.
+// Copies up to ROWS rows of x as to[k][V * LANES]; missing rows become 0.
 template <int V>
 void turn(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
   for (int v = 0; v < V; ++v) {
@@ -133,8 +133,8 @@ void turn(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
   }
 }
 
-// N outputs of V vectors of rows. Weights come from memory: those of the next but one call are asked for meanwhile, and where
-// there are none the request does nothing.
+// Computes N outputs of V vectors of rows. Meanwhile it prefetches the weights of the call after the next one; a prefetch
+// beyond the end of the weights has no effect.
 template <int V, int N>
 inline void sum(const float* x, const Matrix<const float>& w, int64_t size, float* to) {
   Lanes sums[N][V] = {};
@@ -151,14 +151,14 @@ inline void sum(const float* x, const Matrix<const float>& w, int64_t size, floa
     for (int v = 0; v < V; ++v) store(sums[o][v], to + (o * V + v) * LANES);
 }
 
-// n outputs, CHUNK at most, as sum() leaves them, become rows. A row's outputs are written together: rows may be pages apart,
-// and a visit of each for every few outputs costs more than the sums of these.
+// Writes n outputs (at most CHUNK) of sum() as rows. The outputs of a row are written together: rows may be pages apart, so
+// visiting each row for every few outputs would cost more than computing the sums.
 template <int V>
 void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
   for (int v = 0; v < V; ++v) {
     Lanes blocks[CHUNK / LANES][LANES];
     for (int64_t b = 0; b * LANES < n; ++b) {
-      Lanes block[LANES];  // of its own, for registers to hold
+      Lanes block[LANES];  // a local copy that the compiler can keep in registers
       for (int i = 0; i < LANES; ++i)
         block[i] = b * LANES + i < n ? load(sums + ((b * LANES + i) * V + v) * LANES) : Lanes{};
       transpose(block);
@@ -177,7 +177,7 @@ void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
   }
 }
 
-// n outputs, CHUNK at most, of a tile of rows.
+// Computes n outputs (at most CHUNK) of a tile of rows.
 template <int V>
 void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n, int64_t rows, const Output& out) {
   alignas(64) float sums[CHUNK * V * LANES];
@@ -196,7 +196,7 @@ void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n
   turn_back<V>(sums, n, rows, out);
 }
 
-// n outputs of M rows; weights are turned around in registers, a block of LANES outputs and numbers at a time.
+// Computes n outputs of M rows; weights are transposed in registers, LANES outputs by LANES numbers at a time.
 template <int M, bool WHOLE>
 inline void outputs_of(const Matrix<const float>& x, const Matrix<const float>& w, int64_t size, int64_t n, float* const* to) {
   Lanes sums[M] = {};
@@ -243,7 +243,7 @@ struct Tile {
   bool is_few() const { return rows <= FEW; }
 };
 
-// n outputs of a tile of few rows.
+// Computes n outputs of a tile of few rows.
 void few(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
   switch (tile.rows) {
     case 1: return few<1>(tile.x, w, size, n, out);
@@ -261,7 +261,7 @@ struct Steps {
   }
 };
 
-// Calls f with the number of vectors that hold so many rows.
+// Calls f with the number of vectors that hold `rows` rows.
 template <typename F>
 void by_vectors(int64_t rows, F f) {
   switch ((rows + LANES - 1) / LANES) {
@@ -272,14 +272,14 @@ void by_vectors(int64_t rows, F f) {
   }
 }
 
-// A matrix of weights, and what it makes of the rows.
+// A matrix of weights, and its output for the rows.
 struct Product {
   Matrix<const float> weight;
   int64_t outputs;
   Output out;
 };
 
-// The units [begin, end) of a product, for all tiles.
+// Computes the units [begin, end) of a product, for all tiles.
 void run(const Product& product, int64_t begin, int64_t end, int64_t size, const std::vector<Tile>& tiles) {
   const int64_t stop = std::min(end * LANES, product.outputs);
   for (int64_t first = begin * LANES; first < stop; first += CHUNK) {
@@ -296,7 +296,7 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
   if (product.out.past) flush();
 }
 
-// The rows are turned around once; threads get equal parts of the outputs, LANES of which are a unit.
+// The rows are transposed once; threads get equal parts of the outputs, in units of LANES outputs.
 void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Product& product) {
   static thread_local std::vector<float> room;
   const int64_t count = (m + ROWS - 1) / ROWS;

@@ -1,5 +1,6 @@
-// Work for all threads, of which none waits long for another: each begins with an equal part, in order, and who is done takes
-// from the end of what others have left. Equal parts alone lose what the slowest core lacks.
+// Distributes work among all threads so that none waits long for another: each begins with an equal part, in order, and a
+// thread that has finished takes pieces from the end of another thread's part. With equal parts alone, all would wait for the
+// slowest core.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace share_out {
 
-// Items [begin, end) in pieces of `most`, and of `least` towards the end, where they are what others wait for.
+// Splits the items [begin, end) into pieces of `most`, and near the end, where other threads wait for them, of `least`.
 struct Part {
   int64_t begin, end, most, least;
 
@@ -29,7 +30,8 @@ void run(int64_t items, int64_t most, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
   if (threads <= 1) return f(0, items);
   const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
-  // One flag for each piece, those of a part in cache lines of their own. Parts differ by an item, and so by a piece at most.
+  // One flag per piece; the flags of a part have their own cache lines. Parts differ by at most one item, and so by at most one
+  // piece.
   const int64_t room = (part(0).pieces() + 64) / 64 * 64;
   static thread_local std::vector<char> memory;
   memory.assign(room * threads, 0);

@@ -7,6 +7,6 @@
 - ``recurrent``: linear-attention layers in packed calls; ``linear``: faster linear layers on CPUs.
 - ``token_logprobs``: log-probs from logits; ``chunked_head``: without the logits of many rows in memory at once.
 - ``adapter``: LoRA adapters; ``adapter_setup``: attaches and merges them; ``sharded_adapter``: with tensor parallelism.
-- ``routing``: routing replay of mixtures of experts; ``routers``: finds the routers of a model.
-- ``stages``: models with only some of their layers, for pipeline parallelism.
+- ``routing``: routing replay for MoE models; ``routers``: finds the routers of a model.
+- ``stages``: models that hold only some of their layers, for pipeline parallelism.
 """

@@ -1,9 +1,10 @@
-"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), by ``peft``: small trainable matrices beside frozen weights.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) from ``peft``: small trainable matrices added to frozen weights.
 
-Training runs the adapter beside each frozen layer. Rollouts in fp32 on a CPU use merged weights, so that a decode step costs
-the same as without an adapter: the sum is computed when generation begins, and the untouched weights are restored afterwards.
-In bf16 the sum would round small updates away, and 4-bit weights cannot hold it; there the adapter runs beside its layer in
-rollouts too. With the adapter off, the same module is the reference policy.
+Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so that a
+decode step costs the same as without an adapter: the sum of weights and adapter is computed when generation begins, and the
+original weights are restored afterwards. Merging in bf16 would round small updates away, and 4-bit weights cannot store the
+merged values. In both cases rollouts too run the adapter as a separate branch of its layer. With the adapter off, the same
+module is the reference policy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class AdapterOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], owner: str) -> AdapterOptions:
-        """Create options from a dictionary.
+        """Create options from a mapping.
 
         Raises UsageError: a key is unknown, neither rank nor adapter_path is set, or a package is missing.
         """
@@ -85,7 +86,7 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Additional bytes of the merged weights, while merged."""
+        """Additional size in bytes of the merged weights, while merged."""
         weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -114,7 +115,7 @@ class Adapter:
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Weight plus adapter of an unmerged adapted layer."""
+        """Sum of weight and adapter of an adapted layer that is not merged."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
@@ -145,15 +146,15 @@ class Adapter:
             yield
 
     def partial_names(self) -> set[str]:
-        """Parameters that are replicated across ranks while each rank computes only a partial gradient."""
+        """Names of parameters that are replicated across ranks, of which each rank computes only a partial gradient."""
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Unsharded tensors to save; None if the module's own suffice. A collective call of all ranks."""
+        """Unsharded tensors to save; None if the module's own tensors are not sharded. A collective call of all ranks."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
-        from areno.engine.parallel.parts import local, unsharded  # costs a second to import, and few need it
+        from areno.engine.parallel.parts import local, unsharded  # slow import (1 s), rarely needed
 
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 

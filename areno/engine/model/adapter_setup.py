@@ -21,8 +21,9 @@ _HEAD = "score"
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
     """Attach an adapter to a module in place, and freeze everything else.
 
-    A classifier's scalar head is trained in full and saved with the adapter, which refers to ``base``. Raises UsageError: the
-    adapter does not fit the model, or a target module does not exist.
+    The scalar head of a classifier is trained in full and saved with the adapter. ``base`` is the name of the base model that
+    the adapter's configuration states. Raises UsageError: the adapter does not fit the model, or a target module does not
+    exist.
     """
     require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _unsharded_layers(module):
@@ -37,7 +38,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     module.eval()  # new layers start in training mode, with dropout
     if not _is_sharded(module):
         return Adapter(wrapped, may_merge=may_merge)
-    from areno.engine.model.sharded_adapter import ShardedAdapter  # costs a second to import, and few need it
+    from areno.engine.model.sharded_adapter import ShardedAdapter  # slow import (1 s), rarely needed
 
     return ShardedAdapter(wrapped, may_merge=may_merge)
 
@@ -120,7 +121,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
-    """Reject adapters that are not LoRA, change the base model, or need its unsharded weights."""
+    """Reject adapters that are not LoRA, change the base model, or need unsharded weights of the base model."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")
@@ -132,8 +133,8 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
 
     if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UsageError(
-            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, "
-            "and --tp-size shards them; use --tp-size 1, or convert it to a plain one "
+            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, but "
+            "--tp-size shards them; use --tp-size 1, or convert the adapter to a plain one "
             "(path_initial_model_for_weight_conversion of peft)"
         )
 
@@ -162,5 +163,5 @@ def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
         if len(shared) > 1:
             raise UsageError(
                 f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
-                "to one of them; leave it out of the list"
+                "to only one of them; leave both out of the list"
             )

@@ -1,8 +1,8 @@
 """The attention function that areno registers with ``transformers``.
 
-A forward pass hands every layer the same *plan* (keyword ``areno``), which decides which tokens attend to which: packed
-sequences for training and prefill, cache slots for decoding. Plans need no mask from the model code: the function is
-registered for attention only, so ``transformers`` skips building masks.
+A forward pass gives every layer the same *plan* (keyword ``areno``), which determines which tokens attend to which: packed
+sequences for training and prefill, cache slots for decoding. Plans need no mask from the model code: only the attention
+function is registered, no mask function, so ``transformers`` builds no masks.
 
 Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
 """
@@ -40,7 +40,7 @@ class AttentionPlan(Protocol):
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [T, H, D] over k, v [T, K, D] and whatever the plan caches; returns [T, H, Dv]."""
+        """Attention of q [T, H, D] over k, v [T, K, D] and over cached tokens of the plan; returns [T, H, Dv]."""
         ...
 
 
@@ -49,7 +49,7 @@ def scaled_dot_product(
 ) -> Tensor:
     """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]; returns [B, H, Lq, Dv].
 
-    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` is the mask-free form for Lq == Lk.
+    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` replaces a causal mask for Lq == Lk.
     """
     if layer.explicit or layer.softcap is not None or layer.sinks is not None:
         return _explicit_attention(q, k, v, layer, window_mask(q.shape[2], None, q) if causal else mask)
@@ -78,7 +78,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
     """Additive mask [length - first, length] in the dtype of ``like``: causal, and banded if ``window`` is set.
 
-    Row i stands for the query at position ``first + i``.
+    Row i is the query at position ``first + i``.
     """
     rows = torch.arange(first, length, device=like.device)
     columns = torch.arange(length, device=like.device)

@@ -2,7 +2,7 @@
 
 ``body`` turns packed tokens into hidden states; ``logits`` applies the output head to the rows that are needed. The head is
 the model class's own ``forward`` with the body replaced by a pass-through, so soft-capped or rescaled logits (gemma, granite,
-cohere) need no special handling. Rollout and training use the same body and head, so they can differ only by rounding.
+cohere) need no special handling. Rollout and training use the same body and head, so their results can differ only by rounding.
 """
 
 import copy
@@ -17,7 +17,7 @@ from areno.engine.model.chunked_head import rows_of_chunk, run_chunks
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.token_logprobs import VocabularyShare, logit_bounds, token_logprobs
 
-# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small compared to any model that needs chunks.
+# On a CPU: 32 MiB of fp32 logits, enough for efficient matrix products, and little compared with any model that needs chunks.
 # If logits are kept for backward, larger chunks save passes over the gradient of the head.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
 KEPT_CHUNK_ELEMENTS = 8 * CHUNK_ELEMENTS
@@ -56,7 +56,7 @@ class CausalLM(PackedModel):
         self._head._modules = {**module._modules, self._prefix: _PassThrough()}
         self._share: VocabularyShare | None = None
         if (getattr(module, "_tp_size", None) or 1) > 1:
-            from areno.engine.parallel.sharding import vocabulary_share  # costs a second to import, and few need it
+            from areno.engine.parallel.sharding import vocabulary_share  # slow import (1 s), rarely needed
 
             self._share = vocabulary_share(module)
 
@@ -66,21 +66,22 @@ class CausalLM(PackedModel):
         return logits if self._share is None else self._share.whole(logits)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [N, V of this rank] of hidden states [N, C]; all of them unless the vocabulary is sharded."""
-        # Not through __call__: the copy shares the module's hooks, which are for full passes.
+        """Logits [N, V of this rank] of hidden states [N, C]: this rank's slice if the vocabulary is sharded, else all."""
+        # Not through __call__: the head is a copy that shares the module's hooks, which are meant for full passes.
         return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [N] of ``targets`` [N] after hidden [N, C]; computes logits in chunks.
 
-        With several chunks, backward recomputes each chunk's logits, so memory does not grow with N, unless they are kept.
+        With several chunks, backward recomputes the logits of each chunk, so memory does not grow with N; with ``keeps_logits``
+        on a CPU they are kept instead.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
     def logprobs_and_entropy(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True, bounds: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`logprobs`; the entropy [N] of each distribution; the least and greatest logit [N, 2] of the whole vocabulary.
+        """Return :meth:`logprobs`, the entropy [N] of each distribution, and its minimum and maximum logit [N, 2].
 
         The latter two have no gradient, and are empty if not requested.
         """

@@ -1,7 +1,8 @@
 """Chunked output head, so that the logits of many rows are never in memory at once.
 
-On a CPU, chunks fit its caches. On a GPU, a chunk must be large enough to occupy the device; and with bf16 weights, autograd
-would accumulate the chunks' head gradients in bf16, which loses more precision than the rest of the backward pass.
+On a CPU, chunks fit the caches. On a GPU, a chunk must be large enough to occupy the device. Gradients of the head are summed
+over chunks in fp32: with bf16 weights autograd would sum them in bf16, which loses more precision than the rest of the backward
+pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 Chunk = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
-# 512 MiB of fp32 logits, and 1,024 rows for vocabularies of more than 131,072 tokens.
+# 512 MiB of fp32 logits, but at least 1,024 rows, even for vocabularies of more than 131,072 tokens.
 CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 

@@ -1,10 +1,10 @@
 """Faster fp32 linear layers for CPUs where PyTorch picks a slow matrix product.
 
-On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs; oneDNN, which PyTorch also
-ships, does. Measured on two cores of an AMD EPYC: 200 and 440 GFLOP/s from 256 rows on, in forward and
-in the gradient of the input. Weights are not repacked. Products with few rows use our own kernel
-(:mod:`areno.engine.kernels.row_product`), also with AVX2; on Intel CPUs only in output layers of a large vocabulary, which
-MKL repacks for each product (64 rows: 123 GFLOP/s, ours 263 on a Xeon with AVX-512).
+On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs; oneDNN, which is also part of
+PyTorch, does. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN 440, with at least 256 rows, in the forward pass
+and in the gradient of the input. Weights are not repacked. Products with few rows use our own kernel
+(:mod:`areno.engine.kernels.row_product`), with AVX2 or AVX-512. On Intel CPUs that kernel is used only in output layers of a
+large vocabulary, whose weights MKL repacks for each product (64 rows on a Xeon with AVX-512: MKL 123 GFLOP/s, the kernel 263).
 """
 
 import functools
@@ -38,7 +38,7 @@ def use_fast_products(module: nn.Module) -> None:
 
 
 def _gains(weight: Tensor, least: int) -> bool:
-    """Whether a weight [O, C] benefits: any, or with a minimum size ``least`` only large output layers."""
+    """Whether a weight [O, C] benefits. All do, but with a minimum size ``least`` only those of large output layers."""
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 

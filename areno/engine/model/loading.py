@@ -105,7 +105,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """Attach an adapter that is trained in place of the model's weights; returns the new model."""
+    """Attach an adapter that is trained instead of the model's weights; returns the new model."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
     adapted = type(model)(model.module)  # rewrap: body and head refer to the module's current layers
@@ -197,7 +197,9 @@ def _prepared(
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
-    """Wrap and validate a model: ``ours`` of its hidden states must equal ``stock``, by default the stock body."""
+    """Wrap a model and validate it: ``ours`` of the wrapped model's hidden states must equal ``stock`` (default: the stock
+    body's output).
+    """
     if not validates:
         return _wrapped(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))
@@ -268,8 +270,8 @@ def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | Non
         return StageLayers(layout, options.peers.place.stage, layers)
     except ValueError as error:
         raise UsageError(
-            f"{options.option} {path}: {error} of a pipeline; use fewer stages, or pp_schedule 1F1B, which needs one run "
-            "of layers per stage"
+            f"{options.option} {path}: {error} of a pipeline; use fewer stages, or pp_schedule 1F1B, which needs one model "
+            "chunk per stage"
         ) from error
 
 
@@ -283,7 +285,7 @@ def _build(
     if auto:
         arguments["trust_remote_code"] = options.trust_remote_code
     if options.four_bit:
-        # 4-bit normal floats with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
+        # 4-bit normal floats with double quantization (Dettmers et al. 2023, arXiv:2305.14314).
         nf4 = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -317,7 +319,7 @@ def _build(
 
 
 def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Build the architecture with uninitialized weights, which another rank reads and sends."""
+    """Build the architecture with uninitialized weights, to be received from the rank that reads them."""
     with no_init_weights():
         module: Any = kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     module.tie_weights()  # skipped by no_init_weights
@@ -337,7 +339,7 @@ def _known_class(kind: Any, config: PretrainedConfig) -> Any:
 
 def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
     """Arguments that make ``transformers`` load this rank's shards."""
-    from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
+    from areno.engine.parallel.sharding import distributed_config  # slow import (1 s), rarely needed
 
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
     tp_plan = getattr(module, "_tp_plan", None) or {}
@@ -346,7 +348,7 @@ def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: Pret
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly; a scalar head is set later."""
+    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly, except of a scalar head."""
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
     problems = [text for text in problems if not text.startswith("score.")]

@@ -15,9 +15,9 @@ from areno.engine.model.stages import StageLayers
 
 
 class Weights:
-    """Weight storage between passes: here, unsharded on this rank.
+    """Storage of the weights between passes; this class keeps them unsharded on this rank.
 
-    :mod:`areno.engine.parallel.fsdp` has the variant that is sharded across replicas.
+    :mod:`areno.engine.parallel.fsdp` has a subclass that shards them across replicas.
     """
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
@@ -40,7 +40,7 @@ class PackedModel:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.stage: StageLayers | None = None  # the layers of this pipeline stage; None: all
-        self.adapter: Adapter | None = None  # trained in place of the weights
+        self.adapter: Adapter | None = None  # trained instead of the weights
         self.weights = Weights()
         self.routers: Routers | None = None  # set if routers record or replay expert choices
         self._prefix = cast(str, module.base_model_prefix)
@@ -63,7 +63,7 @@ class PackedModel:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum positions; None if the configuration states no limit."""
+        """Maximum number of positions; None if the configuration states no limit."""
         return context_length(self.config)
 
     @property
@@ -73,7 +73,7 @@ class PackedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, trainable or not, in the compute dtype."""
+        """Size in bytes of all weights, trainable or not, in the compute dtype."""
         kind = self.weights.dtype
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
@@ -98,14 +98,14 @@ class PackedModel:
                 self.weights.release()
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by name, tied ones once."""
+        """Trainable parameters with their names, tied ones once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan, run: int | None = None) -> Tensor:
         """Hidden states [T, C] of tokens [T] at positions [T], attending according to ``plan``.
 
-        Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens; ``run`` is the number of
-        the run of consecutive layers to apply, None for all layers of this rank.
+        Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens. ``run`` is the index of the
+        model chunk to apply; None applies all layers of this rank.
         """
         body = self._body if run is None or self.stage is None else self.stage.body_of(self._body, run)
         inputs: dict[str, Any] = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}

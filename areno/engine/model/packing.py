@@ -1,7 +1,7 @@
 """Packed variable-length sequences: the attention plan of training and prefill.
 
 Sequences are concatenated into one row of T tokens and do not attend to each other. For attention they are padded in groups of
-similar length: a group grows while at most a fifth of its cells is padding, so one long sequence does not make short ones
+similar length. A group grows as long as at most a fifth of its cells is padding, so one long sequence does not make short ones
 expensive. On a GPU with a variable-length kernel, nothing is padded.
 """
 
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences padded together: ``rows`` are their packed positions, ``cells`` the corresponding ones in [B * L]."""
+    """Sequences padded together: ``rows`` are their packed positions, ``cells`` the corresponding cells of [B * L]."""
 
     size: int
     length: int
@@ -67,7 +67,7 @@ class _Group:
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
     def contexts(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S + L, ...]: the prefix, then each sequence's tokens padded."""
+        """[T, ...] -> [B, S + L, ...]: for each sequence the prefix, then its tokens, padded."""
         if self.prefix is None:
             return self.pad(x)
         prefix = _Gather.apply(x, self.prefix)
@@ -101,7 +101,7 @@ class PackedPlan:
         befores = [len(prefix) for prefix in self._prefixes]
         positions = [torch.arange(first, first + n) for first, n in zip(befores, self.lengths, strict=True)]
         self.position_ids = upload(torch.cat(positions), self.device)
-        siblings: dict[int, list[int]] = {}  # sequences that continue the same token
+        siblings: dict[int, list[int]] = {}  # sequences that continue the same prefix
         for index, prefix in enumerate(self._prefixes):
             siblings.setdefault(prefix[-1] if prefix else -1, []).append(index)
         self.groups = [
@@ -152,14 +152,14 @@ class PackedPlan:
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [length, before + length] of tokens after ``before`` others."""
+        """Additive causal mask [length, before + length] for ``length`` tokens that follow ``before`` earlier ones."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)
         return self._masks[key]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention inside each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
+        """Causal attention within each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
         kernel = find_kernel(layer, q, v)
         if kernel is not None:
             starts, longest = self.boundaries, max(self.lengths)

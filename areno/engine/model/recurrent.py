@@ -1,9 +1,9 @@
-"""Linear-attention layers (gated delta nets) inside packed calls.
+"""Linear-attention layers (gated delta nets) in packed calls.
 
-Such a layer carries a state along the sequence, so packed neighbours would leak into each other: the stock code silently
-crosses sequence borders. Each layer's ``forward`` is therefore wrapped. In training it runs on one padded row per sequence,
-which is exact because a causal scan never sees its right padding; in rollouts it runs sequence by sequence on per-slot
-states, because padding would decay a cached state.
+Such a layer carries a state along the tokens of a call, so with the stock code the state of one packed sequence would silently
+enter the next. Each layer's ``forward`` is therefore wrapped. In training it runs on one padded row per sequence, which is
+exact because a causal scan never sees the padding on the right; in rollouts it runs sequence by sequence on per-slot states,
+because padding would decay a cached state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class RecurrentPlan(Protocol):
         ...
 
 
-# Extra rows after the slots for the padding of decode steps, so that it does not change any sequence's state.
+# Extra rows after the slots for the padding of decode steps, so that padding does not change the state of a sequence.
 SCRATCH = 8
 
 
 class SlotStates:
-    """Conv and recurrent states of every layer, one row per cache slot; a zero row is an empty state.
+    """Convolution and recurrent states of every layer, one row per cache slot; a zero row is an empty state.
 
     Implements the ``transformers`` cache methods that gated delta nets call: a layer reads the rows selected by :meth:`at`,
     and writes them back when it has finished.

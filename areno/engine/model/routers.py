@@ -29,9 +29,7 @@ AllGather = Callable[[Any], list[Any]]
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
     """Make the routers of a model follow the routing of each pass; a collective call of all ranks of the model.
 
-    Raises:
-        UsageError: the model has no routers.
-        UnsupportedModelError: their choices cannot be recorded.
+    Raises: UsageError: the model has no routers. UnsupportedModelError: the choices of its routers cannot be recorded.
     """
     mixtures = dict(_mixtures(model.module))
     names = sorted((name for stage in all_gather(list(mixtures)) for name in stage), key=_layer_order)
@@ -41,7 +39,8 @@ def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None
     distinct = {shape for stage in shapes for shape in stage}
     if len(distinct) != 1:
         raise UnsupportedModelError(
-            f"{OPTION}: the routers of {name} choose among different numbers of experts; remove it"
+            f"{OPTION} is not supported for {name}: its routers differ in their number of experts or of experts per token; "
+            "remove the option"
         )
     model.routers = Routers(len(names), *distinct.pop())
     for number, mixture in enumerate(names):
@@ -64,11 +63,11 @@ def _names(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _no_routers(name: str) -> str:
-    return f"{OPTION}: {name} is not a mixture-of-experts model, so there is no routing to return; remove it"
+    return f"{OPTION}: {name} is not a mixture-of-experts model, so there is no routing to return; remove the option"
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Mixture-of-experts modules by name."""
+    """MoE layers with their names."""
     for name, child in module.named_modules():
         if any(_is_experts(part) for part in child.children()):
             yield name, child
@@ -97,7 +96,7 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(TorchFunctionMode):
-    """Observes the ``topk`` calls of a mixture's pass, and the indices passed to its experts."""
+    """Observes the ``topk`` calls of a pass of an MoE layer, and the indices passed to its experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -118,14 +117,14 @@ class _Probe(TorchFunctionMode):
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the experts."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-        self._indices = indices[0] if indices else self._indices  # shared experts get none
+        self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 
     def shape(self) -> tuple[int, int]:
-        """Numbers of experts and of experts per token, from the ``topk`` whose result is passed to the experts."""
+        """Number of experts and of experts per token, from the ``topk`` whose result is passed to the experts."""
         calls = [call for call in self._calls if self._indices is None or _same(call[1], self._indices)]
         if not calls or (self._indices is None and len(self._calls) > 1):
             raise UnsupportedModelError(
-                f"{OPTION}: the routers of {self._name} do not select experts by a topk that can be recorded; remove it"
+                f"{OPTION}: the routers of {self._name} do not select experts by a topk that can be recorded; remove the option"
             )
         experts, indices = calls[-1]
         return experts, indices.shape[-1]
@@ -137,7 +136,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Numbers of experts and of experts per token of each mixture, observed in a pass over a few tokens."""
+    """Number of experts and of experts per token of each MoE layer, observed in a pass over a few tokens."""
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
         held.enter_context(model.gathered())
@@ -158,7 +157,7 @@ def _probe_tokens(model: PackedModel) -> Tensor:
 
 
 def _watched(mixture: nn.Module, probe: _Probe) -> ExitStack:
-    """A context in which a probe observes the passes of a mixture."""
+    """A context in which a probe observes the passes of an MoE layer."""
     stack, forward = ExitStack(), mixture.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """Routing replay for mixture-of-experts models: record expert choices in rollouts, and replay them in training.
 
 Rollout and training compute router scores with different kernels, and after an update with different weights. If two scores are
-close, another expert is chosen, and the log-probs of rollout and training differ by far more than rounding. Replaying the
-rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights still come from the router's
-current scores, so the router is trained.
+close, training may choose other experts than the rollout, and their log-probs then differ by far more than rounding. Replaying
+the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights still come from the
+router's current scores, so the router is trained.
 
-This module is model-agnostic: during a mixture's forward pass, a :class:`Routing` replaces the result of its ``topk`` over all
-experts; how scores become weights is up to the model. :mod:`areno.engine.model.routers` finds the mixtures.
+This module is model-agnostic: during the forward pass of an MoE layer, a :class:`Routing` replaces the result of its ``topk``
+over all experts; the model computes weights from scores. :mod:`areno.engine.model.routers` finds the MoE layers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Routing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model, which all have the same numbers of experts."""
+    """The routers of a model; all have the same number of experts and of experts per token."""
 
     mixtures: int
-    experts: int  # experts per mixture
+    experts: int  # experts per MoE layer
     each: int  # experts per token
 
     @property
     def kind(self) -> torch.dtype:
-        """The smallest dtype for expert ids whose maximum is not a valid id."""
+        """Smallest integer dtype for expert ids that leaves its maximum unused; the maximum marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -58,7 +58,7 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context whose forward passes follow a routing; reentrant, also from other threads."""
+    """A context whose forward passes follow a routing; reentrant, even if entered by several threads."""
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing
@@ -86,7 +86,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class Choosing(TorchFunctionMode):
-    """Lets a routing override the ``topk`` of one mixture over all its experts."""
+    """Lets a routing override the ``topk`` of one MoE layer over all its experts."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Choosing(TorchFunctionMode):
 
 
 class Recording:
-    """Records the choices of routers; ``write`` takes a mixture's index and its choices [T, K]."""
+    """Records the choices of routers; ``write`` takes the index of an MoE layer and its choices [T, K]."""
 
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
         self._write = write
@@ -125,7 +125,7 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts replayed choices, one per token and mixture, and how many of them differ from the router's own."""
+    """Counts replayed choices, one per token and MoE layer, and how many of them differ from the router's own choice."""
 
     def __init__(self) -> None:
         self.replayed: Tensor | float = 0.0
@@ -142,7 +142,7 @@ class Replay:
     """Replays recorded choices; the router chooses for tokens without a record.
 
     Args:
-        recorded: expert choices of the tokens of a pass [T, mixtures, K]; invalid ids where there is no record.
+        recorded: expert choices of the tokens of a pass [T, MoE layers, K]; an invalid id marks a token without a record.
         routers: the routers of the model.
         count: counter of the replayed choices, or None.
     """

@@ -66,9 +66,9 @@ class ShardedAdapter(Adapter):
 
 @contextmanager
 def as_if_unsharded(module: Any) -> Iterator[None]:
-    """In the block, sharded linear layers have unsharded placeholder weights without memory.
+    """In the block, sharded linear layers have unsharded placeholder weights that take no memory.
 
-    So ``peft`` creates and reads unsharded matrices, with the random numbers of a single-process model.
+    So ``peft`` creates and reads unsharded matrices, with the same random numbers as for a model in a single process.
     """
     mesh, module._device_mesh = module._device_mesh, None
     swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
@@ -117,13 +117,13 @@ def _refuse_other_layers(name: str, layer: Any, style: str) -> None:
     if not plain or style not in (*_COLUMNS, *_ROWS) or layer.lora_B[NAME].bias is not None:
         what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
         raise UsageError(
-            f"--tp-size: an adapter of {what} cannot be sharded; only plain column-parallel or row-parallel linear layers "
-            "can have one; leave it out of --lora-target-modules, or use --tp-size 1, with any --world-size"
+            f"--tp-size: an adapter of {what} cannot be sharded; only plain column-parallel or row-parallel linear layers can "
+            "have one; leave the layer out of --lora-target-modules, or use --tp-size 1, with any --world-size"
         )
 
 
 def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
-    """Shard a layer's adapter within the layer's own sharding; returns the matrix that stays replicated."""
+    """Shard the adapter of a layer like the layer itself; returns the matrix that stays replicated."""
     base = layer.get_base_layer()
     mesh, in_columns = base.weight.device_mesh, style in _COLUMNS
     first, second = layer.lora_A[NAME], layer.lora_B[NAME]
@@ -157,7 +157,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """This rank's shard; its gradient has the tensor's placement unless ``gradient`` is set."""
+    """This rank's shard. ``gradient`` is the placement of its gradient, by default that of the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -1,8 +1,8 @@
 """Pipeline stages: models with only some of their layers.
 
-A stage is an instance of the model's own class with only the stage's layers, so that ``transformers`` reads only their weights.
-Identity modules replace the others. The first stage has the embedding; the last one has the final norm, the output layer, and
-the embedding too if it is tied to the output layer.
+A stage is an instance of the model's own class that has only the stage's layers, so ``transformers`` reads only their weights.
+Identity modules replace the others. The first stage has the embedding. The last one has the final norm and the output layer,
+and the embedding if it is tied to the output layer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Absent(nn.Module):
 
 
 class StageLayers:
-    """The runs of consecutive layers of a stage, and the body of each.
+    """The model chunks of a stage, each a range of consecutive layers, and the body of each chunk.
 
     Args:
-        layout: parallel layout of the ranks.
+        layout: how the ranks divide the model.
         stage: index of the stage.
         layers: number of layers of the full model.
 
@@ -65,7 +65,7 @@ class StageLayers:
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with one run of layers, and the final norm after the last run; None omits all layers and the norm."""
+        """The body with the layers of one chunk (the last one with the final norm); None omits all layers and the norm."""
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
         partial._modules = dict(body._modules)
@@ -112,7 +112,7 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
 
 
 def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
-    """Derive a class with only a stage's layers, under the name of the original class."""
+    """Derive a class that has only a stage's layers, under the name of the original class."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Log-probs and entropies from logits, with a backward pass that needs one buffer of their size instead of five.
+"""Log-probs and entropies from logits, with a backward pass that needs one buffer of the size of the logits instead of five.
 
-The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits, and sends the others three numbers
-per row: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a slice needs no
+The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. Per row it sends the others three
+numbers: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a slice needs no
 further communication.
 """
 
@@ -52,7 +52,7 @@ def token_logprobs(
 
 
 def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor:
-    """Least and greatest logit [N, 2] of each row [N, V], or of each row's slices on all ranks; without gradient."""
+    """Minimum and maximum logit [N, 2] of each row [N, V], or of each row's slices on all ranks; without gradient."""
     logits = logits.detach()
     least, greatest = logits.amin(-1).float(), logits.amax(-1).float()
     if share is not None:
@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _SharedTokenLogprobs(torch.autograd.Function):
-    """The same over a slice of each row; all ranks make the same calls and get the same results."""
+    """The same from this rank's slice of each row; all ranks make the same calls and get the same results."""
 
     @staticmethod
     def forward(
@@ -130,5 +130,5 @@ def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
-    """All ranks' numbers [size, *numbers.shape] in rank order."""
+    """The numbers of all ranks [size, *numbers.shape] in rank order."""
     return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

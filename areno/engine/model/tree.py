@@ -3,8 +3,8 @@
 A token attends to itself and its ancestors, which are exactly the tokens before it in every sequence that contains it. Its
 position is its depth. So hidden states, log-probs and gradients equal those of separate sequences.
 
-Each sequence adds the nodes that no earlier one had, which are its last tokens. So its attention is that of its last tokens
-over the full sequence.
+Each sequence adds nodes for its last tokens, those that no earlier sequence has in common with it. So attention is computed for
+these last tokens only, over the full sequence.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,7 @@ class TokenTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
-        """Length of a sequence's longest prefix in the tree."""
+        """Length of the longest prefix of a sequence that is in the tree."""
         node = -1
         for count, token in enumerate(sequence):
             child = self._children.get((node, token))
@@ -60,7 +60,7 @@ class TreePlan(PackedPlan):
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Raise EngineError: recurrent states need a single successor per token."""
+        """Raise EngineError: a recurrent state allows a single successor per token."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
         )

@@ -1,4 +1,4 @@
-"""Critics and reward models: a body with a linear head per token, of which the last column is used.
+"""Critics and reward models: a body, and a linear head applied to each token, of whose outputs the last one is used.
 
 The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. Its head comes from the
 checkpoint, under any of the common names; without one, it is initialized to zero.
@@ -31,7 +31,7 @@ class ValueModel(PackedModel):
 
 
 def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
-    """The sequence classifier of an architecture; created if ``transformers`` has none."""
+    """Class of the sequence classifier of an architecture; created if ``transformers`` has none."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]
@@ -73,7 +73,9 @@ def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None
     like = next(module.parameters())
     weight, bias = head if head is not None else (torch.zeros(1, hidden), None)
     if weight.shape[1] != hidden:
-        raise UsageError(f"the scalar head of this checkpoint takes {weight.shape[1]} features, its model has {hidden}")
+        raise UsageError(
+            f"the scalar head of this checkpoint takes {weight.shape[1]} features, but its model has {hidden}"
+        )
     score = nn.Linear(hidden, weight.shape[0], bias=bias is not None, dtype=like.dtype, device=like.device)
     with torch.no_grad():
         score.weight.copy_(weight)

@@ -31,10 +31,10 @@ class VarlenKernel:
     name: str
     call: Callable[..., Any]
     scale: str  # name of the argument for the scale of the scores
-    groups: str | None = None  # flag that enables grouped-query attention; None if not needed
-    repeats: bool = False  # key heads must be repeated to match query heads
-    causal: str | None = None  # flag for causal attention besides the window
-    softcap: bool = False  # supports soft-capped scores
+    groups: str | None = None  # name of the flag for grouped-query attention; None if not needed
+    repeats: bool = False  # whether key heads must be repeated to match query heads
+    causal: str | None = None  # name of the flag for causal attention, in addition to the window
+    softcap: bool = False  # whether soft-capped scores are supported
 
     def attend(
         self,
@@ -45,10 +45,10 @@ class VarlenKernel:
         longest: tuple[int, int],
         layer: LayerAttention,
     ) -> Tensor:
-        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D], aligned at each sequence's end.
+        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D]; in each sequence the last ones align.
 
-        ``starts`` are the sequences' starts and the total, int32 [N + 1], and ``longest`` the maximum lengths, each for
-        queries and keys.
+        ``starts`` are the start of each sequence and the total, int32 [N + 1]; ``longest`` are the maximum lengths; both are
+        pairs, for queries and for keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -134,7 +134,7 @@ def _warn_once(reason: str) -> None:
 
 
 def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Test a kernel forward and backward on a small case; None if it is right, else the problem."""
+    """Test forward and backward of a kernel on a small case. Returns None if it is right, else the problem."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = (5, 40), (9, 40)
     shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))

@@ -3,13 +3,13 @@
 Processes:
 
 - ``group``: an engine on several ranks, with the interface of one; ``server``: the engine of one rank.
-- ``workers``: starts, calls and ends worker processes; ``worker``: the program of one; ``messages``: what they send.
+- ``workers``: starts, calls and ends worker processes; ``worker``: the program that one runs; ``messages``: what they send.
 - ``rendezvous``: how ranks find each other; ``lockstep``: rollout loops of ranks that share a model.
 
 Division of the work:
 
 - ``layout``: the grid of ranks; ``rank_context``: a rank's place in it and its communication groups.
-- ``balance``: divides rows evenly; ``channels``: collectives; ``segment``: shared memory, which they use on one machine.
+- ``balance``: divides rows evenly; ``channels``: collectives; ``segment``: shared memory for collectives on one machine.
 - ``sharding``: tensor parallelism; ``context``: context parallelism; ``experts``: expert parallelism.
 - ``fsdp``: fully sharded weights; ``parts``: converts between shards and unsharded tensors.
 - ``pipeline``: pipeline parallelism; ``schedule``: which stage computes what, in which order.

@@ -1,10 +1,10 @@
 """Collectives among the ranks of a group; on the CPUs of one machine, gradients and weights in shared memory.
 
-Shared memory sends nothing. Each rank accumulates into its own buffer, which the others can read. Then each rank reduces its
-shard over the buffers: its own entries first, then the others' in rank order, so equal inputs give equal sums. One rank
-reduces each shard, so all ranks see the same result. Ranks wait for each other in gloo's sockets: waiting takes no processor
-time, and a rank that exits breaks the connection, which raises an error on the others. The memory is anonymous (see
-:mod:`areno.engine.parallel.segment`), so none is left behind, however a rank ends.
+With shared memory nothing is sent. Each rank accumulates into its own buffer, which the others can read. Then each rank reduces
+its shard over the buffers: its own entries first, then those of the others in rank order, so equal inputs give equal sums. One
+rank reduces each shard, so all ranks see the same result. Ranks wait for each other on gloo's sockets: waiting takes no
+processor time, and a rank that exits breaks the connection, which raises an error on the others. The memory is anonymous (see
+:mod:`areno.engine.parallel.segment`), so the system frees it even if a rank is killed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PATIENCE = timedelta(days=7)
 
 
 class Channel:
-    """Collectives of one group, here of one rank; all its ranks must make the same calls in the same order."""
+    """Collectives of a group; this class is a group of one rank. All ranks must make the same calls in the same order."""
 
     size, rank = 1, 0
 
     def __init__(self) -> None:
         self.traffic: Counter[str] = Counter()
-        """Bytes that this rank has sent, by operation, as in a ring algorithm."""
+        """Bytes that this rank has sent by operation, counted as for a ring algorithm."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -46,7 +46,7 @@ class Channel:
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return each rank's object, in rank order; any picklable type."""
+        """Return the objects of all ranks, in rank order. They may have any picklable type."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -67,7 +67,7 @@ class Channel:
         return self.all_to_all_v(parts, equal, equal)
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """All-to-all with uneven splits: rows are sorted by receiver, ``sent`` to each; return received rows, by sender."""
+        """All-to-all with uneven splits: send the next ``sent[i]`` rows to each rank i; return the received rows by sender."""
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -79,15 +79,15 @@ class Channel:
         return {name: value.cpu() for name, value in values.items()}
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send a rank's values, of that shape, to rank 0; both must call."""
+        """Send the values of ``rank`` to rank 0; both ranks must call, with the same shape and dtype."""
         return values
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
-        """Allocate a buffer to reduce ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
+        """Allocate a buffer to reduce ``count`` numbers, a multiple of ``size``; None if the ranks share no memory."""
         return None
 
     def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
-        """Allocate ``count`` entries that all ranks see; None where they share no memory."""
+        """Allocate ``count`` entries that all ranks see; None if the ranks share no memory."""
         return None
 
 
@@ -147,7 +147,7 @@ class RankGroup(Channel):
         return gathered
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """All-to-all with uneven splits: rows are sorted by receiver, ``sent`` to each; return received rows, by sender."""
+        """All-to-all with uneven splits: send the next ``sent[i]`` rows to each rank i; return the received rows by sender."""
         self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
         output = rows.new_empty(sum(received), *rows.shape[1:])
         self._group.alltoall_base(output, rows, received, sent).wait()
@@ -159,7 +159,7 @@ class RankGroup(Channel):
         return values
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send a rank's values, of that shape, to rank 0; both must call."""
+        """Send the values of ``rank`` to rank 0; both ranks must call, with the same shape and dtype."""
         if self.rank:
             self.send(values.to(self._device).contiguous(), 0).wait()
             return values
@@ -179,7 +179,7 @@ class RankGroup(Channel):
         return gathered
 
     def send(self, values: Tensor, rank: int) -> dist.Work:
-        """Start to send values to a rank; they must not change until the work is done."""
+        """Start to send values to a rank. The values must not change until the returned work is done."""
         self.traffic["send"] += values.nbytes
         return self._group.send([values], rank, 0)
 
@@ -218,7 +218,7 @@ class SharedGroup(RankGroup):
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map a segment of ``sizes[i]`` bytes from each rank i on all ranks; empty if any rank cannot map one."""
+        """Map on all ranks a segment of ``sizes[i]`` bytes of each rank i. Returns an empty list if a rank cannot map one."""
         segment: Segment | None = None
         with suppress(OSError):
             segment = Segment(sizes[self.rank]) if ANONYMOUS and self.rank < len(sizes) and sizes[self.rank] else None
@@ -261,7 +261,7 @@ class SharedReduceBuffer:
 
 
 class SharedMemory:
-    """Memory that all ranks of a group share, as entries of one type."""
+    """Memory that all ranks of a group share: an array of one dtype."""
 
     def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:
         self._group, self._memory, self._dtype = group, memory, dtype
@@ -291,11 +291,11 @@ def meet(
 
     Args:
         where: the rendezvous of the members.
-        name: of the group; used once.
-        rank: this process, of ``size``.
-        device: of the tensors that members send.
+        name: group name, used once.
+        rank: rank of this process; the group has ``size``.
+        device: device of the tensors that members send.
         patience: timeout of joining and of each collective.
-        kind: class of the group.
+        kind: class to create.
 
     Raises:
         RuntimeError: a member did not join in time.

@@ -1,12 +1,13 @@
-"""Context parallelism: the ranks of a replica divide the tokens of a pass, and inside attention its heads ("Ulysses", Jacobs et
-al. 2023, arXiv:2309.14509).
+"""Context parallelism: the ranks of a replica divide the tokens of a pass, and in attention the heads ("Ulysses", Jacobs et al.
+2023, arXiv:2309.14509).
 
-Each rank holds contiguous tokens for embeddings, layers and output layer. Attention needs all tokens of a sequence: an
-all-to-all gives each rank all tokens of some heads, it attends as a single process would, and a second one reverses the
-exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is balanced. Each all-to-all sends
-(c - 1) / c of a rank's queries, keys, values or outputs.
+Each rank computes embeddings, layers and output layer of a contiguous range of tokens. Attention needs all tokens of a
+sequence: an all-to-all gives each rank all tokens of some heads, the rank attends as a single process would, and a second
+all-to-all reverses the exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is balanced.
+Each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
 
-Where c does not divide the heads, keys and values are repeated and zero heads are added. More ranks than heads are wasteful.
+If c does not divide the number of heads, keys and values are repeated and zero heads are added. More ranks than heads are
+wasteful.
 
 All ranks compute the same loss, from the predictions of all. So the gradient of a weight is the sum of the ranks' gradients.
 """
@@ -55,7 +56,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks, which all compute the same from it: each term's gradient is the sum's."""
+    """Sum over the ranks. All ranks compute the same from the sum, so its gradient is also the gradient of each term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
@@ -79,7 +80,7 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens; ``whole`` is that of all tokens. The last rank's tokens may be padded."""
+    """Attention plan of this rank's tokens; ``whole`` is the plan of all tokens. The last rank's tokens may be padded."""
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -132,7 +133,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the least repetition of key heads that lets ranks divide key heads along with their query heads."""
+    """Return the smallest factor by which to repeat key heads so that each rank gets the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

@@ -1,12 +1,12 @@
-"""Expert parallelism: ranks divide the experts of each mixture and dispatch tokens to them (Lepikhin et al. 2020,
+"""Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to them (Lepikhin et al. 2020,
 arXiv:2006.16668).
 
-A rank holds E / e experts of each mixture. In a pass it sends each token to the ranks that hold the token's experts, and
-receives their outputs (two all-to-alls). The module's own forward computes the experts, so this code is independent of the
+Each of e ranks holds E / e experts of each MoE layer. In a pass it sends each token to the ranks that hold the token's experts,
+and receives their outputs (two all-to-alls). The module's own forward computes the experts, so this code is independent of the
 architecture. No token is dropped, however unbalanced the routing.
 
-All ranks of a group must make the same number of passes. Once all weights are gathered, so are the experts, and no tokens are
-sent.
+All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, and no
+tokens are sent.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class _Route(torch.autograd.Function):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a mixture, stacked along the first axis of each tensor."""
+    """Whether a module holds the experts of an MoE layer, stacked along the first axis of each tensor."""
     count = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
     return type(module).__name__.endswith("Experts") and bool(own) and all(len(p) == count for p in own)
 
 
 class ExpertParallelExperts:
-    """The experts of one mixture, sharded across a group.
+    """The experts of one MoE layer, sharded across a group.
 
     Args:
         module: holds all experts; afterwards only this rank's.
         mesh: has the axes ``ep`` and ``tp``.
-        channel: of the ranks that divide the experts.
+        channel: collectives of the ranks that divide the experts.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, channel: Channel) -> None:
@@ -124,7 +124,7 @@ class ExpertParallelExperts:
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[ExpertParallelExperts]:
-    """Shard the experts of every mixture across a group.
+    """Shard the experts of every MoE layer across a group.
 
     Raises:
         UnsupportedModelError: there are none, or the group's size does not divide their number.

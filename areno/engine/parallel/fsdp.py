@@ -4,7 +4,7 @@ Between passes each rank holds a shard of every tensor. A training pass gathers 
 again in backward, and reduce-scatters its gradient. Rollouts, scoring and saves, which make many passes without a gradient,
 gather all weights once, in the compute dtype, and release them afterwards.
 
-Shards of trained weights are fp32: they are the optimizer's master weights.
+Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UsageError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether FSDP can reduce gradients of parameters that a backward pass does not use: since PyTorch 2.13."""
+"""Whether FSDP can reduce gradients of parameters that a backward pass does not use (PyTorch 2.13 or newer)."""
 
 
 class FullyShardedWeights(Weights):
@@ -38,7 +38,7 @@ class FullyShardedWeights(Weights):
 
     Args:
         module: the unsharded model; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
-        reduces: dtype of gradient reduction.
+        reduces: dtype in which gradients are reduced.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FullyShardedWeights(Weights):
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
             part.set_force_sum_reduction_for_comms(True)
-            # An expert may get no token, and with a pipeline each backward pass uses one run of layers only.
+            # An expert may get no token, and with a pipeline each backward pass uses one model chunk only.
             if REDUCES_UNUSED:
                 part.set_reduce_scatter_unused_params(True, recurse=False)
         # FSDP takes the module whose forward runs first for the root, but body and head are called separately.
@@ -104,8 +104,8 @@ class FullyShardedWeights(Weights):
     def gather(self) -> None:
         """Gather all weights, until :meth:`release`; every rank must call.
 
-        Removes FSDP's hooks meanwhile: they record every pass, and the order of one rank's passes would decide what it
-        gathers with the others in the next backward pass.
+        Removes FSDP's hooks while weights are gathered: they record every pass, and ranks whose passes differ in order would
+        gather different layers in the next backward pass.
         """
         if self.whole:
             return
@@ -143,7 +143,7 @@ def shard_over_replicas(
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of ranks that shard each tensor: with tensor parallelism the ``fsdp`` axis of the model's mesh."""
+    """Return the mesh of ranks that shard each tensor; with tensor parallelism, the ``fsdp`` axis of the model's mesh."""
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
 Every rank receives all rows and selects its own by a deterministic rule, so ranks need not coordinate. A request goes to the
-least loaded replica; the result does not depend on which.
+least loaded replica; its result does not depend on the choice.
 """
 
 import functools
@@ -33,7 +33,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.loss_interface import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
-from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TokenRecord, TrainSequence
 from areno.types.routing import RoutingRecord
 
 T = TypeVar("T")
@@ -53,9 +53,9 @@ class EngineGroup:
 
     Args:
         path: checkpoint folder or hub id of the actor.
-        config: as for one rank; ``device`` is that of rank 0.
-        layout: of the ranks.
-        devices: one per rank; None takes the CPU, or GPUs from that of rank 0 on.
+        config: configuration as for one rank; ``device`` is the device of rank 0.
+        layout: how the ranks divide the model.
+        devices: one per rank; None: the CPU, or consecutive GPUs that start with the one of rank 0.
         stall_s, processes, on_failure: see :class:`WorkerGroup`.
 
     Raises:
@@ -132,7 +132,7 @@ class EngineGroup:
         """Queue requests; return one future each. Raises EngineError if a rank has failed or a request cannot be served."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
-        # The ranks would raise the same errors, but only later.
+        # Reports errors at once that the ranks would raise later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
@@ -210,19 +210,19 @@ class EngineGroup:
         self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Finish one request with the tokens sampled so far."""
+        """Abort one request; it returns the tokens sampled so far."""
         with self._lock:
             matches = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
         for number, replica in matches:
             self.workers.tell(self.layout.leaders()[replica], "cancel", number)
 
     def load(self) -> EngineLoad:
-        """Return the load of generation over all replicas."""
+        """Return the rollout load, summed over all replicas."""
         loads = [self.workers.tell(rank, "engine.load") for rank in self.layout.leaders()]
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the sequences decoded at once, over all replicas; None restores the configured limit of each."""
+        """Limit the total number of sequences decoded at once by all replicas; None restores the configured limit of each."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
@@ -231,7 +231,7 @@ class EngineGroup:
         self.workers.call("engine.enable_prefix_cache", wanted)
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and drop the caches unless they are kept."""
+        """Abort pending requests, and free the KV caches unless ``keep_rollout_state`` is set."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self._all("end_rollout")
 
@@ -253,6 +253,11 @@ class EngineGroup:
     ) -> dict[str, float]:
         """Return loss and statistics without training; see :meth:`Engine.measure`."""
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
+
+    def take_token_records(self) -> dict[int, TokenRecord]:
+        """Return the records of all ranks, each of which has those of its rows; see :meth:`Engine.take_token_records`."""
+        parts = self.workers.call("engine.take_token_records")
+        return {number: record for part in parts for number, record in part.items()}
 
     def score_logprobs(
         self,

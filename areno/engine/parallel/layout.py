@@ -1,8 +1,8 @@
 """How the ranks of an engine divide a model and its work.
 
 Ranks form a grid with the axes pipeline, data, context, tensor; the last one varies fastest, so that ranks that communicate
-most are adjacent. A replica is a copy of the model: the ranks of one place on the data axis. A stage has the same layers of all
-replicas: the ranks of one place on the pipeline axis.
+most are adjacent. A replica is a copy of the model: all ranks with the same index on the data axis. A stage is one part of the
+layers, in all replicas: all ranks with the same index on the pipeline axis.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from areno.errors import UsageError
 
-NO_ROLLOUT = (
-    "the stages of a pipeline generate nothing; use a layout without p, or rollouts with an engine of their own"
-)
+NO_ROLLOUT = "the stages of a pipeline cannot generate; use a layout without p, or give rollouts an engine of their own"
 
 
 class Place(NamedTuple):
@@ -32,14 +30,14 @@ class Layout:
     """Sizes of the axes.
 
     ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it only the optimizer state is
-    sharded. Layouts with context or expert parallelism always shard. The experts of a mixture are divided among ``ep_size``
+    sharded. Layouts with context or expert parallelism always shard. The experts of an MoE layer are divided among ``ep_size``
     of those ranks, and sharded across the rest.
 
-    The layers are cut into ``pp_size`` x ``pp_chunks`` runs, which the stages take in turn: with two chunks the first of two
-    stages has the first and the third run. ``pp_less`` is the extra work of the first and the last run (embedding, output
-    layer), counted in layers. ``reshards`` frees layers that FSDP has gathered between forward and backward; ``units`` are
-    the classes of modules that it shards as units, if not decoder layers; ``offloads`` keeps shards in host memory. With
-    ``reads_once`` one rank reads the weights of a stage and broadcasts them.
+    The layers are cut into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages in turn: with two chunks
+    per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the first and the
+    last chunk (embedding, output layer), counted in layers. With ``reshards``, layers that FSDP has gathered are freed between
+    forward and backward. ``units`` are the classes of modules that FSDP shards as units; if empty, decoder layers. ``offloads``
+    keeps shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
     """
 
     dp_size: int = 1
@@ -82,14 +80,14 @@ class Layout:
         return Place(stage, replica, context, tensor)
 
     def runs_of_layers(self, count: int) -> list[range]:
-        """Divide ``count`` layers into runs; run i belongs to stage i % ``pp_size``.
+        """Divide ``count`` layers into model chunks; chunk i belongs to stage i % ``pp_size``.
 
-        Each run has at least one; every further layer goes to the run with the least work. Raises ValueError if there are
-        too few layers.
+        Each chunk has at least one layer; every further layer goes to the chunk with the least work. Raises ValueError if there
+        are too few layers.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:
-            raise ValueError(f"{count} layers cannot be divided into {runs} runs")
+            raise ValueError(f"{count} layers cannot be divided into {runs} chunks")
         layers, work = [1] * runs, [1] * runs
         work[0] += self.pp_less[0]
         work[-1] += self.pp_less[1]
@@ -121,7 +119,7 @@ class Layout:
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
-                f"fsdp with world_size={world_size}, tp_size={tp_size}: there is one replica, so no other to shard weights "
-                f"with; use world_size={2 * tp_size} or more, or leave fsdp out"
+                f"fsdp with world_size={world_size}, tp_size={tp_size}: there is one replica, none to shard across; "
+                f"use world_size={2 * tp_size} or more, or leave fsdp out"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

@@ -1,8 +1,8 @@
-"""Rollout loops of a replica that is sharded across several ranks: one leads, the others follow in lockstep.
+"""Rollout loops of a replica that is sharded across several ranks: the first rank leads, the others follow in lockstep.
 
-A turn of a rollout loop depends on its requests only. Before each turn the leader broadcasts new requests and cancellations;
-all ranks then schedule, compute and sample identically. Each message carries a running sum of the sampled tokens, so a rank
-that diverges is detected at the next turn.
+What a turn of a rollout loop does depends only on the requests. So before each turn the leader broadcasts new requests and
+cancellations, and all ranks then schedule, compute and sample identically. Each message carries a running sum of the sampled
+tokens, so a rank that diverges is detected at the next turn.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class _Counting(RolloutLoop):
 
 
 class LeadingLoop(_Counting):
-    """The loop of a replica's first rank; arguments other than ``turns`` are those of :class:`RolloutLoop`."""
+    """The loop of a replica's first rank. ``turns`` is the channel of its messages; other arguments: :class:`RolloutLoop`."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -82,7 +82,7 @@ class LeadingLoop(_Counting):
         """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
         with self._wake:
             self._check_alive()
-            self._start()  # it is this thread that tells the others
+            self._start()  # the loop's thread broadcasts the pause
         with super().weights_changing(version):
             yield
 

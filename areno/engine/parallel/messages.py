@@ -17,14 +17,14 @@ class Start:
 
     Attributes:
         make: creates the object whose methods are called, given a function that sends :class:`Event` payloads.
-        sharing: number of processes that share the CPU cores and adapt their threads to the load; 0 keeps ``threads``.
+        sharing: number of processes that share the CPU cores and adapt their thread counts to the load; 0: always ``threads``.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
-    search_path: list[str]  # of modules, as in the starting process
-    threads: int  # for PyTorch
+    search_path: list[str]  # module search path, as in the starting process
+    threads: int  # number of PyTorch threads
     sharing: int = 0
-    own_log: bool = False  # also write log records to stderr, which is a file
+    own_log: bool = False  # write log records to stderr too, which is a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat; ``progress`` grows while the worker makes progress, ``doing`` is the running method."""
+    """A heartbeat. ``progress`` increases while the worker makes progress; ``doing`` is the running method."""
 
     progress: float
     doing: str = ""
@@ -72,7 +72,7 @@ class LogLine:
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize an object; modules loaded from a user's file go by value, as other processes cannot import them."""
+    """Serialize an object. Modules loaded from a user's file are pickled by value, as other processes cannot import them."""
     global _modules
     if len(sys.modules) != _modules:
         modules = sys.modules.copy()  # other threads may be importing

@@ -1,4 +1,4 @@
-"""Convert tensors between local shards and unsharded tensors.
+"""Convert between local shards and unsharded tensors.
 
 Sharded parameters are ``DTensor``s. All functions also take plain tensors, which are unsharded.
 """
@@ -14,7 +14,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard, also where backward has left an unsharded gradient or a pending sum."""
+    """Return the gradient of this rank's shard, even if backward has left an unsharded gradient or a pending sum."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):

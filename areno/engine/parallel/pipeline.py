@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each stage has some layers, and microbatches pass from stage to stage.
+"""Pipeline parallelism: each stage holds some of the layers, and microbatches pass from stage to stage.
 
 All stages know all microbatches, so shapes are never communicated. Hidden states go to the next stage, and gradients to the
 previous one, as soon as they are computed, while the sender continues with its schedule. Microbatches may differ in length. The
 last stage computes the predictions and the loss.
 
 ``torch.distributed.pipelining`` is not used: it needs microbatches of one shape, and its process group must be part of the
-default one, which here is a stage.
+default one, which in areno is a stage.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Saved:
 
     input: Tensor
     output: Tensor
-    gradient: Tensor | None = None  # of the output, on the last stage
+    gradient: Tensor | None = None  # gradient of the output, on the last stage
 
 
 class Pipeline:
@@ -124,7 +124,7 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send: the receiving stage, and the index of its action that takes the values."""
+    """A pending send: the receiving stage, and the index of the action of that stage that takes the values."""
 
     stage: int
     taken_by: int
@@ -134,11 +134,11 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What a stage sends here over one link, in order."""
+    """Tensors that another stage sends to this one over one link, in order."""
 
     link: Any
     stage: int
-    coming: deque[Action]  # of the sender
+    coming: deque[Action]  # the sender's further actions
     arrived: dict[Action, Tensor] = field(default_factory=dict)
     next: tuple[Action, Tensor, dist.Work] | None = None
 
@@ -164,7 +164,7 @@ class _Traffic:
         return action.run > 0 if action.backward else action.run < self._last
 
     def _expect(self, inbox: _Inbox) -> None:
-        """Start the next receive before its values are needed."""
+        """Start the next receive, before an action needs its values."""
         inbox.next = None
         if inbox.coming:
             action = inbox.coming.popleft()
@@ -186,7 +186,7 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Drop sends to a stage that it took before its action of that number."""
+        """Drop the sends that ``stage`` has received before its action ``number``."""
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()

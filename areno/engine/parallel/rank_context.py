@@ -1,7 +1,8 @@
 """A rank's place in the layout, and its communication groups.
 
 Without FSDP a rank's default process group is its replica, so that code that shards a model across "the world" shards it across
-the replica. With FSDP it is the stage, whose axes a device mesh defines. All other groups are separate process groups.
+the replica. With FSDP the default group is the stage; a device mesh defines its axes. All other groups are separate process
+groups.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from areno.engine.parallel.rendezvous import Rendezvous
 Links = dict[tuple[bool, int], RankGroup]
 """Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
 
-Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that none blocks another, in
-whatever order the two ranks use them.
+Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that neither blocks the other,
+regardless of the order in which the two ranks use them.
 """
 
 
@@ -31,14 +32,14 @@ class RankContext:
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
-    data: Channel = field(default_factory=Channel)  # the same place in all replicas
-    context: Channel = field(default_factory=Channel)  # all tokens of this replica's rows
-    tensor: Channel = field(default_factory=Channel)  # all shards of each layer
+    data: Channel = field(default_factory=Channel)  # ranks with the same shard in all replicas
+    context: Channel = field(default_factory=Channel)  # the ranks that divide the tokens of this replica's rows
+    tensor: Channel = field(default_factory=Channel)  # the ranks that divide each layer
     turns: Channel = field(default_factory=Channel)  # the ranks of ``tensor``, in a separate group for the rollout loop
-    experts: Channel = field(default_factory=Channel)  # all experts of each mixture
+    experts: Channel = field(default_factory=Channel)  # the ranks that divide the experts of each MoE layer
     stage: Channel = field(default_factory=Channel)  # all ranks with the same layers; only with FSDP
-    pipeline: Channel = field(default_factory=Channel)  # the same place in all stages
-    ends: Channel = field(default_factory=Channel)  # the same place in the first and the last stage; only on those
+    pipeline: Channel = field(default_factory=Channel)  # ranks with the same place in all stages
+    ends: Channel = field(default_factory=Channel)  # the same place in the first and the last stage
     links: Links = field(default_factory=dict, hash=False)  # point-to-point groups between neighbouring stages
 
     @property
@@ -58,7 +59,7 @@ class RankContext:
 
     @property
     def decides(self) -> bool:
-        """Whether this is the first rank of its tensor-parallel group, which the others follow."""
+        """Whether this is the first rank of its tensor-parallel group; the other ranks follow its decisions."""
         return self.tensor.rank == 0
 
     @property
@@ -92,7 +93,7 @@ class RankContext:
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
-        """Broadcast the values of the rank that reads weights within its stage, in place."""
+        """Within a stage, broadcast the values of the rank that reads weights, in place."""
         if self.place.replica == 0:
             self.context.broadcast(values)
         self.data.broadcast(values)
@@ -149,7 +150,7 @@ def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: tor
     for gradients in (False, True) if stages > 1 else ():
         for sender in range(stages):
             receiver = (sender + (-1 if gradients else 1)) % stages
-            around = sender == (0 if gradients else stages - 1)  # wraps from the last stage to the first one's next run
+            around = sender == (0 if gradients else stages - 1)  # last stage to next chunk of the first
             if stage in (sender, receiver) and (layout.pp_chunks > 1 or not around):
                 own = f"{name}-{'gradients' if gradients else 'activations'}-{sender}"
                 links[gradients, sender] = meet(where, own, int(stage == receiver), 2, device)

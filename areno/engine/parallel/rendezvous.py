@@ -23,7 +23,7 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """A picklable meeting point; ``name`` is that of a group, which is used once."""
+    """A picklable meeting point of the ranks of a group; ``name`` is the group's name, which is used once."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""
@@ -32,13 +32,13 @@ class Rendezvous(Protocol):
         """Announce a group whose members join one by one."""
 
     def come(self, name: str, member: int) -> None:
-        """Register a member. Raises OSError if the group has been called off."""
+        """Register a member. Raises OSError if the group has been cancelled."""
 
     def members(self, name: str) -> int:
-        """Return the number of members. Raises OSError if the group has been called off."""
+        """Return the number of members. Raises OSError if the group has been cancelled."""
 
     def call_off(self, name: str) -> None:
-        """Cancel a group, so that nobody waits for it."""
+        """Cancel a group, so that its members stop waiting."""
 
 
 def own_address() -> str:
@@ -48,7 +48,7 @@ def own_address() -> str:
 
 @functools.cache
 def node_id() -> str:
-    """Return an identifier of this machine; processes with the same one can share memory."""
+    """Return an identifier of this machine; processes with the same identifier can share memory."""
     if node := os.environ.get(NODE):
         return node
     try:
@@ -68,7 +68,7 @@ def serve_store(host: str, size: int, patience: timedelta) -> tuple[dist.Store, 
 
 @dataclass(frozen=True, slots=True)
 class FolderRendezvous:
-    """A private folder of this machine."""
+    """Rendezvous in a private folder of this machine."""
 
     folder: Path
 
@@ -103,7 +103,7 @@ def _repository(options: NameOptions) -> Repository:
 
 @dataclass(frozen=True, slots=True)
 class NamedRendezvous:
-    """Names below ``root``, which is unique to a group of processes; rank 0 serves the store of a group."""
+    """Rendezvous through registry names below ``root``, which is unique to a group of processes; rank 0 serves the store."""
 
     options: NameOptions
     root: str
@@ -120,7 +120,8 @@ class NamedRendezvous:
         except TimeoutError as error:
             raise EngineError(
                 f"rank {rank} on {node_id()} has not found rank 0 of {name} within {_MEET_S:g} s; do all machines use the same "
-                f"names (cluster.name_resolve.type={self.options.type})? With nfs, all must see nfs_record_root"
+                f"names (cluster.name_resolve.type={self.options.type})? With nfs, all machines must have access to "
+                "nfs_record_root"
             ) from error
         host, _, dialled = address.rpartition(":")
         return dist.TCPStore(host, int(dialled), size, False, patience)
@@ -137,7 +138,7 @@ class NamedRendezvous:
     def members(self, name: str) -> int:
         """See :class:`Rendezvous`."""
         if not self._names.find_subtree(f"{self.root}/{name}/open"):
-            raise FileNotFoundError(f"the group {name} has been called off")
+            raise FileNotFoundError(f"the group {name} has been cancelled")
         return len(self._names.find_subtree(f"{self.root}/{name}/members"))
 
     def call_off(self, name: str) -> None:

@@ -1,15 +1,15 @@
 """Pipeline schedules: which stage computes what, in which order.
 
 After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations held. With one
-run of layers per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377); with several it is interleaved 1F1B (Narayanan
-et al. 2021, arXiv:2104.04473), which divides the bubble by their number.
+model chunk per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks it is interleaved 1F1B
+(Narayanan et al. 2021, arXiv:2104.04473), which divides the bubble by the number of chunks.
 """
 
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """A forward or backward pass of one run of layers over one microbatch."""
+    """A forward or backward pass of a model chunk, whose index is ``run``, over one microbatch."""
 
     backward: bool
     run: int
@@ -21,10 +21,10 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = True) -> Schedule:
-    """Return the schedule of ``stages`` with ``chunks`` runs of layers each; without ``backward``, of forward passes only.
+    """Return the schedule of ``stages`` with ``chunks`` model chunks each. Without ``backward`` it has forward passes only.
 
-    Run i belongs to stage i % ``stages``. Microbatches pass a stage's runs in groups of ``stages``; an incomplete last group
-    keeps the order of a full one.
+    Chunk i belongs to stage i % ``stages``. Each stage takes microbatches in groups of ``stages``: a whole group goes through
+    one of its chunks before the next. An incomplete last group is ordered like a full one.
     """
     filled = -(-microbatches // stages) * stages
     schedule = []
@@ -54,7 +54,7 @@ def _present(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> Action | None:
-    """Return the action that must precede an action, given the index of the last run; None if there is none."""
+    """Return the action whose result an action needs, given the index of the last chunk; None if there is none."""
     backward, run, microbatch = action
     if not backward:
         return Action(False, run - 1, microbatch) if run else None

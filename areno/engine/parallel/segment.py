@@ -1,7 +1,7 @@
-"""Memory shared by processes of one machine.
+"""Memory shared by the processes of one machine.
 
-On Linux it is an anonymous file that other processes open through ``/proc``: the kernel frees it with the last process that
-holds it, and ``/dev/shm`` does not limit its size. Elsewhere it is a file in the temporary folder.
+On Linux the memory is an anonymous file that other processes open through ``/proc``: the kernel frees it when the last process
+that has it open ends, and ``/dev/shm`` does not limit its size. Elsewhere it is a file in the temporary folder.
 """
 
 import mmap
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ANONYMOUS = hasattr(os, "memfd_create")
-"""Whether segments need no file on disk."""
+"""Whether segments are anonymous, without a file on disk."""
 
 
 class Segment:
@@ -27,7 +27,7 @@ class Segment:
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
-        """Close it here; processes that have mapped it keep it."""
+        """Close the segment in this process; processes that have mapped it keep it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

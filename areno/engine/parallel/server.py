@@ -40,9 +40,9 @@ class RequestResult:
 
 
 class EngineServer:
-    """The engine of one rank; :class:`areno.engine.parallel.group.EngineGroup` calls its methods, and those of its
-    ``engine``, on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent`
-    and :class:`RequestResult`.
+    """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls its methods and those of its ``engine``,
+    on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent` and
+    :class:`RequestResult`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineServer:
     # -- at once, on the leaders of replicas -------------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue requests by number; those in ``heard`` send every token."""
+        """Queue requests by number; requests whose number is in ``heard`` send every token."""
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()
@@ -87,7 +87,9 @@ class EngineServer:
     # -- one after the other -----------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Drop the cache, unless it is kept, once nothing is pending."""
+        """Free the KV cache unless ``keep_rollout_state`` is set. The deciding rank first aborts pending requests; the others
+        wait until none are left.
+        """
         if self.peers.decides:
             self.engine.end_rollout()
             return

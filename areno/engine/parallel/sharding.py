@@ -31,7 +31,7 @@ _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
 class _Mesh(DistributedConfig):
-    """Creates a mesh with an FSDP axis too; FSDP itself is applied later, to the complete model."""
+    """Adds an FSDP axis to the mesh; FSDP itself is applied later, to the complete model."""
 
     dp_size = 1
 
@@ -45,10 +45,10 @@ def distributed_config(
     sum them once. Logits that the plan would gather stay sharded: see :func:`vocabulary_share`.
 
     Args:
-        config: of the model.
+        config: model configuration.
         head_plan: the plan of the model's class, for the layers above the body.
-        layout: of the ranks.
-        option: name of the option, for error messages, that set the checkpoint ``path``.
+        layout: how the ranks divide the model.
+        option: name of the option that set the checkpoint ``path``, for error messages.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, or its heads do not divide.
@@ -58,8 +58,8 @@ def distributed_config(
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(
-            f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1, which "
-            "still trains on several devices: --world-size N keeps the model whole on each"
+            f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1; with it, "
+            "--world-size N trains on several devices that each hold the whole model"
         )
     if problem := heads_problem({name: getattr(text, name, None) for name in HEADS}, tp_size, path):
         raise UnsupportedModelError(problem)
@@ -69,8 +69,8 @@ def distributed_config(
         return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")
     if not shards_tensor_parallel():
         raise UnsupportedModelError(
-            f"weights that are sharded by tensor parallelism and by FSDP need transformers 5.23 or newer, and {version} is "
-            "installed; upgrade it, or use one of the two"
+            f"tensor parallelism together with FSDP needs transformers 5.23 or newer, and {version} is installed; upgrade "
+            "transformers, or use only one of the two"
         )
     return _Mesh(tp_size=tp_size, fsdp_size=layout.shards, tp_plan=changed or "auto")
 
@@ -92,7 +92,7 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Return the unsharded parameters of which each rank computes a partial gradient only (norms of single heads)."""
+    """Return the names of unsharded parameters of which each rank computes only a partial gradient (norms of single heads)."""
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 
@@ -118,7 +118,7 @@ def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -
     Every rank that holds a shard must call.
     """
     weights: dict[str, Tensor] = {}
-    kept: dict[int, Tensor] = {}  # tied weights stay one
+    kept: dict[int, Tensor] = {}  # tied weights are written once
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
     for name, tensor in model.state().items():

@@ -133,7 +133,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return the bytes that this process has read and written, 0 if unknown; ``read_bytes`` counts mapped files."""
+    """Return how many bytes this process has read and written, 0 if unknown; ``read_bytes`` counts mapped files."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)

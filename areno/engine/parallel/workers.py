@@ -27,15 +27,15 @@ from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
-# Processes send a beat every second. A stopped one (SIGSTOP) has STOPPED_S to be continued; a running one may be held up for
-# longer, by an import or an overloaded machine.
+# Processes send a beat every second. A process fails after a silence of STOPPED_S if a signal has stopped it (SIGSTOP), else of
+# SILENCE_S: an import or an overloaded machine may delay a beat.
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
 # Time for the other ranks to fail after the first one; time for an orderly end; time to write stacks.
 _SETTLE_S, _END_S, _STACKS_S = 5.0, 10.0, 0.5
 _MESSAGE_BYTES = 1 << 36
 _MODULE = "areno.engine.parallel.worker"
-# Time for workers on other machines to dial, if startup_s is None.
+# Time for workers on other machines to connect, if startup_s is None.
 _DIAL_S = 300.0
 
 
@@ -46,7 +46,7 @@ class _Rank:
     rank: int
     process: RunningTask
     frames: Frames
-    node: str = ""  # its machine, if it may be another one
+    node: str = ""  # the process's machine, if that may be another one
     waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
@@ -61,7 +61,7 @@ class Processes:
 
     Attributes:
         name: prefix of their log lines, such as ``rollout 1``; with a name, only warnings reach the starter's log.
-        launcher: starts them as workers of ``role``, numbered from ``first``; None starts them on this machine.
+        launcher: starts the processes as workers of ``role``, numbered from ``first``; None starts them on this machine.
     """
 
     name: str = ""
@@ -70,7 +70,7 @@ class Processes:
     first: int = 0
     log_file: Path | None = None  # receives their output; None inherits the starter's
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's variables
-    threads: int | None = None  # of PyTorch in each; None: OMP_NUM_THREADS, else an equal share of the cores
+    threads: int | None = None  # PyTorch threads per process; None: OMP_NUM_THREADS, else an equal share of the cores
     startup_s: float | None = None  # time limit for creating their objects; None: no limit
 
     @property
@@ -80,7 +80,7 @@ class Processes:
 
 
 class WorkerGroup:
-    """Processes that each hold one object and call its methods.
+    """Worker processes, each of which holds one object and calls its methods.
 
     Args:
         makers: one per rank: creates the rank's object, given a function that sends events; sent with ``cloudpickle``.
@@ -153,8 +153,8 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method on all ranks, or some; return the results, in the order of ``ranks``.
 
-        Raises EngineError if one rank alone raised, or one died, stopped or made no progress: the group has failed. If every
-        rank raised the same type, raises that exception, and the group remains usable.
+        Raises EngineError if only some ranks raised, or one died, stopped or made no progress: the group has then failed. If
+        every rank raised the same type, raises that exception, and the group remains usable.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
@@ -214,7 +214,7 @@ class WorkerGroup:
             rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
-        """Wait for all answers. An error of all ranks is the caller's; an error of one fails the group."""
+        """Wait for all answers. An error of all ranks is raised to the caller; an error of only some fails the group."""
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
         errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
@@ -240,7 +240,7 @@ class WorkerGroup:
         try:
             self._watch_ranks()
         except Exception as error:  # without this thread every call would wait for ever
-            failure = EngineError(f"the worker processes cannot be watched any more: {type(error).__name__}: {error}")
+            failure = EngineError(f"the worker processes can no longer be watched: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
 
@@ -414,11 +414,11 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
 
 def _last(rank: _Rank) -> str:
     """Return what a rank was last known to be doing."""
-    return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "what it does between calls"
+    return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "work between calls"
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False where the system cannot tell."""
+    """Whether a signal has stopped a process; False if the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"

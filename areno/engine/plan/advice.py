@@ -1,4 +1,4 @@
-"""Finds option changes with which a run fits into memory, by planning the run with each of them."""
+"""Finds option changes with which a run fits into memory, by planning the run with each change."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Command line options that together make a run fit; empty if none do.
+    """Return command-line options that together make a run fit; empty if none do.
 
     Options that do not change results come first.
     """
@@ -64,14 +64,14 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Successive halves of a value, rounded down to multiples of ``least``, down to ``least``."""
+    """Return successive halves of a value, rounded down to multiples of ``least``, until ``least``."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """The remedy if no option is enough."""
+    """Return the advice if no option is enough."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory: use a smaller model, or a machine with more memory."

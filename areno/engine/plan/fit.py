@@ -1,4 +1,4 @@
-"""``areno plan --fit``: the layouts with which a model fits on a number of devices, fastest first, by estimate."""
+"""``areno plan --fit``: the layouts with which a model fits on a number of devices, sorted by estimated speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GIB = 2**30
 _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
 _RATES = {"tflops": 1e12, "node_bandwidth": 1e9, "network_bandwidth": 1e9}
-_USABLE = 0.9  # of a device's memory; the rest is for libraries and the allocator's cache
+_USABLE = 0.9  # usable share of a device's memory; the rest is for libraries and the allocator's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,5 +169,5 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         "Memory of the fullest device; bytes sent per device, and time, per optimizer step. megatron: replicates weights.",
     ]
     if options.tried:
-        lines.append("Measured on this machine with random tokens; memory is that of the whole process.")
+        lines.append("Measured on this machine with random tokens; memory includes the whole process.")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Divides a GPU's memory: the peak of training comes first, and the rest is for the KV cache.
+"""Divides a GPU's memory: reserves the peak of training, and gives the rest to the KV cache.
 
-The cache is a pool of fixed size that stays between rollouts, so it must leave room for later allocations: the optimizer's
+The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations: optimizer
 moments in the first step, gradients and activations in every step, CUDA graphs and prefills in every rollout.
 """
 
@@ -32,7 +32,7 @@ _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes needed in addition to the loaded models."""
+    """Size in bytes of what a run needs in addition to the loaded models."""
 
     moments: int = 0  # optimizer states, created in the first step
     recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
@@ -50,10 +50,10 @@ class Division:
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
-    """Divide the bytes that are free once the models are loaded.
+    """Divide the memory that is free once the models are loaded.
 
-    ``keeps_cache``: the cache stays allocated during training. ``recompute``: recompute activations; None recomputes only
-    if they do not fit.
+    ``keeps_cache``: the cache stays allocated during training. ``recompute``: whether to recompute activations; None: only if
+    they do not fit.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -66,7 +66,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
     """Size of the KV cache in tokens, with the models loaded; the same on all ranks.
 
-    On a GPU this also decides whether to recompute activations, unless the configuration does.
+    On a GPU this also decides whether to recompute activations, unless the configuration states it.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -83,7 +83,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     division = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
     if division.lacking:
         logger.warning(
-            "training is expected to need %.1f GiB more than the GPU has free; use --adam-8bit, --offload-optimizer or a "
+            "training is expected to need %.1f GiB more than is free on the GPU; use --adam-8bit, --offload-optimizer or a "
             "smaller model",
             division.lacking / _GIB,
         )
@@ -104,7 +104,7 @@ def pool_tokens(tokens: int, running: int, context: int | None) -> int:
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor on shapes; other trained models are assumed to be like it."""
+    """Trace the actor on shapes; other trained models are assumed to have the same sizes."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

@@ -22,7 +22,7 @@ _LONGEST = 2048  # maximum tokens of a row
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """Settings: rows of equal length whose second half is the response. ``meter`` returns a byte counter, read per step."""
+    """Settings of a trial. Rows have equal lengths; their second half is the response. ``meter`` returns a byte counter."""
 
     path: str
     tokens: int  # per microbatch
@@ -30,7 +30,7 @@ class LayoutTrial:
     device: torch.device
     dtype: torch.dtype
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=1e-5))
-    steps: int = 2  # measured, after a warm-up step
+    steps: int = 2  # number of measured steps, after a warmup step
     longest: int = _LONGEST
     meter: Callable[[], int] = lambda: 0
 
@@ -50,10 +50,10 @@ class LayoutTrial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over the steps, and the peak of the fullest rank."""
+    """Medians over the measured steps, and the peak memory of the fullest rank."""
 
     seconds: float
-    counted: int  # by the meter
+    counted: int  # bytes, as counted by the meter
     held: int  # bytes
 
 

@@ -1,7 +1,7 @@
-"""Estimates the bytes that each rank of a training layout holds and sends per step, from the sizes of a model.
+"""Estimates from the sizes of a model how many bytes each rank of a training layout holds, and sends per step.
 
-These are closed-form estimates; :mod:`areno.engine.plan.memory_plan` plans runs without sharding exactly. The terms are
-explained in ``docs/layouts.md``.
+These are closed-form estimates. :mod:`areno.engine.plan.memory_plan` is exact, but does not support sharded weights. The terms
+are explained in ``docs/layouts.md``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ModelSizes:
     layer: int  # weights of a layer, without its experts
     experts: int  # weights of a layer's experts
     root: int  # embedding, last norm and output layer, tied weights once
-    tied: bool  # the embedding is the output layer too
+    tied: bool  # whether the embedding is tied to the output layer
     hidden: int
-    queries: int  # heads times their width
-    keys: int  # key heads times their width
-    middle: int  # width of an MLP, of all experts of a token
-    per_token: int  # experts of a token; 0 without a mixture
+    queries: int  # number of heads times their width
+    keys: int  # number of key heads times their width
+    middle: int  # width of an MLP, or of all experts of a token together
+    per_token: int  # experts per token; 0 without MoE layers
     experts_of_layer: int
     vocab: int
 
@@ -127,7 +127,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
         own = (dense + experts) // (t * layout.shards)
         weights, gradients, moments = MASTER * own, MASTER * own, kept * own
         layer = (model.layer + model.experts // layout.ep_size) // t
-        # Weights, and in backward their unreduced gradients; the root stays gathered for the whole pass.
+        # Weights, and in backward their unreduced gradients. Embedding and output layer stay gathered for the whole pass.
         gathered = _GATHERED_LAYERS * layer * (b + MASTER) + (root // t) * (b + MASTER)
     activations = _activations(model, layout, training, stage, layers)
     if layout.fsdp and training.microbatches == 1:  # gradients are reduce-scattered while activations are freed
@@ -136,7 +136,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Bytes of saved layer inputs, of the activations inside one layer, and of logits."""
+    """Total size in bytes of saved layer inputs, the activations inside one layer, and logits."""
     tokens, b = -(-training.tokens // layout.cp_size), training.compute
     kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
     inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
@@ -147,7 +147,7 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Maximum number of in-flight forward passes of a stage, counted per chunk of layers.
+    """Maximum number of in-flight forward passes of a stage, counted per model chunk.
 
     As in :func:`areno.engine.parallel.schedule.make_schedule`.
     """
@@ -197,7 +197,7 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step: tensor, context and expert communication is exposed, the rest overlaps with compute."""
+    """Estimate the duration of a step. Tensor, context and expert communication adds to it; the rest overlaps with compute."""
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -211,7 +211,7 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """The share held by the other ranks."""
+    """The share that the other ranks hold."""
     return (size - 1) / size
 
 

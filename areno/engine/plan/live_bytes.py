@@ -31,8 +31,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class LiveBytes(TorchDispatchMode):
     """Counts every storage created inside the block while it is alive.
 
-    Fake tensors count as if they were real. Existing tensors are not counted. ``peak`` is that of the block, or since
-    :meth:`restart`.
+    Fake tensors count as if they were real. Tensors that exist before the block are not counted. ``peak`` is the peak since the
+    start of the block or the last :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Exclude existing tensors, with their views and in-place results."""
+        """Exclude tensors, their views, and the results of in-place operations on them."""
         for tensor in tensors:
             self._storages[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 

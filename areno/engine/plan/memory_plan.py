@@ -1,7 +1,7 @@
 """Plans the memory of a run by phase and purpose, per rank, before anything is loaded.
 
-The figures are for the largest microbatch and the longest sequences that the options allow, in a step after the first, so
-that optimizer states exist. The total of a phase is its peak.
+The figures are for the largest microbatch and the longest sequences that the options allow, and for a step after the first,
+when optimizer states exist. The total of a phase is its peak.
 """
 
 import dataclasses
@@ -55,14 +55,14 @@ class MemoryPlan:
     dtype: str
     device: str
     phases: tuple[Phase, ...]
-    logits: int  # bytes of logits alive at once in training, part of the activations
-    host: int  # bytes of offloaded data in host memory, over all ranks
+    logits: int  # size in bytes of logits alive at once in training; included in the activations
+    host: int  # size in bytes of offloaded data in host memory, over all ranks
     cache_tokens: int  # maximum size of the KV cache
     cache_wanted: int  # cache size for all running sequences at maximum length
-    available: int = field(compare=False)  # free bytes, of one GPU or of host memory
+    available: int = field(compare=False)  # free memory in bytes, of one GPU or of the host
     layout: Layout = field(default_factory=Layout)
     sharing: int = 1  # ranks that share the available memory
-    common: int = 0  # bytes of each rank in memory shared by these ranks
+    common: int = 0  # size in bytes of memory that these ranks share
     longest: int = 0
 
     @property
@@ -72,11 +72,11 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Peak bytes of all ranks that share one memory."""
+        """Peak size in bytes, summed over all ranks that share one memory."""
         return self.of_all(self.peak)
 
     def of_all(self, phase: Phase) -> int:
-        """Bytes of a phase over all ranks that share one memory."""
+        """Size in bytes of a phase, summed over all ranks that share one memory."""
         return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property
@@ -85,7 +85,7 @@ class MemoryPlan:
         return self.needed <= self.available
 
     def phase(self, name: str) -> Phase | None:
-        """A phase by name; None if the run does not have it."""
+        """Return a phase by name; None if the run has no such phase."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
@@ -129,7 +129,7 @@ class _Planner:
         self.updates = self._updates(self.recompute)
         on_cpu = sizes.device.type == "cpu"
         if open_ and self.updates and not (on_cpu and sizes.layout.tp_size > 1):
-            # Skip recomputation where the engine would.
+            # Skip recomputation if the engine would.
             kept, free = self._updates(False), self._free()
             if on_cpu and sizes.generates and self.config.keep_rollout_state:
                 free -= self._rollout().cache
@@ -189,9 +189,9 @@ class _Planner:
         )
 
     def _loading(self) -> Phase:
-        """Loading creates master weights; a checkpoint of another dtype is in memory together with its conversion."""
+        """Loading creates master weights; a checkpoint of another dtype is in memory together with the converted weights."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
-        # File headers and untied copies are negligible: only another dtype makes such a difference.
+        # File headers and untied copies are negligible: only another dtype makes the sizes differ this much.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
         # A rank writes its share of the common weights from its private copy.
         moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
@@ -200,7 +200,7 @@ class _Planner:
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """A phase, with the memory that all phases have."""
+        """A phase, including the memory that all phases have."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -210,7 +210,7 @@ class _Planner:
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:
-        """Forward, backward and optimizer step, each of the role that needs most."""
+        """The phases forward, backward and optimizer step, each for the role that needs the most memory."""
         phases: list[list[Phase]] = []
         for update in self.updates:
             gradients = update.gradients
@@ -241,7 +241,7 @@ class _Planner:
 
     def _rollout(self) -> RolloutBytes:
         run = self.config
-        # A prefill takes the same number of tokens for any prompt; an agent's contexts grow up to the longest row.
+        # A prefill takes the same number of tokens for any prompt. An agent's contexts grow up to the longest row.
         prompt = min(self.sizes.prompt, self.longest - 1)
         budget = run.kv_cache_tokens
         if budget is None:
@@ -260,7 +260,7 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Bytes of fp32 logits in policy training: those of a chunk, or all if they are kept, and a chunk's gradient."""
+        """Size in bytes of fp32 logits in policy training: one chunk, or all if kept, and the gradient of one chunk."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
@@ -272,7 +272,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """The shape of a checkpoint, cached because `advise` plans the same run many times."""
+    """Return the shape of a checkpoint, cached because `advise` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

@@ -1,7 +1,7 @@
-"""Memory of this process: free, in use, and the peak of a piece of work.
+"""Free memory, and current and peak use of this process.
 
-The figures come from PyTorch's allocator for a GPU and from the kernel for a CPU. On Linux the high-water mark of the
-resident set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
+The figures come from PyTorch's allocator on a GPU and from the kernel on a CPU. On Linux the high-water mark of the resident
+set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
 """
 
 import gc
@@ -17,7 +17,7 @@ from areno.machine_memory import free_bytes, proc_figure
 
 # Leaves most memory to weights, gradients and activations, which peak while the cache is idle but allocated.
 KV_SHARE = 0.4
-# The allocator's free memory is fragmented, so a training step may need half again of what it uses.
+# The allocator's free memory is fragmented, so a training step may need half as much memory again as it uses.
 _SHORT = 0.5
 _RESET = Path("/proc/self/clear_refs")
 
@@ -56,7 +56,7 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """Return the allocator's free memory to the system if memory is short for ``ranks`` processes like this, on a CPU."""
+    """On a CPU, return the allocator's free memory to the system if memory is short for ``ranks`` processes like this one."""
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()
 

@@ -43,7 +43,7 @@ class Sizes(ABC):
 
     path: str
     option: str
-    config: EngineConfig  # of the actor's engine: device, types, optimizer, adapter, attention, recomputation, cache
+    config: EngineConfig  # configuration of the actor's engine: device, dtypes, optimizer, adapter, cache
     layout: Layout = field(default_factory=Layout)
     entropy: bool = False
     generates: bool = False
@@ -72,11 +72,11 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Ranks that share one memory: all of them on a CPU, one on a GPU."""
+        """Number of ranks that share one memory: all of them on a CPU, one on a GPU."""
         return self.layout.world_size * self.config.neighbours if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Options to load the checkpoint of ``option`` as a shape."""
+        """Options that load the checkpoint of ``option`` as shapes."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
@@ -85,18 +85,19 @@ class Sizes(ABC):
 
     @abstractmethod
     def longest_row(self, context: int | None) -> int:
-        """Tokens of the longest row; ``context`` is the model's limit."""
+        """Number of tokens of the longest row; ``context`` is the model's limit."""
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step of longest rows.
+        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step if all rows have the maximum
+        length.
 
         ``role`` is the trained role; empty is the actor.
         """
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Trained tokens of each row: all except a prompt of at least one token."""
+        """Number of trained tokens of each row, at most: everything but the prompt, which has at least one token."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
@@ -157,7 +158,7 @@ class RunSizes(Sizes):
         return held
 
     def longest_row(self, context: int | None) -> int:
-        """Tokens of the longest row; ``context`` is the model's limit."""
+        """Number of tokens of the longest row; ``context`` is the model's limit."""
         run = self.options
         limit, longest = tightest(run.max_context_len, context), run.max_prompt_tokens + run.max_new_tokens
         if limit is None:
@@ -181,7 +182,7 @@ class RunSizes(Sizes):
         most, at_once = max(most, together * longest), min(self.options.mini_bs, rows)
         group = self.n_samples if self.generates else together
         shared = max(min(self.prompt, longest - 2), 0) if self.options.tree_training and group > 1 else 0
-        # Shared prompts allow more responses in a token-bound pass; a row-bound pass may have separate prompts.
+        # If tokens bound a pass, shared prompts allow more responses in it; if rows bound it, prompts may all differ.
         lengths = max(fill(longest, at_once, most, shared, group), fill(longest, at_once, most), key=sum)
         full = sum(length in (longest, longest - shared) for length in lengths) // together * together
         return lengths, -(-rows // max(full, together))
@@ -206,7 +207,7 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
-    """Fill a pass with longest rows, and a shorter one for the rest; return the row lengths.
+    """Fill a pass with rows of maximum length, and one shorter row for the rest; return the row lengths.
 
     ``shared``: length of the prefix that is computed, and counted, once per ``group`` of rows.
     """

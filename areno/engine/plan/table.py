@@ -70,7 +70,7 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """Say whether a run fits; if not, what to ``change``, or the ``remedy`` if nothing helps."""
+    """Say whether a run fits; if not, which options to ``change``, or the ``remedy`` if no option is enough."""
     figures = f"{needed / _MIB:,.1f} MiB peak{where}, {available / _MIB:,.1f} MiB free now"
     if needed <= available:
         return f"Fits: yes. {figures}."
@@ -79,12 +79,12 @@ def verdict(needed: int, available: int, change: Sequence[str], remedy: str, whe
 
 
 def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """The plan of a run as plain data, including the advice."""
+    """Return the plan of a run as plain data, including the advice."""
     return plan_numbers(plan) | {"change": [] if plan.fits else advise(options, plan)}
 
 
 def plan_numbers(plan: MemoryPlan) -> dict[str, Any]:
-    """A plan as plain data, all sizes in bytes."""
+    """Return a plan as plain data, with all sizes in bytes."""
     return {
         "parameters": plan.parameters,
         "dtype": plan.dtype,

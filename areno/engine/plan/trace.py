@@ -1,7 +1,7 @@
 """Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
 
 Nothing is estimated per layer: the model is built as shapes, the training step and the rollout run on it, and all live
-bytes are counted. So the plan follows any change of the engine. Scratch memory inside a PyTorch operation is not seen.
+bytes are counted. So the plan follows any change of the engine. Temporary memory inside a PyTorch operation is not counted.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from areno.types import SamplingParams
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# Bytes of a 4-bit weight, including its share of the scales.
+# Size in bytes of a 4-bit weight, including its share of the scales.
 _NF4_BYTES = 0.52
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Bytes of one optimizer step of a role, in addition to its weights and optimizer state."""
+    """Sizes in bytes of an optimizer step of a role, in addition to its weights and optimizer state."""
 
     forward: int  # peak of a forward pass, including gradients of earlier microbatches
     carried: int  # gradients of earlier microbatches; 0 with a single microbatch
     backward: int  # peak of a backward pass, including gradients
     gradients: int  # all gradients
     state: int  # moments and master weights, even if not allocated yet
-    masters: int  # the part of the state allocated before the first step
+    masters: int  # the part of the optimizer state allocated before the first step
     step: int  # temporary memory of the optimizer step
     elsewhere: int = 0  # layer inputs offloaded to the host
     host: int = 0  # states and gradients offloaded to the host; included in no other number
@@ -68,16 +68,16 @@ class UpdateBytes:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBytes:
-    """Bytes of a rollout, in addition to the weights."""
+    """Sizes in bytes of a rollout, in addition to the weights."""
 
     peak: int
     cache: int  # final size of the KV cache
-    per_token: int  # of a cached token
+    per_token: int  # per cached token
     beside: int  # peak of a prefill or a decode step, without the cache
 
 
 def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
-    """Cache the results of a trace, because searches repeat the same ones."""
+    """Cache the results of a trace, because searches repeat traces."""
 
     @functools.wraps(trace)
     def cached(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
@@ -91,11 +91,11 @@ def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[S
 
 
 class ShapeOf:
-    """The model of a checkpoint as shapes: one rank's shard in a layout with several.
+    """The model of a checkpoint as shapes: the shard of one rank if the layout has several.
 
     Raises:
-        UsageError: the configuration cannot be read, or the layout is not supported; from the methods: the model's code
-            depends on tensor values.
+        UsageError: the configuration cannot be read, the layout is not supported, or (from methods) the model's code depends on
+            tensor values.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Bytes saved by storing frozen linear weights, except the output layer's, in 4 bits."""
+        """Number of bytes saved by storing frozen linear weights, except the output layer's, in 4 bits."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
@@ -160,7 +160,7 @@ class ShapeOf:
             kind = type(self.model.module).__name__
             raise UsageError(
                 f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run itself "
-                f"may work ({str(error).splitlines()[0][:200]})"
+                f"may still work ({str(error).splitlines()[0][:200]})"
             ) from error
 
     @_once
@@ -176,17 +176,17 @@ class ShapeOf:
         entropy: bool = False,
         offloading: bool = False,
     ) -> UpdateBytes:
-        """Trace a step of equal microbatches.
+        """Trace an optimizer step of equal microbatches.
 
         Args:
-            lengths: tokens of each row of a microbatch.
-            scored: trained tokens of each row.
-            config: of the optimizer.
-            several: there is more than one microbatch, so that later ones accumulate gradients.
-            checkpointing: recompute activations.
-            device: of the run.
-            entropy: the loss reads the policy's entropy.
-            offloading: offload the inputs of recomputed layers.
+            lengths: number of tokens of each row of a microbatch.
+            scored: number of trained tokens of each row.
+            config: optimizer options.
+            several: whether there is more than one microbatch, so that later ones accumulate gradients.
+            checkpointing: whether to recompute activations.
+            device: device of the run.
+            entropy: whether the loss reads the policy's entropy.
+            offloading: whether to offload the inputs of recomputed layers.
         """
         parameters = self.model.parameters()
         with self._mode:
@@ -214,7 +214,7 @@ class ShapeOf:
         if isinstance(self.model, CausalLM):
             self.model.computes_on = None
         for _, p in parameters:
-            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of deleted master weights
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # the master weights were deleted
         masters = optimizer.held_bytes(moments=False)
         shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.channels
         common = shared and self.layout.tp_size == 1
@@ -257,13 +257,13 @@ class ShapeOf:
 
     @_once
     def score(self, lengths: Sequence[int]) -> int:
-        """Peak bytes of a scoring pass."""
+        """Peak size in bytes of a scoring pass."""
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak
 
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        """Trace generating ``running`` sequences in the slot cache, from prompts of equal length to the maximum length.
+        """Trace the generation of ``running`` sequences in the slot cache, from prompts of equal length to the maximum length.
 
         ``budget``: maximum tokens in the cache; None is unlimited.
         """
@@ -277,7 +277,7 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """``grown``: columns of the cache and running sequences, each time the cache grows."""
+        """``grown``: the cache's columns and the number of running sequences each time the cache grows."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]
@@ -294,7 +294,7 @@ class ShapeOf:
 
     @_once
     def bytes_per_token(self, prompt: int) -> int:
-        """Bytes per cached token of a sequence with a prompt of this length."""
+        """Size in bytes per cached token of a sequence with a prompt of this length."""
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
@@ -303,7 +303,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences; return the peak bytes without the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences; return the peak memory in bytes, without the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()
@@ -327,7 +327,7 @@ class ShapeOf:
 
 
 class _StubChannel(Channel):
-    """Stub for other ranks when only their number matters."""
+    """Stub for the other ranks, of which only the number matters."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Functions that each rank runs to try sizes or measure phases; called by :meth:`Engine.run_on_all_ranks`."""
+"""Functions that each rank runs to try sizes or to measure phases, through :meth:`Engine.run_on_all_ranks`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a rank before the trials, in bytes."""
+    """Memory use of a rank before the trials, in bytes."""
 
     held: int  # including optimizer states
     available: int
@@ -37,14 +37,14 @@ def begin(engine: Engine) -> None:
 
 
 def peak(engine: Engine) -> int:
-    """Peak bytes of the rank since :func:`begin`."""
+    """Peak memory of the rank since :func:`begin`, in bytes."""
     return peak_since(engine.config.device)
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
     """Compute gradients of this replica's rows and discard them; return the peak bytes, None if memory ran out.
 
-    Ranks of one model cannot recover from one running out of memory, so with tensor parallelism it raises.
+    With tensor parallelism it raises instead: the ranks of a model cannot recover if one of them runs out of memory.
     """
     begin(engine)
     try:

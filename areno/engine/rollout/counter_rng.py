@@ -56,7 +56,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch visits ``n`` rows: the same for the same arguments, whatever the global RNG state."""
+    """Order in which an epoch visits ``n`` rows; it depends on the arguments only, not on the global RNG state."""
     order = list(range(n))
     if shuffle:
         random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)

@@ -1,4 +1,4 @@
-"""One decode step: eager, with our kernels, or compiled. All take the same batch and return the same draw."""
+"""One decode step: eager, with our kernels, or compiled. All three take the same batch and return the same tokens."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,10 +18,10 @@ from areno.engine.rollout.sequence import Prefill, Sequence
 
 
 class SharedPrefixes:
-    """For each row, the first row with the same prefix, and the length of that prefix.
+    """For each row, the first row with the same prefix (its leader) and the length of that prefix.
 
-    Every slot holds its own copy, so samples can join and leave freely, and readers may use any copy. Rows of the same
-    prefill share its columns; None shares nothing.
+    Every slot holds its own copy of its prefix, so samples can join and leave freely, and attention may read any copy. Rows of
+    the same prefill share its columns; rows without a prefill share nothing.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -86,7 +86,9 @@ class EagerDecode:
 
 
 class StepDecode:
-    """Runs a step over slots, compiled or not; filtered and edited rows are sampled from its logits."""
+    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots. Unless every row of the batch is plain, all tokens are
+    sampled from the step's logits, not by the step itself.
+    """
 
     def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:
         self.step, self.cache = step, cache

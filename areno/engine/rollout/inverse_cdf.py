@@ -1,4 +1,4 @@
-"""Sample from unnormalised weights by inverse CDF in two steps: first a block, then a token in it.
+"""Sample from unnormalized weights by inverse CDF in two steps: first a block of tokens, then a token of the block.
 
 Only block sums are accumulated over the vocabulary, so a draw costs about as much as summing the weights once. A cumulative
 sum over all tokens would take 48 ms instead of 5 for 64 rows of 32,000 tokens on two cores.
@@ -55,5 +55,5 @@ def take_block(table: Tensor, block: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Keep a target under its total, so that rounding never lands behind the last token that has any weight."""
+    """Keep a target below its total, so that rounding never selects a position after the last token with positive weight."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -22,14 +22,14 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 
 Snapshot = dict[int, tuple[Tensor, Tensor]]
 
-# Matrix products round differently at some small row counts; with multiples of eight, rows do not depend on the batch.
+# Matrix products round differently at some small row counts; with multiples of 8, a row does not depend on the others.
 ROW_STEP = 8
-# Attention reads multiples of this many columns. Smaller wastes less; kernels are length-independent from eight on.
+# Attention reads a multiple of this many columns. A smaller number wastes less; from 8 on, results do not depend on it.
 READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """The cache index of a mixture's choices; negative, unlike the indices of layers."""
+    """Cache index of the expert choices of an MoE layer; negative, unlike the indices of layers."""
     return -1 - mixture
 
 
@@ -56,10 +56,10 @@ class KVCache(ABC):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.states = SlotStates(0)
-        self.records: Routers | None = None  # their choices are cached as additional layers
+        self.records: Routers | None = None  # the expert choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """A routing that records expert choices through ``write(layer, keys, values)``; None if recording is off."""
+        """Return a routing that records expert choices through ``write(layer, keys, values)``; None if recording is off."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -71,7 +71,7 @@ class KVCache(ABC):
         return Recording(record)
 
     def routed(self, slot: int, length: int) -> Tensor:
-        """Recorded expert choices of the first tokens of a slot [length, mixtures, K]."""
+        """Recorded expert choices of the first tokens of a slot [length, MoE layers, K]."""
         assert self.records is not None
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
@@ -105,10 +105,10 @@ class SlotCache(KVCache):
         """Grow to ``rows`` sequences of ``columns`` tokens, preserving the first ``rows`` slots."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
-            # Drop unused slots, which would grow as well and exceed the budget.
+            # Drop unused slots first: they would grow as well, and exceed the budget.
             slots = round_up(rows, ROW_STEP)
-            # A quarter of headroom keeps the number of copies logarithmic in the length. Padding rows of a decode
-            # step write to the last column, which is otherwise unused.
+            # Growing by a quarter keeps the number of copies logarithmic in the length. Padding rows of a decode step write to
+            # the last column, which is otherwise unused.
             columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP) + 1
         columns = max(columns, self.columns)
         if (slots, columns) == (self.slots, self.columns):
@@ -180,7 +180,7 @@ class SlotCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Part of a context to prefill: ``length`` tokens after ``offset`` cached ones, for all slots that share it."""
+    """Part of a context to prefill: ``length`` tokens after ``offset`` cached ones, for all slots that share the context."""
 
     slots: Seq[int]
     length: int
@@ -225,7 +225,7 @@ class PrefillPlan(PackedPlan):
         self.cache.write(layer, self._slot, self._position, k[self._token], v[self._token])
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write to the cache, then attend inside each context."""
+        """Write to the cache, then attend within each context."""
         self._write(layer.layer, k, v)
         return self._attend_cached(layer, q) if self._continued else super().attend(layer, q, k, v)
 
@@ -244,7 +244,7 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run one context at a time, because padding would change the cached state."""
+        """Run the contexts one at a time, because padding would change the cached state."""
         outputs = []
         for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
@@ -272,7 +272,7 @@ class DecodePlan:
 
     Args:
         cache: the KV cache.
-        positions: position of the new token of each row [rows]; arbitrary for padding.
+        positions: position of the new token of each row [rows]; any value for padding rows.
         write_at: cache column of the new token [rows]: its position, or for padding the unused last column.
         columns: indices 0, 1, ... of the cache columns to attend to [columns], beyond every position.
         state_rows: rows of the recurrent states [rows]; None if no layer is recurrent.

@@ -1,4 +1,4 @@
-"""Load figures and counters of a rollout loop."""
+"""Load and counters of a rollout loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EngineLoad:
     waiting: int = 0  # queued samples
     running: int = 0  # samples in a slot
     kv_tokens_used: int = 0  # cells of the KV cache in use
-    kv_tokens: int = 0  # its budget
+    kv_tokens: int = 0  # budget of the KV cache in cells
     generated_total: int = 0  # tokens sampled
     prefilled_total: int = 0  # prompt tokens computed
     reused_total: int = 0  # prompt tokens taken from the prefix cache

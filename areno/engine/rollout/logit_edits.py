@@ -12,11 +12,11 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """Logit edits of one sample.
 
-    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and the loop fails only that
-    request. Prompt tokens count towards the repetition penalty; ``stop_ids`` are forbidden before the minimum length.
+    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and only that request fails.
+    Prompt tokens count towards the repetition penalty; ``stop_ids`` are forbidden before the minimum length.
 
     Attributes:
-        forced: whether the grammar allowed only the text of the last sampled token.
+        forced: whether the grammar allowed no text other than that of the last sampled token.
         cut_mass: probability that the grammar removed at the last step, under the temperature-scaled policy.
     """
 

@@ -55,10 +55,10 @@ class RolloutLoop:
         max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
         layers: what each layer of the model caches; if empty, decoding is always eager.
-        decode_mode, builds: whether decoding may be compiled, and by this process, see :class:`DecodeSwitch`.
+        decode_mode, builds: whether decode steps may be compiled, and whether by this process; see :class:`DecodeSwitch`.
         speculate: maximum draft tokens, see :mod:`speculation`; 0 turns speculative decoding off.
         prefix_tokens: size of the prefix cache in tokens; 0 turns it off.
-        records: routers whose choices are returned with each sample, with eager decoding; None records nothing.
+        records: the model's routers, if their choices are to be recorded; on a CPU this forces eager decoding. None: not.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -115,7 +115,7 @@ class RolloutLoop:
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
-        release_workers()  # of the caller, who will most likely wait
+        release_workers()  # raised to the caller, who will most likely wait
         with self._wake:
             self._check_alive()
             self._start()
@@ -125,7 +125,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request: it returns its partial output with ``finish_reason`` "abort", and its slots at the next step."""
+        """Abort one request at the next step: its partial output is returned, with ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -170,19 +170,19 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Abort every pending request, which returns its partial output; returns when the loop is idle."""
+        """Abort every pending request, so that each returns its partial output; wait until the loop is idle."""
         with self._wake:
             self._cancel = self._pending()
             self._wake.notify()
         self.wait_idle()
 
     def wait_idle(self) -> None:
-        """Wait until nothing is pending. Returns at once if the loop has died, which has failed its requests."""
+        """Wait until nothing is pending. Returns at once if the loop has died: its requests have then failed."""
         with self._wake:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """Point a compiled step to the model's current weights, so that the former ones can be freed."""
+        """Bind a compiled step to the model's current weights, so that the former ones can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -197,7 +197,7 @@ class RolloutLoop:
         self.scheduler.budget_tokens = budget_tokens
 
     def weights_changed(self, version: int) -> None:
-        """Set the version of the weights and clear prefixes cached under another; nothing may be pending."""
+        """Set the version of the weights, and clear the prefix cache if it has changed; nothing may be pending."""
         if version != self.version:
             self.prefixes.clear()
         self.version = version
@@ -257,7 +257,7 @@ class RolloutLoop:
             self._fail(error)
 
     def _next_work(self) -> bool:
-        """Apply commands, and sleep while idle. Returns False if the loop should end."""
+        """Apply commands, and wait while idle. Returns False if the loop should end."""
         with self._wake:
             self._apply(self._take_commands())
             if not self._busy:
@@ -315,7 +315,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill everything that fits while nothing runs, else a bounded number of tokens."""
+        """Prefill: while nothing runs everything that fits, else a bounded number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
@@ -431,7 +431,7 @@ class RolloutLoop:
             continuing = [row for row in rows if row is not None and outcome.continues(plan.members[row])]
             if continuing:
                 self._give([plan.members[row] for row in continuing], draw.rows(continuing), outcome)
-        self._settle(outcome)  # only after all have their tokens, because compaction copies their cache
+        self._settle(outcome)  # only after every sequence has its tokens, because compaction copies caches
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)
@@ -476,7 +476,7 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Add a finished sequence to the prefix cache, without its last token, which was never fed."""
+        """Add a finished sequence to the prefix cache, without its last token, which was never fed to the model."""
         chunked = self.scheduler.chunked_prefill
         if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
             return

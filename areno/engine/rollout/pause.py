@@ -8,8 +8,8 @@ from contextlib import contextmanager
 class Pause:
     """Pause requests, one at a time; the loop pauses before its next turn.
 
-    Loops in lockstep first agree on the turn. So there are three states: requested (``wanted``), ``agreed`` and ``resting``,
-    all guarded by the loop's condition ``wake``.
+    Loops in lockstep first agree on the turn before which they pause. So there are three states: requested (``wanted``),
+    ``agreed`` and ``resting``, all guarded by the loop's condition ``wake``.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -21,7 +21,7 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Run the block while the loop is paused, or ``stopped()`` says that it takes no turns."""
+        """Run the block while the loop is paused, or while ``stopped()`` says that the loop does not run."""
         with self._turns:
             with self._wake:
                 self.wanted = True

@@ -1,7 +1,7 @@
 """Prefix cache: keys and values of finished contexts, for later requests with the same prefix.
 
-Entries belong to one version of the weights; a new version clears the store, so hits are never stale. The index maps chained
-hashes of leading blocks to entries, and hits are verified token by token.
+All entries belong to the current version of the weights; a new version clears the store, so hits are never stale. The index
+maps chained hashes of leading blocks to entries, and hits are verified token by token.
 """
 
 from collections import OrderedDict
@@ -38,7 +38,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Sequence[int], version: int) -> Hit | None:
-        """The longest cached proper prefix of a context in whole blocks, or None."""
+        """Return the longest cached proper prefix of a context in whole blocks, or None."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0
@@ -90,7 +90,7 @@ class PrefixStore:
 
 
 def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """End and chained hash of each whole block."""
+    """End position and chained hash of each whole block."""
     blocks, chain = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         chain = hash((chain, *tokens[end - BLOCK : end]))

@@ -16,7 +16,7 @@ from areno.errors import UnsupportedModelError
 class CacheShape:
     """Cache layout of a model."""
 
-    bytes_per_token: int  # per token and slot; recurrent states are amortized over a column step
+    bytes_per_token: int  # per token and per slot; recurrent states are amortized over :data:`COLUMN_STEP` columns
     layers: tuple[LayerShape, ...]  # keys and values by layer; empty if some layers are recurrent
 
 
@@ -45,7 +45,7 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
-            f"{float(gap):.1e}); {type(model.module).__name__} keeps a kind of state that areno does not support"
+            f"{float(gap):.1e}); {type(model.module).__name__} keeps a state between tokens that areno does not support"
         )
     layers = tuple(
         LayerShape(layer, keys.shape[1], keys.shape[3], cache.values[layer].shape[3])

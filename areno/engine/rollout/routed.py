@@ -8,11 +8,11 @@ from areno.engine.rollout.sequence import Sequence
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Append the recorded choices of a sample's tokens that it does not have yet.
+    """Append to a sample the recorded choices of those of its tokens that have none yet.
 
-    A token that is recomputed, under new weights or after a preemption, keeps its first record: the one of the pass that its
-    successor was sampled from. The last token has not been fed to the model. ``slot`` is the sample's former slot, if it has
-    left it.
+    A token that is recomputed, under new weights or after a preemption, keeps its first record, from the pass that sampled the
+    next token. The last token has not been fed to the model. ``slot`` is the sample's former slot, if the sample no longer has
+    one.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:
@@ -20,7 +20,7 @@ def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) ->
 
 
 def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
-    """:func:`take_routing` for several samples."""
+    """Call :func:`take_routing` for several samples."""
     for sequence in sequences:
         take_routing(cache, sequence)
 

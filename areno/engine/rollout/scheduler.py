@@ -1,7 +1,7 @@
-"""Scheduling: admission by KV token budget, preemption instead of failure, compact slots.
+"""Scheduling: admits sequences by a budget of KV tokens, preempts instead of failing, and keeps slots compact.
 
-Live sequences occupy slots 0..B-1 without holes, so that a decode step reads a view of the cache. The cache is a rectangle:
-it costs the number of live sequences times the longest length, rounded up. This module touches no tensors.
+Live sequences occupy slots 0..B-1 without gaps, so that a decode step reads a view of the cache. The cache is a rectangle: its
+size is the number of live sequences times the longest length, rounded up. This module touches no tensors.
 """
 
 from collections import deque
@@ -106,7 +106,7 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the queue's head and the samples that share its context, as far as they fit."""
+        """Start a chunked prefill of the queue's head and of as many samples that share its context as fit."""
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
@@ -140,7 +140,7 @@ class Scheduler:
         return moves
 
     def requeue(self) -> None:
-        """Requeue all live sequences in order, because the cache is invalid."""
+        """Requeue all live sequences in order, because the cache has become invalid."""
         live = self.live()
         self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):
@@ -148,7 +148,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def remove(self, finished: Iterable[Sequence]) -> list[Move]:
-        """Free slots and fill the holes with the last live sequences; returns the required copies in order."""
+        """Free slots and fill the gaps with the last live sequences; returns the required copies in order."""
         moves = []
         before = len(self.running)
         for sequence in sorted(finished, key=lambda s: -s.slot):

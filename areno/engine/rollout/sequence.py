@@ -56,7 +56,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """One prefill of a context of ``length`` tokens; samples with the same one share their first columns."""
+    """One prefill of a context of ``length`` tokens. Samples of the same prefill share their first columns."""
 
     length: int
 
@@ -145,7 +145,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class LoopCommands:
-    """Commands for the loop since its last turn; ``pause``: pause before the next turn until the weights have changed."""
+    """Commands to the loop since its last turn. ``pause``: pause before the next turn until the weights have changed."""
 
     arrived: list[SampleGroup]
     cancel_all: bool = False
@@ -162,15 +162,15 @@ class DecodeOutcome:
 
     done: list[Sequence] = field(default_factory=list)
     failed: dict[SampleGroup, EngineError] = field(default_factory=dict)
-    finite: bool = True  # whether all logits were
+    finite: bool = True  # whether all logits were finite
 
     def continues(self, sequence: Sequence) -> bool:
-        """Whether a sample is neither finished nor failed."""
+        """Whether a sample has neither finished nor failed."""
         return sequence.finish is None and sequence.group not in self.failed
 
 
 def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, EngineError]:
-    """Requests whose grammar has raised, with the error."""
+    """Requests whose grammar has raised an exception, with the error."""
     causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}
     for group, error in causes.items():

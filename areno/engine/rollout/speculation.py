@@ -1,8 +1,9 @@
 """Speculative decoding by prompt lookup.
 
 The draft of a sample is what followed the last occurrence of its latest n-gram; one forward pass gives the distribution after
-each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted
-while they equal the samples. So the output has the same tokens, not only the same distribution, as without speculation.
+each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted up to
+the first that differs from its sample. So the output has the same tokens as without speculation, not only the same
+distribution.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,7 +22,7 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """Draft up to ``most`` tokens per sequence within the reserved cache columns; empty lists for none."""
+    """Draft up to ``most`` tokens per sequence within the reserved cache columns; a list may be empty."""
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:
@@ -83,7 +84,7 @@ class VerifyPlan(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def accepted(self, sampled: Seq[int]) -> list[list[int]]:
-        """Per sequence, the cells whose samples count: up to and including the first that differs from the draft."""
+        """Per sequence, the cells whose samples are kept: up to and including the first that differs from the draft."""
         result, start = [], 0
         for draft_tokens in self._drafts:
             count = 1

@@ -1,8 +1,8 @@
 """Choose the thread count of each rollout call.
 
 A decode step of a small model is hundreds of small operations, for which a second thread costs more than it gains. The rule
-compares the work of an average matrix product with a threshold, so it depends on model and batch only; above the threshold
-the process's thread count applies (:mod:`areno.engine.cpu_threads`).
+compares the work of an average matrix product with a threshold, so it depends on model and batch only. Above the threshold the
+process's thread count applies (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -26,7 +26,7 @@ class ThreadRule:
         self._active = model.device.type == "cpu" and self._all > 1
 
     def threads(self, rows: int) -> int:
-        """Threads for a call over ``rows`` tokens."""
+        """Number of threads for a call over ``rows`` tokens."""
         if rows * self._flop_per_row < PARALLEL_FLOP:
             return 1
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all

@@ -5,5 +5,6 @@
 - ``optimizer``: AdamW, and the interface of optimizers; ``sharded``: with states sharded across replicas; ``fsdp``: under FSDP.
 - ``adam_8bit`` and ``adam_bf16``: moments in 8 bits or bf16; ``state_files``: optimizer state on disk.
 - ``schedule``: learning rate; ``loss_scale``: scaling of the loss in fp16.
-- ``recompute``: activation checkpointing; ``replay``: routing replay of mixtures of experts.
+- ``token_records``: log-probs and clipping of single rows, for recorded samples.
+- ``recompute``: activation checkpointing; ``replay``: routing replay for MoE models.
 """

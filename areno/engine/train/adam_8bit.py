@@ -1,18 +1,18 @@
-"""AdamW whose moments take a byte each: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv:2110.02861).
+"""AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-A block of 256 numbers shares one fp32 scale, the number of largest magnitude; each number is that scale times the nearest
-of 256 values between -1 and 1 (0 and 1 for the second moment), which lie dense near 1 and reach down to 1e-6. Three things
-are special here.
+A block of 256 numbers shares one fp32 scale, the number of largest magnitude. Each number is stored as the code of the nearest
+of 256 multiples of the scale. The multiples are between -1 and 1 (0 and 1 for the second moment), dense near 1, and reach down
+to 1e-6. This implementation differs from others in three ways.
 
-*The root of the second moment is stored*, not the moment: it spans half as many decades, so weights whose gradients are a
-thousandth of their block's largest keep a denominator, and what is above zero never becomes zero. Else a first moment
-that has survived would be divided by epsilon alone.
+*The square root of the second moment is stored*, not the moment itself. The root spans half as many decades, so a weight whose
+gradients are a thousandth of the largest in its block keeps a denominator, and a positive number is never rounded to zero.
+Otherwise a first moment that is not rounded to zero would be divided by epsilon alone.
 
-*A table instead of a search*: the upper half of an fp32 number, its sign, exponent and seven bits of mantissa, is the
-index of its code. That is several times faster than a binary search, and finer than the codes are.
+*Codes come from a table instead of a search*: the upper half of an fp32 number (sign, exponent and seven bits of mantissa) is
+the index into the table. That is several times faster than a binary search, and its resolution is finer than that of the codes.
 
-*Work is done in chunks*, so that a step needs a few MiB beside the states. No random number is drawn: a resumed run
-goes on bit for bit.
+*Tensors are updated in chunks*, so that a step needs only a few MiB of working memory. Rounding uses no random numbers, so a
+resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 256
-# Smaller tensors (norms, biases) keep fp32 moments: they weigh nothing, and are the most sensitive.
+# Smaller tensors (norms, biases) keep fp32 moments: they take little memory, and are the most sensitive to rounding.
 LEAST_QUANTISED = 4096
-# Numbers of one pass: what a core's cache holds, and on an accelerator enough to fill it.
+# Numbers per chunk: what a core's cache holds; on an accelerator enough to occupy it.
 _CHUNK = {"cpu": 1 << 16}
 _CHUNK_ELSEWHERE = 1 << 22
 _DECADES = 7
@@ -35,9 +35,9 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """The 256 values of a code, ascending, fp32 [256].
+    """The values of the 256 codes, ascending, fp32 [256].
 
-    Seven decades share the codes: each one downward has half as many values as the one above it, evenly spaced.
+    The codes cover seven decades. Each decade has half as many values as the one above it, evenly spaced.
     """
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -52,7 +52,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values by code [256], and codes by the upper half of an fp32 number [65536]."""
     values = dynamic_values(signed)
     halves = torch.arange(1 << 16, dtype=torch.int64)
-    bits = (halves << 16) + (1 << 15)  # the middle of what shares this upper half
+    bits = (halves << 16) + (1 << 15)  # the middle of the numbers with this upper half
     numbers = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).int().view(torch.float32)
     codes = torch.bucketize(numbers.nan_to_num(nan=0.0), (values[1:] + values[:-1]) / 2)
     if not signed:
@@ -61,7 +61,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Quantised:
-    """Numbers in 8 bits: codes uint8 [blocks, 256], see :func:`dynamic_values`, and scales fp32 [blocks].
+    """Quantized numbers: codes uint8 [blocks, 256], see :func:`dynamic_values`, and scales fp32 [blocks].
 
     A scale is the number of largest magnitude of its block, with its sign: the codes have no -1.
     """
@@ -71,7 +71,7 @@ class Quantised:
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, signed: bool) -> Quantised:
-        """``count`` zeros, and some more up to a whole block."""
+        """``count`` zeros, padded to whole blocks."""
         blocks = -(-count // BLOCK)
         zero = int((dynamic_values(signed) == 0).nonzero())
         codes = torch.full((blocks, BLOCK), zero, dtype=torch.uint8, device=device)
@@ -79,7 +79,7 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Numbers [N], fp32; those that were read from codes of the same blocks get these codes again."""
+        """Quantize numbers [N], fp32. Numbers that were decoded from the same blocks get the same codes again."""
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
             part = numbers[begin : begin + size]
@@ -89,7 +89,7 @@ class Quantised:
         return made
 
     def numbers(self, count: int) -> Tensor:
-        """The first ``count`` numbers, fp32 [count]."""
+        """Decode the first ``count`` numbers, fp32 [count]."""
         decoded, size = torch.empty(count, device=self.codes.device), _chunk(self.codes.device)
         for begin in range(0, count, size):
             part = decoded[begin : begin + size]
@@ -98,13 +98,13 @@ class Quantised:
         return decoded
 
     def read(self, first: int, last: int) -> Tensor:
-        """Numbers of the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
+        """Decode the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
         values, _ = _tables(self.signed, self.codes.device)
         chosen = values.index_select(0, self.codes[first:last].view(-1).int())
         return chosen.view(-1, BLOCK).mul_(self.scales[first:last, None])
 
     def write(self, first: int, last: int, numbers: Tensor) -> None:
-        """Replace the numbers of these blocks by fp32 [blocks, 256]."""
+        """Quantize ``numbers``, fp32 [blocks, 256], into the blocks from ``first`` to ``last - 1``."""
         _, codes = _tables(self.signed, self.codes.device)
         scales = numbers.amax(1)
         if self.signed:
@@ -117,10 +117,10 @@ class Quantised:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments, in place of :class:`torch.optim.AdamW`: over weights, fp32 masters, or flat shards of them.
+    """AdamW with 8-bit moments, to replace :class:`torch.optim.AdamW`; updates weights, fp32 masters, or flat shards of them.
 
-    ``params`` are contiguous fp32 tensors, or groups of them; ``quantised`` of a group says whether its moments are in 8 bits,
-    where that is not to follow from a tensor's size.
+    ``params`` are contiguous fp32 tensors, or groups of them. ``quantised`` of a group says whether its moments are in 8 bits;
+    without it, the size of each tensor decides.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Adam8bit(torch.optim.Optimizer):
                     self._update(parameter, group, self.moments_of(parameter, group["quantised"]))
 
     def moments_of(self, parameter: nn.Parameter, quantised: bool | None) -> dict[str, Any]:
-        """State of a tensor: its step count and both moments, zero before the first step."""
+        """Return the state of a tensor: its step count and both moments, zero before the first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -176,7 +176,7 @@ class Adam8bit(torch.optim.Optimizer):
             root.write(first, last, v.sqrt_().view(-1, BLOCK))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; PyTorch's own would turn the codes into floating point."""
+        """Load the result of ``state_dict()``; PyTorch's own method would convert the codes to floating point."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():
@@ -196,24 +196,24 @@ def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step
 
 
 def is_quantised(count: int) -> bool:
-    """Whether a tensor of ``count`` numbers has its moments in 8 bits."""
+    """Whether the moments of a tensor of ``count`` numbers are in 8 bits."""
     return count >= LEAST_QUANTISED
 
 
 def state_bytes(count: int, quantised: bool | None = None) -> int:
-    """Bytes of both moments of a tensor of ``count`` numbers, or of a part of a tensor that is ``quantised`` or not."""
+    """Size in bytes of both moments of ``count`` numbers; for part of a tensor, ``quantised`` must be set."""
     if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
 
 
 def moment_kinds(quantised: bool) -> tuple[str, str]:
-    """What both moments of a tensor are called: of the second one its root, where it is in 8 bits."""
+    """Names of both moments in a saved state: the second one is ``root`` in 8 bits, else ``square``."""
     return ("mean", "root" if quantised else "square")
 
 
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """Both moments of a tensor's state, fp32 [count]; of the second one its root, where it is in 8 bits."""
+    """Both moments of a tensor's state, fp32 [count]; instead of a second moment in 8 bits, its square root."""
     if "mean" in state:
         return state["mean"].reshape(-1), state["square"].reshape(-1)
     mean = Quantised(state["mean_codes"], state["mean_scales"], True)
@@ -222,7 +222,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """The state of a tensor with these moments, as :func:`moments_in` gives them; of ``mean``'s shape if in fp32."""
+    """The state of a tensor with these moments, in the form of :func:`moments_in`; fp32 moments keep the shape of ``mean``."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}
@@ -233,7 +233,7 @@ def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[s
 
 
 def working_bytes(device: torch.device) -> int:
-    """About what a step takes beside the states: ten fp32 numbers for each of a chunk."""
+    """Estimate the working memory of a step in bytes: ten fp32 numbers for each number of a chunk."""
     return 40 * _chunk(device)
 
 

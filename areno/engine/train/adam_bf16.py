@@ -1,6 +1,6 @@
 """AdamW whose moments are bf16: half the memory of fp32 ones, for weights or masters that are fp32.
 
-Each step computes in fp32 and rounds the moments to the nearest bf16 number. Weights are never rounded so: an update of a
+Each step computes in fp32 and rounds the moments to the nearest bf16 number. Weights are never rounded to bf16: an update of a
 thousandth of a weight would be lost.
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from areno.engine.train.adam_8bit import move
 
-_CHUNK = 1 << 20  # numbers that are in fp32 at once
+_CHUNK = 1 << 20  # how many numbers are in fp32 at once
 WORKING_BYTES = 16 * _CHUNK
 
 
 class AdamBf16(torch.optim.Optimizer):
-    """In place of :class:`torch.optim.AdamW`, over contiguous fp32 tensors; its state has the same names."""
+    """AdamW with bf16 moments over contiguous fp32 tensors; its state has the names of :class:`torch.optim.AdamW`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AdamBf16(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group, self.moments_of(parameter))
 
     def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """State of a tensor: its step count and both moments, zero before the first step."""
+        """Return the state of a tensor: its step count and both moments, zero before the first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             zeros = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
@@ -58,7 +58,7 @@ class AdamBf16(torch.optim.Optimizer):
             square.copy_(v)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; PyTorch's own would make the moments fp32."""
+        """Load the result of ``state_dict()``; PyTorch's own method would convert the moments to fp32."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():

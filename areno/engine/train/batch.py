@@ -1,4 +1,4 @@
-"""Rows to one packed microbatch: tokens, attention plan, and the tensors that a loss sees."""
+"""Pack rows into one microbatch: tokens, attention plan, and the tensors that a loss receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from areno.engine.train.replay import replay_of
 from areno.loss_fns.loss_interface import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
-# Rows are packed as a tree if it has at most this share of their tokens.
+# Rows are packed as a tree if the tree has at most this share of their tokens.
 MOST_KEPT = 0.9
 
 
@@ -25,12 +25,12 @@ class PackedBatch:
     """One microbatch on its device."""
 
     tokens: Tensor  # packed token ids [T]
-    plan: PackedPlan  # attention plan over them: sequences end to end, or a tree of sequences that begin alike
-    scored: Tensor  # indices on the action axis [A] whose log-probs are needed
-    sources: Tensor  # packed position that predicts each of them
-    targets: Tensor  # the token to predict at each of them
-    temperatures: Tensor  # sampling temperature at each of them
-    data: DataPack  # what the loss sees
+    plan: PackedPlan  # their attention plan: concatenated sequences, or a tree of sequences with common prefixes
+    scored: Tensor  # indices on the action axis [A] of the actions whose log-probs are needed
+    sources: Tensor  # packed position that predicts each scored action
+    targets: Tensor  # token to predict for each scored action
+    temperatures: Tensor  # sampling temperature of each scored action
+    data: DataPack  # what the loss receives
 
     def on_action_axis(self, values: Tensor) -> Tensor:
         """Scatter values of the scored actions to the whole action axis, 0 elsewhere."""
@@ -45,14 +45,14 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Pack rows end to end; with ``tree`` tokens that several begin with are there once, if that saves a tenth of all.
+    """Concatenate rows into a microbatch; with ``tree``, common prefixes are packed once if that saves a tenth of the tokens.
 
-    What the loss sees is the same; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. ``routers`` of the model
-    choose what rows have recorded, which ``count`` counts.
+    The loss receives the same data either way; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. ``routers``:
+    the model's routers, which then replay the recorded choices of the rows; ``count`` counts them.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
-    fed, places = tokens, torch.arange(len(tokens))  # what the model gets, and the place there of each token
+    fed, places = tokens, torch.arange(len(tokens))  # the model's input, and each token's position in it
     shared = TokenTree()
     paths = [shared.add(row.tokens) for row in rows] if tree and len(rows) > 1 else []
     plan: PackedPlan | None = None
@@ -106,7 +106,7 @@ _STREAMS = (
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A per-token list of all rows on the action axis; absent where no row has it."""
+    """A per-token list of all rows on the action axis; None if no row has one."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists):
         return None
@@ -115,15 +115,15 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """All rows of a train call bring the same per-token lists; zeros made up for some would be trained on."""
+    """Raise ValueError unless all rows have the same per-token lists: invented zeros would be trained on."""
     for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
-            raise ValueError(f"row {lacking[0]} has no {name}, other rows have; give it to all rows or to none")
+            raise ValueError(f"row {lacking[0]} has no {name}, but other rows have; set {name} in all rows or in none")
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """How many units of a loss's mean some rows hold."""
+    """Number of units (tokens, sequences or pairs) of some rows over which a loss averages."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

@@ -30,7 +30,7 @@ from areno.engine.train.state_files import SavedState, StatePart
 
 
 class FullyShardedAdamW(Optimizer):
-    """AdamW over this rank's shards; every rank makes the same calls, while no weights are gathered."""
+    """AdamW over this rank's shards. Every rank must make the same calls, while no weights are gathered."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class FullyShardedAdamW(Optimizer):
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(self._master(parameter)) for parameter in self._parameters]
         meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
-        self._device = torch.device(meshes[0] if meshes else "cpu")  # of collectives, even if shards are in host memory
+        self._device = torch.device(
+            meshes[0] if meshes else "cpu"
+        )  # device for collectives, even if shards are in host memory
         self._rounded = dtype != torch.float32
         self._adam = make_adam(self._groups(), config)
 
@@ -73,7 +75,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Return the statistics of the gradient, which every backward pass has reduced over the ranks."""
+        """Return the statistics of the gradient; every backward pass has already reduced it over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
@@ -116,13 +118,13 @@ class FullyShardedAdamW(Optimizer):
                 local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
-        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
+        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
         count = sum(p.numel() for p in self._parameters)
         moments = 8 * count if self.config.adam_8bit else self.config.moment_bytes(count)
         return moments + (4 * count if self._rounded else 0)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the bytes of this rank's shards, which are the master weights, and of their moments, even if unallocated."""
+        """Return the size in bytes of this rank's shards (the master weights) and, unless excluded, their moments."""
         count = sum(share.numel() for share in self._shares)
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
@@ -155,7 +157,7 @@ class FullyShardedAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a shard's moments by saved kind; as numbers, because 8-bit blocks are specific to the shard."""
+        """Return a shard's moments by saved kind, decoded, because 8-bit blocks are specific to the shard."""
         moments = self._adam.state.get(share)
         if not moments:
             return {}

@@ -1,7 +1,7 @@
-"""The loss scale of fp16 training: as large as gradients allow, so that small ones do not become zero in 16 bits.
+"""The loss scale of fp16 training: as large as the gradients allow, so that small gradients do not underflow to zero.
 
-A step whose gradient is not finite is left out. After ``hysteresis`` such steps the scale is halved, and after ``window`` steps
-in a row whose gradient was finite it is doubled, as Megatron's does it.
+An optimizer step whose gradient is not finite is skipped. After ``hysteresis`` skipped steps the scale is halved; after
+``window`` consecutive steps with a finite gradient it is doubled, as in Megatron.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LossScale:
-    """What losses are multiplied by before the backward pass, and gradients divided by after it."""
+    """The factor by which losses are multiplied before the backward pass, and gradients divided after it."""
 
     value: float = 2.0**32
     least: float = 1.0
     window: int = 5
     hysteresis: int = 2
-    good: int = 0  # steps in a row
-    bad: int = 0  # since the scale last grew
+    good: int = 0  # consecutive steps with a finite gradient
+    bad: int = 0  # skipped steps since the scale was last doubled
 
     @property
     def may_fall(self) -> bool:
-        """Whether a gradient that is not finite may be the scale's doing."""
+        """Whether the scale can be reduced, so that it may be the cause of a non-finite gradient."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:
-        """Note whether a step's gradient was finite."""
+        """Adjust the scale after a step whose gradient was ``finite`` or not."""
         if not finite:
             self.good, self.bad = 0, self.bad + 1
             if self.bad >= self.hysteresis:

@@ -1,7 +1,8 @@
-"""Which rows share a forward pass: bins of rows within a budget of tokens.
+"""Decide which rows share a forward pass: bins of rows within a budget of tokens.
 
-Two ways to fill them. ``ffd``, first fit decreasing, takes rows from long to short and puts each into the first bin with room:
-few bins. ``kk``, Karmarkar and Karp's differencing, makes bins of nearly equal weight: equal work.
+There are two algorithms. ``ffd``, first fit decreasing, takes rows from long to short and puts each into the first bin with
+room, which gives few bins. ``kk``, Karmarkar and Karp's differencing, makes bins of nearly equal weight, which balances the
+work.
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,18 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are cut into microbatches; it changes time and memory, never the result.
+    """How the rows of an optimizer step are divided into microbatches. This changes time and memory, but not the result.
 
     Raises:
-        ValueError: a number is below 1, the algorithm is unknown, or trees are to be packed by ``kk``.
+        ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
     """
 
-    n_mbs: int | None = 1  # least number of microbatches, or with no ``max_tokens_per_mb`` the number
-    granularity: int = 1  # this many neighbouring rows stay together
-    max_tokens_per_mb: int | None = None  # most tokens of one, except of a single longer block of rows
-    n_mbs_divisor: int = 1  # the number of microbatches is a multiple of it, unless each block is one
+    n_mbs: int | None = 1  # minimum number of microbatches; without ``max_tokens_per_mb`` the exact number
+    granularity: int = 1  # this many adjacent rows stay together (a block)
+    max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
+    n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is one
     packing_algorithm: Literal["ffd", "kk"] = "ffd"  # ``ffd`` or ``kk``
-    tree: bool = False  # what rows begin with is computed once, and counts once in ``max_tokens_per_mb``
+    tree: bool = False  # common prefixes are computed once, and count once in ``max_tokens_per_mb``
 
     def __post_init__(self) -> None:
         for name in ("n_mbs", "granularity", "max_tokens_per_mb", "n_mbs_divisor"):
@@ -37,17 +38,17 @@ class MicroBatching:
         if self.packing_algorithm not in ("ffd", "kk"):
             raise ValueError(f"mb_spec.packing_algorithm must be ffd or kk, got {self.packing_algorithm!r}")
         if self.tree and self.packing_algorithm == "kk":
-            raise ValueError("tree training packs rows by what they share; set mb_spec.packing_algorithm=ffd")
+            raise ValueError("tree training packs rows by their common prefixes; set mb_spec.packing_algorithm=ffd")
 
     def check(self, rows: int) -> None:
-        """Refuse a number of rows that would part a block."""
+        """Raise ValueError if the number of rows is not a multiple of the granularity."""
         if rows % self.granularity:
             raise ValueError(
-                f"mb_spec.granularity {self.granularity} does not divide {rows} rows, so a block would be cut"
+                f"mb_spec.granularity {self.granularity} does not divide {rows} rows; use a divisor of their number"
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Cut rows of tokens into microbatches; see :meth:`split`."""
+        """Divide rows of tokens into microbatches; see :meth:`split`."""
         if not self.tree:
             return self.split([len(row) for row in rows])
         self.check(len(rows))
@@ -60,7 +61,7 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Blocks in the order of their first rows' tokens, each to the tree with room to which it adds fewest."""
+        """Add each block, sorted by the tokens of first rows, to the tree with room to which it adds the fewest tokens."""
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
         trees: list[TokenTree] = []
@@ -77,7 +78,7 @@ class MicroBatching:
         return bins
 
     def split(self, lengths: Weights) -> list[list[int]]:
-        """Indices of the rows of each microbatch, ascending, none empty; microbatches in the order of their first rows."""
+        """Row indices of each microbatch, ascending, never empty. Microbatches are in the order of their first rows."""
         self.check(len(lengths))
         blocks = range(0, len(lengths), self.granularity)
         weights = [sum(lengths[start : start + self.granularity]) for start in blocks]
@@ -87,7 +88,7 @@ class MicroBatching:
         )
 
     def _wanted(self, bins: int) -> int:
-        """The number of bins that is asked for where ``bins`` are needed."""
+        """The number of bins to make if ``bins`` are needed: at least ``n_mbs``, rounded up to a multiple of the divisor."""
         return -(-max(bins, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
     def _first_fit(self, weights: Weights) -> list[list[int]]:
@@ -106,7 +107,7 @@ class MicroBatching:
         return _split_to(bins, weights, min(self._wanted(len(bins)), len(weights)))
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """The fewest bins, in steps of the divisor, that differencing keeps within the budget."""
+        """Return the fewest bins, in steps of the divisor, that differencing keeps within the budget."""
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)
@@ -120,7 +121,7 @@ class MicroBatching:
 
 
 def _lightest_first(weights: Weights, order: Sequence[int], count: int) -> list[list[int]]:
-    """Each item, from heavy to light, to the bin that is lightest so far."""
+    """Assign each item, in ``order``, to the bin that is lightest so far."""
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
     for item in order:
@@ -131,7 +132,7 @@ def _lightest_first(weights: Weights, order: Sequence[int], count: int) -> list[
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Halve the heaviest bin that holds several items until there are ``count``; no bin grows."""
+    """Halve the heaviest bin of several items until there are ``count`` bins; no bin grows."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

@@ -1,11 +1,11 @@
-"""AdamW behind the interface that every optimizer of the engine has.
+"""The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights and moments are fp32. Where the model computes in fp32 the master weights are the weights themselves;
-where it computes in bf16 they are a second copy, gradients of microbatches are summed in fp32, and each step rounds the
-master weights into the model. A learning rate of 1e-6 then still moves the policy, which bf16 weights alone would not.
+Master weights and moments are fp32. If the model computes in fp32, the master weights are the weights themselves. If it
+computes in bf16, they are a second copy: gradients of microbatches are summed in fp32, and each step rounds the master weights
+into the model. So a learning rate of 1e-6 still changes the policy; with bf16 weights alone, rounding would undo the update.
 
-The moments are those of :func:`make_adam`, in fp32 or in 8 bits. Masters, moments and summed gradients may live in the
-computer's memory instead of the GPU's.
+Moments are in fp32, bf16 or 8 bits, see :func:`make_adam`. Masters, moments and summed gradients may be in host memory instead
+of GPU memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from areno.errors import UsageError
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerOptions:
-    """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
+    """Optimizer options of one trainable role; :class:`LrSchedule` explains the fields of the learning rate.
 
-    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has none: it follows the gradient. ``offload`` keeps
-    masters, moments and summed gradients in the computer's memory, and updates there; it is for models on a GPU.
+    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has no moments: it follows the gradient. ``offload``
+    keeps masters, moments and summed gradients of a model on a GPU in host memory, where they are updated.
     """
 
     lr: float = 1e-4
@@ -48,53 +48,53 @@ class OptimizerOptions:
     adam_bf16: bool = False
     sgd: bool = False
     offload: bool = False
-    reduce_bf16: bool = False  # gradients that ranks send each other are rounded to bf16
-    loss_scale: LossScale | None = None  # what it begins with; for fp16
+    reduce_bf16: bool = False  # round gradients to bf16 for communication between ranks
+    loss_scale: LossScale | None = None  # initial loss scale, for fp16
 
     @property
     def moments(self) -> str:
-        """Name of the format that moments are kept in; a saved state goes on in the same one."""
+        """Name of the format of the moments; a saved state can be resumed only with the same format."""
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
-        """Bytes of both moments of so many weights; ``quantised`` says it of tensors whose size does not."""
+        """Size in bytes of both moments of ``count`` weights; for part of a tensor, ``quantised`` must be set."""
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
 
     def working_bytes(self, device: torch.device) -> int:
-        """About what an update takes on such a device beside states and gradients."""
+        """Estimate the working memory in bytes that an update needs on ``device``, in addition to states and gradients."""
         if self.adam_bf16:
             return adam_bf16.WORKING_BYTES
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
-        """Make a configuration from a dictionary; UsageError names ``owner`` and the known keys if one is unknown."""
+        """Create options from a mapping. Raises UsageError, which names ``owner`` and the known keys, if a key is unknown."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
         return cls(**fields)
 
     def schedule(self) -> LrSchedule:
-        """The rate as a function of the step."""
+        """The learning rate as a function of the step."""
         return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for every weight, by the names of its state."""
+"""Names of the moments in AdamW's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientStats:
-    """What the gradient of an optimizer step is like, over all ranks."""
+    """Statistics of the gradient of an optimizer step, over all ranks."""
 
     norm: float
     nonzero: int  # entries that are not 0
     total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the train statistics."""
+        """The statistics under the names of train statistics."""
         share = self.nonzero / self.total if self.total else 0.0
         return {
             "grad_norm": self.norm,
@@ -130,7 +130,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
         elif isinstance(adam, adam_bf16.AdamBf16):
             adam.moments_of(parameter)
         elif not adam.state[parameter]:
-            # Written to: zeros_like takes no memory yet.
+            # Write to them: the memory of zeros_like is allocated on first write.
             moments = {name: torch.empty_like(parameter).zero_() for name in MOMENTS}
             adam.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -139,7 +139,7 @@ class Optimizer(ABC):
     """Base class of optimizers: counts steps, schedules the learning rate, and holds the update rule."""
 
     _adam: torch.optim.Optimizer
-    is_part = False  # other ranks have the other parameters
+    is_part = False  # whether other ranks have the other parameters
 
     def __init__(self, config: OptimizerOptions) -> None:
         self.config = config
@@ -150,16 +150,16 @@ class Optimizer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the next step; setting it replaces the schedule by a constant."""
+        """Learning rate of the next step; setting it replaces the schedule by a constant."""
         return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        """Use this rate from the next step on."""
+        """Use this constant learning rate from the next step on."""
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Allocate the memory that the first step would; nothing else changes."""
+        """Allocate the memory that the first step would allocate; nothing else changes."""
         take_moments(self._adam)
 
     @abstractmethod
@@ -184,35 +184,35 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
+        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the bytes of this rank's master weights and, unless excluded, moments, even before they are allocated."""
+        """Return the size in bytes of this rank's master weights and, unless excluded, moments, even if unallocated."""
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of :meth:`collect` and :meth:`step` on such a device, besides states and gradients."""
+        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, besides states and gradients."""
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
-        """Return the JSON that an exact resume needs besides tensors."""
+        """Return the JSON data that an exact resume needs in addition to tensors."""
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield the tensors it needs besides the model's weights: the parts that this rank is the first to hold."""
+        """Yield the tensors that an exact resume needs besides the model's weights: the parts that no earlier rank holds."""
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
         """Load a state saved in any layout.
 
         Raises:
-            ValueError: the state belongs to other parameters, another compute type or another rule.
+            ValueError: the state belongs to other parameters, another compute dtype or another optimizer type.
             KeyError: a tensor is missing.
         """
 
     def _update(self) -> float:
-        """Make a step of the update rule at the scheduled rate; return the rate."""
+        """Apply the update rule at the scheduled learning rate; return the rate."""
         rate = self.learning_rate
         self.steps += 1
         for group in self._adam.param_groups:
@@ -221,12 +221,12 @@ class Optimizer(ABC):
         return rate
 
     def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Return the number of updates of each parameter whose tensor of the rule has moments."""
+        """Return the number of updates of each parameter that has moments."""
         states = zip(names, map(self._adam.state.get, tensors), strict=True)
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the common head of saved states; ``counts`` are the updates of parameters that have moments."""
+        """Return the fields that all saved states have; ``counts`` are the numbers of updates of parameters with moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -245,11 +245,11 @@ class Optimizer(ABC):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         if head["moments"] != self.config.moments:
             raise ValueError(
-                f"the saved optimizer keeps its moments in {head['moments']}, this run in {self.config.moments}; use the "
-                "--adam-8bit (optimizer.type) of its run"
+                f"the saved optimizer keeps its moments in {head['moments']}, but this run in {self.config.moments}; use the "
+                "same --adam-8bit (optimizer.type) as the saved run"
             )
         if head["sgd"] != self.config.sgd:
-            raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
+            raise ValueError("the saved optimizer has another optimizer.type; use the type of the saved run")
         self.steps, self._constant_rate = int(head["steps"]), head["constant_rate"]
         if self.loss_scale is not None and head["loss_scale"]:
             self.loss_scale = LossScale(**head["loss_scale"])
@@ -303,18 +303,18 @@ class MasterAdamW(Optimizer):
             torch._foreach_mul_(gradients, factor)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the bytes of master weights and, unless excluded, moments, even before they are allocated."""
+        """Return the size in bytes of master weights and, unless excluded, moments, even if unallocated."""
         masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
         if not moments:
             return masters
         return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of a step on such a device, besides states and gradients."""
+        """Estimate the working memory in bytes that a step needs on ``device``, in addition to states and gradients."""
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
-        """Return the bytes of moments and master weights, in memory and in a checkpoint."""
+        """Return the size in bytes of moments and master weights, in memory and in a checkpoint."""
         return self.held_bytes()
 
     @torch.no_grad()
@@ -335,7 +335,7 @@ class MasterAdamW(Optimizer):
         return self._head(self._names, self._counts(self._names, self._masters), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and master weights where they are not the model's own, all unsharded."""
+        """Yield moments, and master weights unless they are the model's own weights, all unsharded."""
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
@@ -370,7 +370,7 @@ def master_key(name: str) -> str:
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
 ) -> dict[str, Any]:
-    """Load the optimizer state of a parameter's part with this index."""
+    """Load the optimizer state of the part of a parameter with this index."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
@@ -381,7 +381,7 @@ def saved_moments(
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
     """Load both moments of a part, of its shape, in the form of :func:`adam_8bit.moments_in`.
 
-    They are saved as codes where the writing rank's blocks were blocks of the unsharded tensor, else as numbers.
+    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else decoded.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

@@ -1,4 +1,4 @@
-"""What a loss receives from each kind of model for a packed batch, beside the batch's own data."""
+"""What a loss receives from each kind of model for a packed batch, in addition to the batch's own data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ModelKind = Literal["policy", "value", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank computes of a packed batch: all of it, or some of its tokens where ranks divide them."""
+    """What this rank computes of a packed batch: everything, or some of its tokens if ranks divide them."""
 
     batch: PackedBatch
-    tokens: Tensor  # [T] of this rank
+    tokens: Tensor  # token ids of this rank [T]
     plan: PackedPlan | ContextPlan
-    scored: PackedBatch  # the batch with only the predictions that this rank makes, from its own positions
+    scored: PackedBatch  # the batch with only the predictions from this rank's positions
 
     @classmethod
     def of(cls, batch: PackedBatch, context: Channel | None = None) -> Part:
-        """This rank's; ``context`` divides the tokens."""
+        """Create the part of this rank; the ranks of ``context`` divide the tokens."""
         if context is None or context.size == 1:
             return cls(batch, batch.tokens, batch.plan, batch)
         plan = ContextPlan(batch.plan, context)
@@ -45,7 +45,7 @@ class Part:
         return cls(batch, plan.own(batch.tokens), plan, scored)
 
     def predicted(self, model: PackedModel, kind: ModelKind, hidden: Tensor, entropy: bool, bounds: bool) -> Tensor:
-        """What the loss is given, from hidden states [T, C]; see :func:`predict`."""
+        """Return the predictions for the loss from hidden states [T, C]; see :func:`predict`."""
         plan = self.plan if isinstance(self.plan, ContextPlan) else None
         outputs = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
         if plan is not None:
@@ -63,11 +63,11 @@ def predict(
     bounds: bool,
     context: Channel | None = None,
 ) -> Tensor:
-    """What the loss is given of a batch; entries outside the mask are 0.
+    """Run a model over a batch and return the predictions for the loss; entries outside the mask are 0.
 
-    Log-probs of the taken actions [A] of a policy, values before each action [A] of a critic, scores [sequences] at the last
-    tokens of a reward model. A policy also adds to the data ``packed_entropy`` with ``entropy``, ``packed_min_logits`` and
-    ``packed_max_logits`` with ``bounds``. With ``context`` each rank of it computes a part of the tokens.
+    A policy returns the log-probs [A] of the actions taken, a critic the values [A] before each action, a reward model the
+    scores [sequences] at the last tokens. With ``entropy`` a policy adds ``packed_entropy`` to the data; with ``bounds`` it
+    adds ``packed_min_logits`` and ``packed_max_logits``. With ``context``, each of its ranks computes a part of the tokens.
     """
     part = Part.of(batch, context)
     hidden = model.body(part.tokens, part.plan.position_ids, part.plan)
@@ -83,7 +83,7 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """What is predicted from hidden states [T, C], under no name, and further entries of the data by theirs."""
+    """Return the predictions from hidden states [T, C] under the name "", and further entries of the data under their names."""
     if kind == "reward":
         assert isinstance(model, ValueModel)
         return {"": _scores(model, last_tokens(batch.plan.starts, hidden.device), hidden, part)}
@@ -105,7 +105,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Scores [sequences] at some packed positions; 0 at those of other ranks."""
+    """Scores [sequences] at some packed positions; 0 at positions of other ranks."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)
@@ -114,5 +114,5 @@ def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextP
 
 
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:
-    """Packed position of each sequence's last token, from the borders of all sequences."""
+    """Packed position of the last token of each sequence, from the starts of all sequences and the total."""
     return torch.tensor(starts[1:], device=device) - 1

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass, where their inputs wait for it, and when to do without."""
+"""Activation checkpointing: when to recompute layers in the backward pass, and where to keep their inputs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from torch import Tensor
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 
-# Activations are kept instead of recomputed while they and the gradients take at most this share of the free memory.
+# Activations are kept instead of recomputed if they and the gradients take at most this share of the free memory.
 KEPT_SHARE = 0.5
 _PROBE_TOKENS = 64
 
 Keeping = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which what autograd saves is kept in some way; see ``torch.autograd.graph.saved_tensors_hooks``."""
+"""Creates a context that controls how autograd keeps saved tensors; see ``torch.autograd.graph.saved_tensors_hooks``."""
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -25,18 +25,18 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """Bytes that a forward pass keeps for the backward pass where no layer is recomputed."""
+    """Size in bytes of what a forward pass keeps for the backward pass if no layer is recomputed."""
 
     per_token: float
-    per_pair: float  # of two tokens of a row: attention that is written out keeps its scores
+    per_pair: float  # per pair of tokens of a row: attention with explicit scores keeps them
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Those of a pass over rows of so many tokens."""
+        """Size in bytes for a pass over rows of these lengths."""
         return sum(n * (self.per_token + n * self.per_pair) for n in lengths)
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measured on three short rows; what does not grow with them are weights."""
+    """Measure what a model keeps, on three short rows; the part that does not grow with the length is weights."""
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
     per_pair = (third - 2 * second + first) / (2 * n * n)
@@ -44,7 +44,7 @@ def kept_bytes(model: PackedModel) -> KeptBytes:
 
 
 def _kept_of_row(model: PackedModel, tokens: int) -> int:
-    """Bytes that a forward pass over one row keeps, weights included."""
+    """Size in bytes of what a forward pass over one row keeps, including weights."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -55,14 +55,14 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
     plan = PackedPlan([tokens], model.device)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = model.body(torch.zeros_like(plan.position_ids), plan.position_ids, plan)
-    del hidden  # had held them, so that no two had one address
+    del hidden  # kept the tensors alive until here, so that no two had the same address
     return sum(kept.values())
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves in the block waits in the computer's memory: page-locked, where it comes from a GPU.
+    """Keeps what autograd saves in the block in host memory, page-locked if it comes from a GPU.
 
-    Copies are exact, and run in the order of the GPU's other work, so that the next layer may have the memory at once.
+    Copies are exact, and are ordered with the other work of the GPU, so that the next layer can reuse the memory at once.
     """
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 def recompute_layers(
     module: Any, enabled: bool, keeping: Keeping | None = None, contexts: Contexts | None = None
 ) -> None:
-    """Switch activation recomputation, under the name that this release of ``transformers`` gives it.
+    """Enable or disable activation checkpointing, under the name that this release of ``transformers`` gives it.
 
-    ``keeping``: how the layers' inputs are kept, which are all that they keep; None leaves them where they are. ``contexts``
-    makes those of a layer's pass and of its repetition.
+    ``keeping``: how the inputs of layers, which are all that is kept, are stored; None leaves them where they are. ``contexts``
+    creates the contexts of a layer's forward pass and of its recomputation.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
@@ -109,6 +109,6 @@ def recompute_layers(
 
 
 def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a layer under recomputation. What is inside it has hooks of its own, so only its inputs are kept this way."""
+    """Run a layer under activation checkpointing. ``keeping`` stores only its inputs: what is inside has its own hooks."""
     with keeping():
         return run(*arguments, **options)

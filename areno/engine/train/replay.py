@@ -1,4 +1,4 @@
-"""From the routing records of rows to the routing of a pass over them."""
+"""Create the routing of a pass from the routing records of its rows."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,19 +20,19 @@ def replay_of(
     places: Tensor | None = None,
     count: RoutingCount | None = None,
 ) -> Replay | None:
-    """The replay of a pass; None where no row has a record.
+    """Return the replay of a pass; None if no row has a record.
 
     Args:
-        records: of each row.
-        lengths: tokens of each row.
-        routers: of the model.
-        device: where the model is.
-        places: packed position of each token of all rows, end to end, where rows share tokens; of several records of one, that
-            of the first row counts.
-        count: what to count the choices in.
+        records: expert choices of each row, or None.
+        lengths: number of tokens of each row.
+        routers: the model's routers.
+        device: device of the model.
+        places: packed position of each token of the concatenated rows, if rows share tokens; if several rows have a record for
+            a shared token, the first row's is used.
+        count: counter of the replayed choices.
 
     Raises:
-        ValueError: a record is of another model, or there is not one per row.
+        ValueError: a record comes from another model, or the numbers of records and rows differ.
     """
     if all(record is None for record in records):
         return None
@@ -53,13 +53,14 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
         raise ValueError(f"routed_experts have {len(record)} entries for a row of {length} tokens; they must align")
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
-            f"a row's routed_experts are {record.dtype} numbers of the shape {list(record.shape)}, and the model has "
-            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, as {made.dtype}: they are of another model"
+            f"a row's routed_experts have the dtype {record.dtype} and the shape {list(record.shape)}, but the model has "
+            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, as {made.dtype}: the record comes from "
+            "another model"
         )
 
 
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
-    """Records of packed positions from those of tokens."""
+    """Map the records of tokens to packed positions."""
     replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
     known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first is written last
     replayed[places[known]] = records[known]

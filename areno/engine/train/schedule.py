@@ -9,12 +9,12 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Linear warm-up to ``lr``, then decay to ``min_lr``."""
+    """Linear warmup to ``lr``, then decay to ``min_lr``."""
 
     lr: float
     min_lr: float = 0.0
     warmup_steps: int = 0  # steps k <= warmup_steps run at lr * k / warmup_steps
-    decay_steps: int = 0  # step at which the floor is reached, warm-up included
+    decay_steps: int = 0  # step at which ``min_lr`` is reached, including the warmup
     style: DecayStyle = "constant"
 
     def at(self, step: int) -> float:

@@ -2,14 +2,14 @@
 
 Each replica holds the unsharded weights. All gradients lie in one flat fp32 buffer, which is reduce-scattered over the
 replicas; each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism
-each rank does so with its own shard of the model. Replicas on the CPUs of one machine share one copy of the weights, which each
-updates in place in its shard. Each rank saves its shard, and any layout resumes from it.
+each rank does so with its own shard of the model. Replicas on the CPUs of one machine share one copy of the weights, and each
+updates its shard in place. Each rank saves its shard, and any layout can resume from the saved shards.
 
 With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single process,
-and replicas compute the same as it. Tensors sharded by tensor parallelism have their own blocks; another layout rounds their
-moments to codes once more.
+and replicas compute the same result. Tensors sharded by tensor parallelism have their own blocks; a resume in another layout
+rounds their moments to codes once more.
 
-Master weights, moments and summed gradients may be in host memory instead of the GPU's. Collectives then stage them through
+Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then stage them through
 the GPU.
 """
 
@@ -39,9 +39,9 @@ from areno.engine.train.state_files import Index, SavedState, StatePart, flat_pa
 
 # Parameters and shards are aligned to this many entries, 64 bytes in 16 bits.
 _ALIGN = 32
-# Gradient entries per pass in double precision: what fits a CPU's cache, or adds little to a GPU's memory.
+# Gradient entries converted to double precision at a time: as many as fit a CPU's cache, or add little to a GPU's memory.
 _CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 24
-# Numbers per collective: 64 MiB in fp32, of which a process group may hold two more copies.
+# Numbers per collective: 64 MiB in fp32; a process group may hold two more copies.
 _EXCHANGED = 1 << 24
 _COPIES = 3
 
@@ -55,8 +55,8 @@ class _Segment:
     start: int
     stop: int
     copies: int  # ranks of a replica that hold these entries
-    partial: bool  # each of them computes a partial gradient
-    tied: bool  # the first and the last stage have it, and each computes a partial gradient
+    partial: bool  # whether each of these ranks computes a partial gradient
+    tied: bool  # whether the first and the last stage both have it, each with a partial gradient
 
     @property
     def quantised(self) -> bool:
@@ -178,12 +178,14 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of such a flat tensor to ``part`` [share]."""
+        """Write this rank's shard of a flat tensor to ``part`` [share]; ``value`` returns the tensor's values for one
+        parameter.
+        """
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write the entries of ``values`` from ``start`` to ``stop`` of the flat tensor to this shard of it."""
+        """Write ``values``, the entries ``start`` to ``stop`` of the flat tensor, to this rank's shard."""
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
 
@@ -300,16 +302,16 @@ class ZeroAdamW(Optimizer):
         self._shared_memory.barrier()
 
     def state_bytes(self) -> int:
-        """Return the bytes of all ranks' moments and master weights in a checkpoint."""
+        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
         counts = [(segment.parameter.numel(), is_unsharded(segment.parameter)) for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
-        in_numbers = 8 if self.config.adam_8bit else 0  # of tensors sharded by tensor parallelism
+        in_numbers = 8 if self.config.adam_8bit else 0  # moments of tensors sharded by tensor parallelism
         return masters + sum(
             self.config.moment_bytes(count) if full or not in_numbers else in_numbers * count for count, full in counts
         )
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the bytes of this rank's master weights and, unless excluded, moments, even before they are allocated."""
+        """Return the size in bytes of this rank's master weights and, unless excluded, moments, even if unallocated."""
         masters = 0 if self._shared_memory is not None and self._weight_dtype == torch.float32 else 4 * self._share
         if not moments:
             return masters
@@ -317,9 +319,9 @@ class ZeroAdamW(Optimizer):
         return masters + sum(self.config.moment_bytes(*one) for one in kept)
 
     def step_bytes(self, device: torch.device) -> int:
-        """About what a step takes on such a device beside states and gradients: a share, and what is exchanged."""
+        """Estimate the working memory of a step in bytes, besides states and gradients: a shard, and buffers."""
         several = self.peers.data.size > 1
-        shared = several and device.type == "cpu"  # memory, in which gradients are summed and weights updated
+        shared = several and device.type == "cpu"  # in shared memory gradients are summed and weights updated in place
         exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)
         passing = exchanged if several and not (shared and self.peers.layout.tp_size == 1) else 0
         if self.config.offload:
@@ -369,7 +371,7 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield a piece's moments as codes where its blocks are blocks of the unsharded tensor, else as numbers."""
+        """Yield the moments of a piece, as codes if its blocks are blocks of the unsharded tensor, else decoded."""
         if not state:
             return
         if segment.quantised and is_unsharded(segment.parameter):

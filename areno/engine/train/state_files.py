@@ -92,13 +92,13 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the heads of all pipeline stages, which have different parameters; a tied one is on two stages."""
+    """Merge the heads of all pipeline stages, which have different parameters; a tied parameter is on two stages."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
 
 
 class SavedState:
-    """A state written by :func:`save_state`, in any layout.
+    """A saved state, written by :func:`save_state` in any layout.
 
     Raises OSError or ValueError if the folder is missing or damaged.
     """
@@ -171,7 +171,7 @@ def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Return the runs of consecutive indices: start, stop, and the first index."""
+    """Return ranges of consecutive indices: start, stop, and the first index."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1

@@ -1,7 +1,7 @@
 """Training: microbatches in, optimizer steps out.
 
-The gradient of an optimizer step is that of the loss over all its rows at once. Each microbatch's mean is weighted by its
-share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
+The gradient of an optimizer step is the gradient of the loss over all its rows at once. Each microbatch's mean is weighted by
+its share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
 """
 
 import math
@@ -28,6 +28,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
+from areno.engine.train.token_records import TokenRecords
 from areno.errors import EngineError
 from areno.loss_fns.loss_interface import (
     LossFn,
@@ -37,15 +38,15 @@ from areno.loss_fns.loss_interface import (
     reads_entropy,
     reduction_of,
 )
-from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
+from areno.loss_fns.stats import Count, Mean, Parts, Statistic, TokenFlags, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
-# Maximum tokens per forward pass for losses that declare their reduction: larger passes cost memory and gain no speed.
+# Maximum tokens per forward pass for losses that declare their reduction: larger passes take memory and are not faster.
 MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Return the maximum tokens of such a pass on a type of device."""
+    """Return the maximum number of tokens of a pass on a type of device, for losses that declare their reduction."""
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
@@ -71,7 +72,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read everything at once; return the weighted sum of the losses and the merged statistics."""
+        """Read all recorded tensors at once; return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -83,7 +84,7 @@ class _Measured:
 
 
 def _merge(sums: Sums, more: Sums) -> None:
-    """Merge ``more`` into ``sums``, in place."""
+    """Add ``more`` to ``sums``, in place."""
     for name, (kind, parts) in more.items():
         sums[name] = (kind, merge_parts(kind, sums[name][1], parts) if name in sums else parts)
 
@@ -94,17 +95,18 @@ class TrainStep:
 
     model: PackedModel
     optimizer: Optimizer
-    # Recompute each decoder layer in backward instead of storing its activations; None: unless a CPU's memory suffices.
+    # Recompute each decoder layer in backward instead of storing its activations; None: do so unless a CPU has enough memory.
     activation_checkpointing: bool | None = True
     max_skipped: int = 5  # stop after this many consecutive updates with a non-finite gradient
     kind: ModelKind = "policy"  # decides the inputs of the loss, see :mod:`areno.engine.train.outputs`
     peers: RankContext = field(default_factory=RankContext)
     tree: bool = False  # compute common prefixes of a pass once, see :mod:`areno.engine.model.tree`
-    offload_activations: bool = False  # inputs of recomputed layers wait in host memory
-    pipeline: Pipeline | None = None  # with pipeline parallelism
+    offload_activations: bool = False  # keep inputs of recomputed layers in host memory
+    pipeline: Pipeline | None = None  # set with pipeline parallelism
+    records: TokenRecords = field(default_factory=TokenRecords)  # values of a policy's observed rows
     _skipped: int = 0
     _kept: KeptBytes | None = None
-    _routing: RoutingCount = field(default_factory=RoutingCount)  # of the current passes
+    _routing: RoutingCount = field(default_factory=RoutingCount)  # counter of the current passes
 
     def run(
         self,
@@ -121,7 +123,8 @@ class TrainStep:
             accumulation: microbatches per optimizer step; None makes one step of all rows. Needs an integer ``mini_bs``.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps; ``logp_*`` of its first, ``lr`` of its last.
+            Scalar statistics: means over the call's optimizer steps, except ``logp_*``, which are of the first step, and
+                ``lr``, which is of the last one.
 
         Raises:
             ValueError: no rows, rows with different per-token lists, a pair loss with an odd number of rows or an odd
@@ -197,7 +200,7 @@ class TrainStep:
     ) -> tuple[float, Sums]:
         """Accumulate over this replica's rows ``mine``, out of all ``rows``."""
         if tree and self.kind == "reward":
-            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
+            raise ValueError("reward models do not support tree training; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         measured, self._routing = _Measured(), RoutingCount()
@@ -247,7 +250,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages; the first ``weighing`` count, and the last stage measures them."""
+        """Run the passes through all stages. Only the first ``weighing`` passes count; the last stage measures them."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -273,7 +276,7 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Make passes of weight 0 while other ranks still make theirs: each pass gathers every layer from all ranks."""
+        """Make passes of weight 0 while other ranks still have rows: each pass gathers every layer from all ranks."""
         for rows in passes:
             HEARTBEAT.tick()
             predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
@@ -297,13 +300,16 @@ class TrainStep:
         predicted = self._predict(batch, loss_fn)
         return *self._loss_of(batch, rows, loss_fn, predicted), predicted
 
-    @staticmethod
     def _loss_of(
-        batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
+        self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and statistics of a pass over rows."""
+        """Return loss and statistics of a pass over rows, and note what samples record of it."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
+        flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
+        if self.kind == "policy":
+            self.records.note(rows, predicted, flags.get("clipped"))
+        metrics = {name: value for name, value in metrics.items() if name not in flags}
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
         if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
@@ -337,13 +343,13 @@ class TrainStep:
 
     @property
     def _scale(self) -> float:
-        """The loss scale, by which gradients are divided."""
+        """The loss scale by which gradients are divided; 1 without one."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
         """Switch layers to training mode, which enables recomputation, only while gradients are computed.
 
-        ``recompute``: whether to recompute, where the configuration allows it.
+        ``recompute``: whether to recompute layers, if the configuration allows it.
         """
         recompute = recompute and self.activation_checkpointing is not False
         if isinstance(self.model, CausalLM):
@@ -378,7 +384,7 @@ class TrainStep:
         most = (
             most_tokens(self.model.device.type) * self.peers.layout.cp_size if declares_reduction(loss_fn) else math.inf
         )
-        tree = tree and sum(len(row.tokens) for row in rows) > most  # where all fit, none need counting
+        tree = tree and sum(len(row.tokens) for row in rows) > most  # pointless if all rows fit into one pass
         return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 
 

@@ -4,10 +4,10 @@ A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 
 1. rollout: :class:`areno.rollouts.dispatcher.BatchDispatcher` returns a batch of episodes; ``workflows`` makes the workflow
 2. reward: the workflow has set the rewards, or a reward model does
-3. advantage and update: :mod:`areno.training.objectives.policy`, with the settings and the loss from ``update``
+3. advantage and update: :mod:`areno.training.objectives.policy`, with settings and loss from ``update``
 4. new weights: ``update_weights`` of :class:`areno.rollouts.fleet.fleet.RolloutFleet`
 
-- ``row_source``: reads the data; ``engines``: configuration sections as engines; ``experiment_report``: what a step writes.
+- ``row_source``: reads the data; ``engines``: creates engines from sections; ``experiment_report``: what a step writes.
 """
 
 from areno.experiments.trainers.rl import PPOTrainer

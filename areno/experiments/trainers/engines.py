@@ -68,8 +68,8 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
 
 
 def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> Layout:
-    """The layout with the chunks of layers of each pipeline stage."""
-    from areno.engine.parallel.fsdp import REDUCES_UNUSED  # rarely needed, and takes a second to import
+    """Return the layout with the model chunks of the pipeline stages."""
+    from areno.engine.parallel.fsdp import REDUCES_UNUSED  # slow import (1 s), rarely needed
 
     config: Any = AutoConfig.from_pretrained(base_of(actor.path))
     layers, size = int(config.get_text_config().num_hidden_layers), layout.pp_size
@@ -79,8 +79,8 @@ def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> La
         total = -(-(layers + sum(stages.less)) // stages.layers_per_run)
         if total % size:
             raise UsageError(
-                f"actor.archon.pp_layers_per_stage={stages.layers_per_run} cuts the {layers} layers of {actor.path} into "
-                f"{total} chunks, which {size} stages cannot divide evenly; use "
+                f"actor.archon.pp_layers_per_stage={stages.layers_per_run} divides the {layers} layers of {actor.path} into "
+                f"{total} chunks, which {size} stages cannot share evenly; use "
                 f"{-(-(layers + sum(stages.less)) // (chunks * size))}"
             )
         chunks = total // size
@@ -99,7 +99,7 @@ def this_machine() -> Machine:
 
 
 def machine_of(config: BaseExperimentConfig) -> Machine:
-    """The resources available to the experiment: those of a cluster, or of this machine."""
+    """The resources available to the experiment: a cluster's or this machine's."""
     return cluster_machine(config) or this_machine()
 
 
@@ -134,7 +134,7 @@ def engine_config(
         dummy_load=section.init_from_scratch,
         deterministic=_deterministic(section),
         use_kernels=section.use_kernels,
-        **{"decode": "eager", **more},  # engines that generate override it
+        **{"decode": "eager", **more},  # engines that generate override this
     )
 
 
@@ -186,7 +186,7 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
 
 
 def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
-    """Microbatching options; keeps ``together`` neighbouring rows in one microbatch, ``tree`` shares common prefixes."""
+    """Microbatching options. ``together`` adjacent rows stay in one microbatch; with ``tree``, rows share common prefixes."""
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(
         n_mbs=spec.n_mbs,
@@ -199,7 +199,7 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """Rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
+    """How many rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
@@ -244,7 +244,7 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
-    """A device per rollout rank: those after the actor's, or with ``colocation`` the same ones; None for the CPU."""
+    """A device per rollout rank: the devices after the actor's, or with ``colocation`` the actor's devices; None: the CPU."""
     if not gpus:
         return None
     first = ModelAllocation.from_str(config.actor.backend).world_size

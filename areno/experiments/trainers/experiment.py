@@ -69,7 +69,7 @@ class ExperimentTrainer(TrainingLoop):
     needs: Needs | None = None
     """Columns that a row must have; None if the workflow decides."""
     section: ClassVar[str] = "ppo_actor"
-    """Prefix of the update's statistics."""
+    """Prefix of the names of the update's statistics."""
     logger = _log
     best_may_be_missing = True
 
@@ -100,7 +100,7 @@ class ExperimentTrainer(TrainingLoop):
             self.memory = self._memory_profiler()
             spec = self._spec()
             checkpoints = Checkpoints(spec.checkpoints)
-            self.resumed_from = checkpoints.find()
+            self.resumed_from = self.find_checkpoint(checkpoints)
             datasets = self._read_rows(train_dataset, valid_dataset)
             self._check_rows(*datasets)
             self._services = self._open_services()
@@ -115,12 +115,16 @@ class ExperimentTrainer(TrainingLoop):
             self.close()
             raise
 
+    def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
+        """The checkpoint to resume from; None starts at the first step."""
+        return checkpoints.find()
+
     @abstractmethod
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Maps the names of statistics in health monitor and display to those of the experiment."""
+        """Maps names of statistics in health monitor and display to names in the experiment."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped")}
 
     def _set_environment(self) -> None:
@@ -141,7 +145,7 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Load the datasets that were not passed; before a model is loaded, because data errors are more frequent."""
+        """Load the datasets that were not passed. Done before a model is loaded, because data errors are frequent."""
         config, passed = self.config, {"train_dataset": train, "valid_dataset": valid}
         Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if passed[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
@@ -257,7 +261,7 @@ class ExperimentTrainer(TrainingLoop):
         return self._total_steps
 
     def steps(self) -> Iterator[PlannedStep]:
-        """The steps in order; a step fetches its rows itself, because rollout reads ahead."""
+        """The steps in order. A step fetches its rows itself, because rollout reads ahead."""
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
         if at.epoch_step >= at.steps_per_epoch:
@@ -301,7 +305,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Refuse to overwrite a trial that has run, and drop the records of an attempt without a checkpoint."""
+        """Raise UsageError if the trial has run before, and drop the records of an attempt without a checkpoint."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

@@ -6,9 +6,9 @@ from logging import Logger
 from typing import Any, ClassVar
 
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.setting_names import SETTINGS
 from areno.observability.display import LiveProgress
 from areno.observability.health import LOGPROB_GAP_LIMIT, HealthMonitor
-from areno.observability.metric_advice import EXPERIMENT_SETTINGS
 from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
 from areno.storage.run_dir import RunDirectory
@@ -48,7 +48,7 @@ class ExperimentReporter(Reporter):
             logprob_gap_limit=math.inf if is_stale else LOGPROB_GAP_LIMIT,
             grouped=gconfig is not None and gconfig.n_samples > 1,
             max_new_tokens=None if gconfig is None else gconfig.max_new_tokens,
-            settings=EXPERIMENT_SETTINGS,
+            settings=SETTINGS,
         )
         kind = type(config).__name__.removesuffix("Config").lower()
         actor: Any = vars(config)["actor"]
@@ -78,7 +78,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show the step on a terminal only; elsewhere the table shows it."""
+        """On a terminal, show the step; elsewhere the table shows it."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 

@@ -1,9 +1,9 @@
-"""PPO, GRPO and related algorithms: rollout runs in separate processes while this one trains.
+"""PPO, GRPO and related algorithms: rollout runs in separate processes while this process trains.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
-      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, restart point
+      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-The next batches are generated concurrently, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
 
 import logging
@@ -33,7 +33,7 @@ from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
-from areno.observability.samples import EVAL_PROMPTS, EvalSamples, reward_records, row_records
+from areno.observability.samples import EVAL_PROMPTS, EvalSamples, observe, reward_records, row_records
 from areno.observability.screen import ShownSample
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
@@ -51,7 +51,7 @@ from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
 from areno.training.objectives.passes import Learner
-from areno.training.objectives.policy import PolicyObjective
+from areno.training.objectives.policy import PolicyObjective, Prepared
 from areno.training.report import StepOutcome
 from areno.types import PARTS, TrainSequence, part_columns
 
@@ -97,19 +97,24 @@ class PPOTrainer(ExperimentTrainer):
             self.shaping = update.shaping_of(config.actor, config.reward_section)
             self.batching = engines.micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
-            self.fleet = self._start_fleet()
-            self.client = EngineClient(
-                self.fleet,
-                seed=config.seed,
-                request_timeout=config.rollout.request_timeout,
-                request_retries=config.rollout.request_retries,
-                enable_rollout_tracing=config.rollout.enable_rollout_tracing,
-            )
-            self.dispatcher = self._dispatcher()
+            self.open_rollout()
             self._texts = TokenTexts(self.engine.tokenizer)
         except BaseException:
             self.close()
             raise
+
+    def open_rollout(self) -> None:
+        """Start the replicas, and the dispatcher of their episodes."""
+        rollout = self.config.rollout
+        self.fleet = self._start_fleet()
+        self.client = EngineClient(
+            self.fleet,
+            seed=self.config.seed,
+            request_timeout=rollout.request_timeout,
+            request_retries=rollout.request_retries,
+            enable_rollout_tracing=rollout.enable_rollout_tracing,
+        )
+        self.dispatcher = self._dispatcher()
 
     def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
         if self._workflow_is_named:
@@ -139,7 +144,7 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         if self.config.recover.enabled and len(rows):
-            # Queued rows go into restart points; fail now rather than at the first one, which may be hours away.
+            # Queued rows go into recovery checkpoints; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
@@ -171,7 +176,7 @@ class PPOTrainer(ExperimentTrainer):
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Routing replay, and generation options if the actor's engine also generates."""
+        """Options of the actor's engine: routing replay, and the generation options if this engine generates too."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 
@@ -201,7 +206,7 @@ class PPOTrainer(ExperimentTrainer):
         )
         remote = self._server is not None and (self.launcher is not None or self._server.elsewhere)
         if remote and mode == "shm":
-            mode = "disk"  # shared memory does not reach other machines
+            mode = "disk"  # other machines cannot access shared memory
         folder = self.folders.checkpoints / ACTOR_MODELS if remote or mode == "disk" else None
         weights = WeightOptions(mode=mode, folder=folder)
         devices = None if self.launcher else engines.rollout_devices(self.config, self.machine.gpus)
@@ -235,7 +240,7 @@ class PPOTrainer(ExperimentTrainer):
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._trace_episode,
-            on_wait=self.stop.check,  # a stop while waiting for a batch loses no work
+            on_wait=self.stop.check,  # a stop during the wait for a batch loses no work
             stops_on=(RewardError,) if config.reward_section.on_error == "stop" else (),
         )
         self.dispatchers.append(dispatcher)
@@ -261,9 +266,9 @@ class PPOTrainer(ExperimentTrainer):
 
         Args:
             workflow: an object, a class or a name; None uses the ``workflow`` section.
-            eval_workflow: the same for evaluations; None uses ``workflow`` with ``eval_gconfig``.
+            eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of a class.
-            eval_workflow_kwargs: the same for evaluations.
+            eval_workflow_kwargs: keyword arguments of the class for evaluations.
             dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
                 ``workflow`` section, if any.
             total_epochs: replaces ``total_train_epochs``.
@@ -279,6 +284,7 @@ class PPOTrainer(ExperimentTrainer):
             self.eval_workflow = workflow_of(self.config, *chosen, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
         self.accept = filter_of(self.config, dynamic_filter_fn)
+        self.keep_rollouts(self.config.rollout.save_rollouts)
         self.fit()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
@@ -291,12 +297,9 @@ class PPOTrainer(ExperimentTrainer):
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers, sample = self._rollout_statistics(batch, rows), None
         if rows:
-            self.display.phase("train")
-            numbers |= self._update(rows, at)
-            tokenizer = self.engine.tokenizer
-            records = row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts)
-            self.run_dir.append_samples(records)
-            sample = ShownSample(records[0]["prompt"], records[0]["completion"], records[0]["reward"])
+            numbers |= self.update(rows, at, batch.task_ids)
+            record = reward_records(batch.task_ids, rows[:1], self.engine.tokenizer)[0]
+            sample = ShownSample(record.prompt, record.completion, rows[0].reward)
         with self.timed("update_weights"):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
@@ -315,7 +318,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Names in the statistics of the update and of the rollout."""
+        """Names of statistics: of the update and of the rollout."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "logp_abs_diff_mean")
         }
@@ -337,7 +340,7 @@ class PPOTrainer(ExperimentTrainer):
         return numbers
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """Also create the objective, whose learning rates depend on the number of steps."""
+        """Plan the steps, and create the objective, whose learning rates depend on the number of steps."""
         super().plan_steps(total_epochs)
         actor, critic = self.config.actor, self.config.critic
         learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
@@ -351,10 +354,23 @@ class PPOTrainer(ExperimentTrainer):
             around=lambda stage, role, _: self.timed(_TIMED.get((stage, role), f"{role}_logp")),
         )
 
+    def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
+        """Give the rows of a step all inputs of the loss."""
+        return self.objective.prepare(rows)
+
+    def update(self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int]) -> dict[str, float]:
+        """Run the update of a step and record samples, given the prompts of groups; return the documented statistics."""
+        self.display.phase("train")
+        observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
+        numbers = self._update(rows, at)
+        described = (prompts, rows, self.engine.tokenizer, self._texts, self.token_records())
+        self.run_dir.append_samples(row_records(at.global_step, *described))
+        return numbers
+
     def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
-        """Run an update, and return its statistics by their documented names."""
         section = f"{self.section}/update"
-        prepared = self.objective.prepare(rows)
+        prepared = self.prepare_rows(rows)
+        self.save_rows(rows, range(len(rows)))
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
         scalars = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
         knobs = knobs_of(self.loss)
@@ -382,7 +398,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
-        """Run the evaluation workflow on the held-out rows, while training rollouts continue."""
+        """Run the evaluation workflow on the held-out rows while rollouts for training continue."""
         assert self.eval_rows is not None
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
@@ -411,7 +427,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Also restore the weights of the replicas and the dispatcher's queue."""
+        """Restore the state, the weights of the replicas and the dispatcher's queue."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)

@@ -80,7 +80,8 @@ class RowSource:
         """Restore a position; UsageError if the number of rows has changed."""
         if state["rows"] != len(self.rows):
             raise UsageError(
-                f"train_dataset has {len(self.rows)} rows, but the restart point was written with {state['rows']}; use the "
+                f"train_dataset has {len(self.rows)} rows, but the recovery checkpoint was written with "
+                f"{state['rows']}; use the "
                 "same data, or set recover.mode=disabled"
             )
         self.epoch, self.position = state["epoch"], state["position"]

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference if a KL term needs it, a critic, a teacher, a reward model."""
+    """The models besides the actor: a reference if a KL term needs one, a critic, a teacher, a reward model."""
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
@@ -91,7 +91,7 @@ def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.p
 
 
 def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:
-    """Bind ``version``, the weight version that the update produces, if the loss takes it."""
+    """Bind ``version``, the weight version that the update produces, if the loss has that parameter."""
     return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
@@ -111,7 +111,7 @@ def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
 
 
 def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
-    """Create a dataclass from the settings with the names of its fields.
+    """Create a dataclass from the settings that have the names of its fields.
 
     Args:
         cls: the dataclass.
@@ -135,5 +135,5 @@ def workflow_values(trajectories: Sequence[Trajectory], key: str) -> list[float]
     values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
     if trajectories and not values:
         names = ", ".join(sorted(set().union(*trajectories)))
-        raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; they have {names}")
+        raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; trajectories have {names}")
     return torch.cat(values).tolist() if values else []

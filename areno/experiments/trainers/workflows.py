@@ -61,7 +61,7 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
 
 
 def filter_of(config: PPOConfig, filter_fn: Any) -> Callable[[Trajectory], bool] | None:
-    """The filter ``filter_fn``, or that of the ``workflow`` section, combined with the band of success rates."""
+    """The filter ``filter_fn`` or the filter of the ``workflow`` section, combined with the bounds on success rates."""
     accept = resolve_function(
         filter_fn or config.workflow_section.dynamic_filter_fn or None, "workflow.dynamic_filter_fn"
     )

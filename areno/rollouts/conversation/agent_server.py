@@ -44,14 +44,14 @@ class AgentSession:
 
 
 class AgentServer:
-    """A running server on a free loopback port, and the tapes of its keys (:class:`areno.serving.recording.Recorder`).
+    """A running server on a free loopback port, and the recorders of its API keys (:class:`areno.serving.recording.Recorder`).
 
     Args:
         engine: generates the answers.
         sampling: default sampling parameters of requests.
         context_limit: maximum tokens of a conversation.
         seed: base of the seeds of requests.
-        max_running_prompts: maximum number of samples decoded at once, as reported to agents.
+        max_running_prompts: maximum number of samples decoded at once; agents can query it.
         serving: further fields of :class:`areno.serving.service.ServingConfig`.
     """
 
@@ -72,7 +72,7 @@ class AgentServer:
         self.seed, self.max_running_prompts = seed, max_running_prompts
         self._engine, self._tapes = engine, dict[str, ConversationRecorder]()
         config = ServingConfig(default_max_tokens=sampling.max_new_tokens, max_queue=_MAX_QUEUE, **serving)
-        self._keep_contexts(True)  # a turn reuses the cache of the previous turn
+        self._keep_contexts(True)  # a turn reuses the KV cache of the previous turn
         self._server = ServerThread(Service(config, engine, self))
         self.url = self._server.url
 

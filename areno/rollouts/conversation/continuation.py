@@ -1,10 +1,10 @@
 """Continues a conversation from its recorded tokens, tokenizing only what is new in a request.
 
-The template renders the conversation twice: up to the model's answer, and with the messages added since. If the first text
-is a prefix of the second, the rest is tokenized and appended to the sampled tokens, which are never tokenized again.
-Otherwise the template now renders the history differently (most often without the reasoning), and continuing from the
-recorded tokens would train on a context that a deployed model never sees; :class:`Forked` then gives the reason why the
-request starts a new row.
+The template renders the conversation twice: up to the model's answer, and with the messages added since. If the first text is a
+prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are never tokenized again.
+Otherwise the template now renders the history differently (most often without the reasoning). Continuing from the recorded
+tokens would then train on a context that a deployed model never sees, so the request starts a new row; :class:`Forked` gives
+the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LETTER = "a"
 
 
 class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
-    """A request cannot continue from recorded tokens, for the given ``reason``."""
+    """Raised if a request cannot continue from recorded tokens, for the given ``reason``."""
 
     def __init__(self, reason: ForkReason) -> None:
         super().__init__(reason)
@@ -37,31 +37,33 @@ class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
 class Turn:
     """One request with one of its answers."""
 
-    id: str  # names it in responses
-    parent: Turn | None  # the turn that it continues; None for the start of a conversation
+    id: str  # id of the turn in responses
+    parent: Turn | None  # turn that this one continues; None for the start of a conversation
     context_tokens: list[int]  # prompt tokens after the parent's answer, or the complete prompt without a parent
-    context_text: str  # the text of these tokens
+    context_text: str  # text of `context_tokens`
     anchor: str  # text before `context_text` when it was tokenized; empty for a complete prompt
     prompt_text: str  # the complete rendered prompt
-    messages: list[dict[str, Any]]  # of the request
+    messages: list[dict[str, Any]]  # messages of the request
     tools: list[dict[str, Any]]
     answer: dict[str, Any] = field(default_factory=dict)  # the assistant's message
-    tokens: list[int] = field(default_factory=list)  # sampled
-    logprobs: list[float] = field(default_factory=list)  # of `tokens` under the policy, scaled by `temperature`
-    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
-    forced: list[bool] = field(default_factory=list)  # a grammar allowed only this token; empty if it never did
-    routed_experts: RoutingRecord | None = None  # of the prompt and `tokens` except the last
+    tokens: list[int] = field(default_factory=list)  # sampled tokens
+    logprobs: list[float] = field(default_factory=list)  # log-probs of `tokens` under the temperature-scaled policy
+    versions: list[int] = field(default_factory=list)  # weight version that sampled each token
+    forced: list[bool] = field(
+        default_factory=list
+    )  # whether a grammar allowed only this token; empty without a grammar
+    routed_experts: RoutingRecord | None = None  # for all prompt and sampled tokens except the last
     cut_mass: float = 0.0  # mean probability per sampled token removed by top-k, top-p, min-p and a grammar
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context
-    by_token: bool = True  # it ended at a stop token
+    by_token: bool = True  # whether the answer ended at a stop token
     temperature: float = 1.0
     text: str = ""  # visible text of the sampled tokens
     offsets: Sequence[int] = ()  # start of each token in `text`
     pieces: Sequence[Piece] = ()  # the parsed text
     closer: str = ""  # marker that ends the reasoning
-    fork: ForkReason | None = None  # why it starts a new row although it continues a conversation
-    keys: Sequence[int] = ()  # of the prefixes of its messages, see `prefix_keys`; empty without a recorder
-    extended: bool = False  # another turn continues it
+    fork: ForkReason | None = None  # why the turn starts a new row although it continues a conversation
+    keys: Sequence[int] = ()  # see `prefix_keys`; empty without a recorder
+    extended: bool = False  # whether another turn continues this one
     response_id: str = ""  # the client's id of the response, without a prefix
     reward: float | None = None
 
@@ -111,7 +113,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of a text that follows ``anchor``; some tokenizers treat the start of a text specially."""
+    """Token ids of a text after ``anchor``: some tokenizers treat the start of a text specially."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -127,7 +129,7 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """The text that follows the sampled tokens, and its anchor for tokenization."""
+    """The text after the sampled tokens, and the anchor for its tokenization."""
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
     if past.finish != "length":  # a stop string is in the tokens, but not in the text
@@ -140,8 +142,9 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """:func:`_after_answer` for an answer that ended at a stop token, which the template must write too: as the end of the
-    turn, or, in formats without one, as the start of the next."""
+    """:func:`_after_answer` for an answer that ended at a stop token. The template must write that token too: as the end of the
+    turn or, in formats without an end token, as the start of the next turn.
+    """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]
     place = answer.rfind(end)

@@ -1,7 +1,7 @@
-"""Compares message lists as conversations, ignoring how a client reformatted them.
+"""Compares message lists as conversations, and ignores reformatting by clients.
 
-Clients split content into parts, reserialize call arguments, drop reasoning that they have no field for, and add empty
-fields. None of that is an edit: only what the model can see of a message is compared.
+Clients split content into parts, reserialize call arguments, drop reasoning for which they have no field, and add empty fields.
+None of that counts as an edit: only what the model can see of a message is compared.
 """
 
 import itertools
@@ -39,7 +39,7 @@ def same_answer(original: Message, returned: Message) -> bool:
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of a message's tool calls that have one."""
+    """Ids of the tool calls of a message, of those that have one."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 

@@ -1,7 +1,7 @@
 """Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
-A recorder belongs to one API key. Its turns form trees: a request that extends an answered one becomes its child and adds
-only its new tokens; any other starts a new tree. Each path becomes a training row, see
+A recorder belongs to one API key. Its turns form trees: a request that extends an answered turn becomes a child of that turn
+and adds only its new tokens; any other request starts a new tree. Each path becomes a training row, see
 :mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from the server's threads, so all access is locked.
 """
 
@@ -35,7 +35,7 @@ class ConversationRecorder:
         self.session = current_session()
         self._tokenizer, self._seed = tokenizer, seed
         self._lock = threading.Lock()
-        self._answered: dict[int, list[Turn]] = {}  # by the key of a request's messages plus the answer
+        self._answered: dict[int, list[Turn]] = {}  # by the key of the messages of request and answer
         self._openings: set[int] = set()  # keys of requests up to their first user message
         self._prefixes: set[int] = set()  # keys of all prefixes of requests
         self._by_id: dict[str, Turn] = {}
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """The longest answered turns that a request extends, the most likely first, with their numbers of messages."""
+        """The longest answered turns that a request extends, most likely first, each with its number of messages."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
@@ -77,14 +77,14 @@ class ConversationRecorder:
         return []
 
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
-        """``edited`` if a request changed the history of a recorded conversation after its known part."""
+        """Return ``edited`` if a request has changed the history of a recorded conversation."""
         pairs = zip(keys[known:], messages[known:], strict=True)
         answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
         return "edited" if began and not self._prefixes.issuperset(answers) else None
 
     def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
-        """Seeds of a prompt's samples; the k-th request with the same prompt gets the same seeds in every run."""
+        """Seeds for the samples of a prompt; the k-th request with the same prompt gets the same seeds in every run."""
         with self._lock:
             key = hash(tuple(prompt)) & _HASH_BITS
             first = self._draws[key]
@@ -96,7 +96,7 @@ class ConversationRecorder:
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the latest answer, or of that with the client's response id or the turn's id.
+        """Set the reward of the latest answer, or of the answer with this response id or turn id.
 
         Raises:
             ValueError: there is no such answer.

@@ -1,7 +1,7 @@
 """The role of each token of a turn, and which tokens count in the loss.
 
 Sampled tokens are text (including reasoning) or part of a tool call. Prompt tokens belong to the message whose content they
-render; the template's markup around contents belongs to no message and is never trained on.
+render. The template's markup around contents belongs to no message and is never trained on.
 """
 
 import json
@@ -18,7 +18,7 @@ from areno.text.tool_calls import ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class LossMaskPolicy:
-    """Which spans of a trajectory count in the policy loss.
+    """Selects the spans of a trajectory that count in the policy loss.
 
     Each sampled token counts once, even if it is in several rows. Tokens that were not sampled (tool results, prompts) have
     no rollout log-prob; they use the policy's log-prob at the time of the rollout.
@@ -40,7 +40,7 @@ _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
-    """Which of a turn's sampled tokens are trained on; ``final`` marks the last turn of its conversation."""
+    """Which sampled tokens of a turn are trained on; ``final`` marks the last turn of a conversation."""
     text = policy.final_assistant_text if final else policy.assistant_text
     if text == policy.assistant_tool_calls:
         mask = [text] * len(turn.tokens)
@@ -71,7 +71,7 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
-    # Search for text after the last call from the end, because arguments may contain the same words.
+    # Search for the text after the last call from the end, because arguments may contain the same text.
     stop = len(turn.text)
     for piece in reversed(pieces[calls[-1] + 1 :]):
         start = -1 if isinstance(piece, ToolCallDelta) else turn.text.rfind(piece.text, 0, stop)

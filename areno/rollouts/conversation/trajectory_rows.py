@@ -28,16 +28,16 @@ class TrajectoryRow:
     """One row; all lists have one entry per token."""
 
     tokens: list[int]
-    sampled: list[bool]  # the policy sampled the token
-    trained: list[bool]  # it counts in the loss
+    sampled: list[bool]  # whether the policy sampled the token
+    trained: list[bool]  # whether the token counts in the loss
     turns: list[int]  # turn that the token belongs to, from 0; prompt tokens belong to the turn that answers them
     logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
     versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
-    temperature: float  # of the log-probs
-    truncated: bool  # the last answer ended at the token limit
-    roles: Callable[[], list[Role]]  # of the tokens; computed on demand
-    routed_experts: RoutingRecord | None = None  # of all tokens, if routing is recorded
-    context_scored: bool = False  # trained tokens that were not sampled have log-probs of the policy
+    temperature: float  # temperature of the log-probs
+    truncated: bool  # whether the last answer ended at the token limit
+    roles: Callable[[], list[Role]]  # returns the roles of the tokens, computed on demand
+    routed_experts: RoutingRecord | None = None  # for all tokens, if routing is recorded
+    context_scored: bool = False  # whether trained tokens that were not sampled have log-probs
 
     @property
     def lacks_logprobs(self) -> bool:

@@ -20,7 +20,7 @@ from areno.errors import ArenoError, EngineError, UsageError
 logger = logging.getLogger(__name__)
 
 _STATE, _WANTED = "replicas.json", "replicas.wanted.json"
-_POLL_S, _ANSWER_S, _JOIN_S = 0.5, 60.0, 10.0  # a mounted folder may show changes half a minute late
+_POLL_S, _ANSWER_S, _JOIN_S = 0.5, 60.0, 10.0  # on network file systems changes may become visible half a minute late
 
 
 class Resizable(Protocol):
@@ -34,7 +34,7 @@ class Resizable(Protocol):
 
 
 class ReplicaControl:
-    """Handles resize requests in a run directory until it is closed."""
+    """Handles the resize requests of a run directory until :meth:`close` is called."""
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
@@ -65,7 +65,7 @@ class ReplicaControl:
                 self._handle_request()
 
     def _heartbeat(self) -> None:
-        """Update the file time of the state as a sign of life, even while a request is handled."""
+        """Update the modification time of the state file as a heartbeat, even while a request is handled."""
         while not self._ended.wait(_POLL_S):
             with suppress(OSError):
                 os.utime(self._folder / _STATE)
@@ -96,8 +96,8 @@ def replicas_of(folder: Path) -> int:
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
-            f"{folder} has no rollout replicas: the run has ended, or its training engine generates too "
-            "(see rollout.backend of an experiment, --rollout-replicas)"
+            f"{folder} has no rollout replicas: the run has ended, or its training engine also generates (see rollout.backend "
+            "of an experiment, --rollout-replicas)"
         )
     return int(state["replicas"])
 
@@ -108,7 +108,7 @@ def request(
     """Request another number of replicas from a running experiment, wait, and return the new number.
 
     Raises:
-        EngineError: the run does not respond, cannot be resized, or has not finished in time (it keeps trying).
+        EngineError: the run does not respond, cannot be resized, or has not finished in time (it then continues to resize).
     """
     before = replicas_of(folder)
     request_id = uuid.uuid4().hex
@@ -123,9 +123,11 @@ def request(
             return int(state["replicas"])
         if not accepted and state.get("begun") == request_id:
             accepted = True
-            say(f"resizing from {before} replicas; new ones load the model, leaving ones finish their samples")
+            say(
+                f"resizing from {before} replicas; new replicas load the model, replicas to be removed finish their samples"
+            )
         now, beat = time.monotonic(), _last_heartbeat(folder)
-        if beat != last:  # compare only for changes, because the clocks of machines differ
+        if beat != last:  # only changes of the time count, because the clocks of machines differ
             last, alive = beat, now
         if now - alive > _ANSWER_S:
             (folder / _WANTED).unlink(missing_ok=True)

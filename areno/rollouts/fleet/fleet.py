@@ -1,7 +1,7 @@
-"""A fleet of rollout replicas beside a trainer, with the generation interface of an engine.
+"""A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine.
 
 Each replica is an engine in separate processes, without optimizer or gradients, and fails independently. A request goes to
-the least loaded replica. If that replica dies, the request restarts on another.
+the least loaded replica. If that replica dies, the request is restarted on another one.
 """
 
 import os
@@ -39,7 +39,7 @@ from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import open_server
 from areno.types import Request, RolloutResult
 
-# Idle OpenMP threads sleep at once: spinning would take cores from the trainer and other replicas.
+# Idle OpenMP threads sleep at once, because spinning would take cores from the trainer and other replicas.
 _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 
@@ -52,14 +52,14 @@ class FleetOptions:
     role: str = "rollout"
     log_folder: Path = Path("logs")
     restart: bool = True  # restart a dead or stuck replica, with the current weights
-    max_restarts: int = 3  # per replica within ten minutes; one more failure ends the fleet
+    max_restarts: int = 3  # allowed restarts per replica within ten minutes; one more failure ends the fleet
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
     stall_s: float = STALL_S  # a replica with work that makes no progress for this long is stuck
     threads: int | None = None  # PyTorch threads per process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
-    server: ServerOptions | None = None  # replicas are external inference servers
-    launcher: Launcher | None = None  # starts the processes, possibly on other machines; None starts them here
+    server: ServerOptions | None = None  # set if replicas are external inference servers
+    launcher: Launcher | None = None  # starts the processes, possibly on other machines; None: on this machine
     scales: bool = False  # let ``areno scale`` change the number of replicas, by files in ``log_folder``
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class FleetHealth:
     """State of all replicas."""
 
     replicas: list[ReplicaHealth]
-    version: int  # of the last weight update
+    version: int  # version of the last weight update
     restarts: int  # number of replica restarts
     resubmitted: int  # requests restarted because their replica died; their partial output is discarded
     waiting: int  # requests waiting for a replica
@@ -92,12 +92,13 @@ class RolloutFleet:
 
     Args:
         path: checkpoint folder or hub id of the policy.
-        config: of the trainer's engine; its training options are ignored.
+        config: configuration of the trainer's engine; its training options are ignored.
         weights: default options of weight updates.
-        devices: one per rank, replica by replica; None uses the CPU, or GPUs from 0 on.
+        devices: one per rank, replica by replica; None: the CPU, or consecutive GPUs from 0 on.
 
     Attributes:
-        threads: PyTorch threads per process. The trainer should use the same number for a fair share of the cores.
+        threads: PyTorch threads per process. The trainer should use the same number, so that all processes get an equal share
+            of the cores.
 
     Raises:
         UsageError: the checkpoint cannot be used, or not in this layout.
@@ -120,9 +121,9 @@ class RolloutFleet:
         self._router = RequestRouter()
         self._updating, self._resizing = threading.Lock(), threading.Lock()
         self._server = options.server
-        # Processes per replica that a launcher starts.
+        # Number of processes per replica that a launcher starts.
         self._ranks = 1 if options.server is not None else options.tp_size
-        # All of one type, EngineGroup or ServerReplica, which determines the type of the transfer.
+        # All replicas have the same type, EngineGroup or ServerReplica, which determines the type of the transfer.
         self._replicas: dict[int, Any] = {}
         self._transfer: WeightTransfer | ServerWeightTransfer | None = None
         self._control: ReplicaControl | None = None
@@ -150,7 +151,7 @@ class RolloutFleet:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each. If no replica is up, they wait for one.
+        """Queue requests, and return one future each. If no replica is up, requests wait for one.
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
@@ -159,7 +160,7 @@ class RolloutFleet:
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """End one request with its partial answer."""
+        """Abort one request; it returns its partial answer."""
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:
@@ -187,10 +188,10 @@ class RolloutFleet:
     def update_weights(
         self, engine: Backend, version: int, mode: Mode | None = None, verify: bool | None = None
     ) -> UpdateReport:
-        """Transfer the weights of a trainer, which must not train meanwhile, to all replicas.
+        """Transfer the weights of a trainer to all replicas; the trainer must not train during the transfer.
 
-        Generation continues, except for a pause of each replica between two tokens; every later token has ``version``.
-        ``mode`` and ``verify`` override the :class:`WeightOptions`.
+        Generation continues, except for a pause of each replica between two tokens. Every token after the pause has
+        ``version``. ``mode`` and ``verify`` override the :class:`WeightOptions`.
 
         Raises:
             UsageError: the mode is unknown, or trainer and replicas have different models.
@@ -208,7 +209,7 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """Limit this process to ``threads``, or the threads of a replica's rank, if the replicas use the CPU."""
+        """If the replicas run on the CPU, limit this process to ``threads``, by default as many as a replica's rank uses."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
@@ -221,9 +222,9 @@ class RolloutFleet:
         return len(self._scheduler.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
-        """Add replicas, or remove the last ones after their requests are answered; blocks until done.
+        """Add replicas, or remove the last ones after their requests have been answered; blocks until done.
 
-        ``addresses`` are further servers to join. A new replica gets the newest weights before its first request.
+        ``addresses``: further servers to join. A new replica gets the newest weights before its first request.
 
         Raises:
             UsageError: there are no resources for that many replicas.
@@ -246,10 +247,10 @@ class RolloutFleet:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
-        """The server options with further addresses; UsageError if they cannot be joined."""
+        """Return the server options with further addresses. Raises UsageError if these servers cannot be joined."""
         server = self._server
         if server is None or not server.addresses:
-            raise UsageError("this run starts its replicas itself; only a run that joined servers can join more")
+            raise UsageError("this run starts its replicas itself; only a run that has joined servers can join more")
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:
             if not address.startswith(("http://", "https://")):
@@ -277,7 +278,7 @@ class RolloutFleet:
     # -- supervision -----------------------------------------------------------------------------------------------
 
     def health(self) -> FleetHealth:
-        """State of all replicas, and counts of restarts and resubmissions."""
+        """State of all replicas, and the numbers of restarts and resubmissions."""
         workers = self._scheduler.workers()
         return FleetHealth(
             replicas=[ReplicaHealth(worker, self._router.unfinished(n)) for n, worker in enumerate(workers)],
@@ -288,7 +289,7 @@ class RolloutFleet:
         )
 
     def close(self) -> None:
-        """End all replicas; pending requests end with their partial answers. A second call does nothing."""
+        """End all replicas; pending requests return their partial answers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -331,12 +332,14 @@ class RolloutFleet:
         devices = None if self._devices is None else self._devices[number * ranks : (number + 1) * ranks]
         if server is not None:
             return open_server(self.path, number, server, devices, processes, on_failure)
-        config = replace(self.config, builds_decode=number == 0)  # the others load the compiled decode from disk
+        config = replace(
+            self.config, builds_decode=number == 0
+        )  # the other replicas load the compiled decode step from disk
         layout = Layout(1, ranks)
         return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
 
     def _started(self, number: int, started: Any) -> None:
-        with self._updating:  # a concurrent update does not include this replica, which then catches up here
+        with self._updating:  # an update in progress does not include this replica, so it catches up afterwards
             if self._transfer is not None:
                 self._transfer.catch_up(started)
             if self._keeps:
@@ -345,7 +348,7 @@ class RolloutFleet:
         self._router.enter(number, started)
 
     def _leaving(self, number: int) -> None:
-        with self._updating:  # later updates do not include it
+        with self._updating:  # later updates do not include the replica
             replica = self._replicas.pop(number, None)
         self._router.leave(number)
         if replica is not None:

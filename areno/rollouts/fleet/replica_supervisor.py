@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 TAIL_LINES = 50
-# A replica that ran this long gets all its restarts back.
+# A replica that has run this long gets all its restarts back.
 _STEADY_S = 600.0
 _LONGEST_BACKOFF_S = 60.0
 
@@ -70,22 +70,22 @@ class ReplicaJob:
 
     Attributes:
         make: starts a replica, given its number, its process options, and a failure callback.
-        on_start: called with number and replica before it is ready; an error there is a failed start.
+        on_start: called with number and replica before the replica is ready; if it raises, the start has failed.
         on_given_up: called with the number of a replica that is not restarted, and the error.
     """
 
-    role: str  # used in log file names (``{role}-{number}.log``) and messages
+    role: str  # for log file names (``{role}-{number}.log``) and messages
     replicas: int
     log_folder: Path
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
     on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a failed replica
-    on_leaving: Callable[[int], None] = lambda _number: None  # returns when the replica is no longer in use
+    on_leaving: Callable[[int], None] = lambda _number: None  # must return when the replica is no longer in use
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
-    restarts: int = 3  # restarts per replica, the first after ``backoff_s``
+    restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s``
     backoff_s: float = 1.0
-    launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None starts them here
+    launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None: on this machine
     ranks: int = 1
     threads: int = 1  # PyTorch threads per process
     environment: Mapping[str, str] = field(default_factory=dict)  # variables in addition to those of this process
@@ -93,7 +93,7 @@ class ReplicaJob:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """State of one replica: ``id`` is ``role/number``, ``error`` its last failure or empty."""
+    """State of one replica. ``id`` is ``role/number``; ``error`` is its last failure, or empty."""
 
     id: str
     state: State
@@ -240,12 +240,12 @@ class LocalScheduler:
         if closed:
             job.on_leaving(slot.number)
             replica.close()
-        elif replica.workers.failed:  # before it was ready, so that the callback was ignored
+        elif replica.workers.failed:  # it failed before it was ready, so the callback was ignored
             self._lost(slot, EngineError("it failed as soon as it was ready"))
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """Handle a failed replica; called in a thread of its group. One that is not ready yet fails in its start."""
+        """Handle the failure of a replica that was ready; called in a thread of its group."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return

@@ -1,4 +1,4 @@
-"""Routes requests to replicas, and resubmits the requests of a replica that dies."""
+"""Routes requests to replicas; if a replica dies, its requests are resubmitted to others."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.replica_supervisor import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
-# After this many replicas died with a request, it fails: it may be what kills them.
+# If this many replicas died while they processed a request, the request fails: it may be the cause.
 _MAX_TRIES = 3
 _DRAIN_POLL_S = 0.1
 
@@ -30,7 +30,7 @@ class RolloutReplica(Replica, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _RoutedRequest:
-    """A request and the replica that processes it; ``inner`` is that replica's future."""
+    """A request and the replica that processes it; ``inner`` is the future that the replica returned."""
 
     request: Request
     future: Future[RolloutResult]
@@ -69,7 +69,7 @@ class RequestRouter:
             self._replicas.pop(number, None)
 
     def drain(self, replica: RolloutReplica) -> None:
-        """Wait until a replica that has left has finished its requests."""
+        """Wait until a removed replica has finished its requests."""
         while True:
             with self._lock:
                 if not any(routed.replica is replica for routed in self._open.values()):
@@ -85,7 +85,7 @@ class RequestRouter:
             self._finish(routed, error)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Route requests, and return one future each; ArenoError after :meth:`end`."""
+        """Route requests, and return one future each. Raises ArenoError after :meth:`end`."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()
@@ -99,7 +99,7 @@ class RequestRouter:
         return list(opened)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """End a request with its partial answer."""
+        """Abort a request; it returns its partial answer."""
         with self._lock:
             routed = self._open.get(future)
             if routed is None:
@@ -162,7 +162,7 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """The request, with a listener that records whether tokens were streamed."""
+        """Return the request, with a listener that records whether tokens were streamed."""
         listener = routed.request.listener
         if listener is None:
             return routed.request

@@ -1,7 +1,7 @@
 """Transfers new weights from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
 
-The transfer is verified from outside: for a fixed prompt, a server must return the log-probs of the trainer. A "success"
-response proves nothing, nor does changed output.
+The transfer is verified by its result: for a fixed prompt, a server must return the log-probs of the trainer. Neither a
+"success" response nor changed output proves that the weights are right.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PROBE_TOKENS = 32
-# Maximum mean difference of log-probs, in nats, by whether both sides compute in fp32.
+# Maximum mean difference of log-probs in nats; the key is whether both sides compute in fp32.
 _MAX_GAP = {True: 0.01, False: 0.3}
 
 
@@ -48,7 +48,7 @@ class ServerWeightTransfer:
     def deliver(
         self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
     ) -> UpdateReport:
-        """Transfer the trainer's weights to all servers, and verify it the first time and with ``verify``.
+        """Transfer the trainer's weights to all servers; verify the first transfer, and every one with ``verify``.
 
         Raises:
             EngineError: the weights did not arrive, or cannot be written.
@@ -83,7 +83,7 @@ class ServerWeightTransfer:
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
     def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
-        """Let servers load a folder; those that fail are abandoned."""
+        """Let servers load a folder; servers that fail are abandoned."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
@@ -92,7 +92,7 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """The largest ``logprob_gap`` of all servers, see :class:`UpdateReport`."""
+        """Return the largest ``logprob_gap`` of all servers, see :class:`UpdateReport`."""
         if not replicas:
             return None
         probes = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
@@ -124,7 +124,7 @@ class ServerWeightTransfer:
     def _root(self, engine: Backend, mode: Mode) -> Path:
         if self.options.folder is not None:
             return self.options.folder
-        # Two versions exist for a while; the size of a checkpoint with optimizer is an upper bound.
+        # Two versions exist at the same time; the size of a checkpoint with optimizer is an upper bound.
         fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()
         root = _MEMORY if fits else None
         if root not in self._scratch:

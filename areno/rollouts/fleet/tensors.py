@@ -74,8 +74,8 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
             )
         if shape != spec.shape:
             raise UsageError(
-                f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape "
-                f"{shape} here and {spec.shape} there; load both from the same checkpoint"
+                f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape {shape} in the "
+                f"trainer and {spec.shape} in the replicas; load both from the same checkpoint"
             )
         if spec.name not in trainer_shapes and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
@@ -87,8 +87,8 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``; its generation must be idle.
 
-    Every rank that holds a part of the model must consume all of them, in this order, because ranks that share a tensor gather
-    it together. Tensors of other pipeline stages are sent to the first rank; on other ranks an entry may be empty.
+    Every rank that holds a part of the model must consume all tensors, in this order, because ranks that share a tensor gather
+    it together. Tensors of other pipeline stages are sent to the first rank; on other ranks such a tensor may be empty.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
@@ -128,7 +128,7 @@ def _base_name(name: str) -> str:
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
     """Copy full tensors by name into the parameters of a paused rollout engine; each rank copies its part.
 
-    With ``check`` the parameters are compared with the tensors afterwards, bit by bit; EngineError if they differ.
+    With ``check`` the parameters are then compared with the tensors bit by bit; raises EngineError if they differ.
     """
     parameters = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():

@@ -86,8 +86,8 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
-    None uses a private folder and shared memory on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives; if
+    None, a private folder, and shared memory on one machine.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightTransfer:
         self._keeps, self._torn = keeps, False
         self._segment: Segment | None = None
         self._channel = ""
-        self._members: list[Backend] = []  # of the channel, the trainer first
+        self._members: list[Backend] = []  # members of the channel, the trainer first
         self._scratch = ScratchFolder("weights")
         self._rooms = Path(self._scratch.name)
         self._shares_memory = where is None
@@ -108,7 +108,7 @@ class WeightTransfer:
         self._sender: Backend | None = None
 
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
-        """Transfer the trainer's weights to all replicas; errors as in :meth:`RolloutFleet.update_weights`."""
+        """Transfer the trainer's weights to all replicas. Errors are those of :meth:`RolloutFleet.update_weights`."""
         began = time.perf_counter()
         digests = engine.run_on_all_ranks(weight_update.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
@@ -198,7 +198,7 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Seconds that each replica paused. Dead replicas are skipped; those that fail to update are ended and replaced."""
+        """Seconds that each replica paused. Dead replicas are skipped; replicas that fail to update are ended and replaced."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -214,7 +214,7 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast to all replicas; those that it did not reach load the kept weights, if any."""
+        """Broadcast to all replicas; replicas that it did not reach load the kept weights, if any."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -225,7 +225,9 @@ class WeightTransfer:
                 broken = engine.run_on_all_ranks(weight_update.send, sent)[0]
             except BaseException:
                 with suppress(EngineError):
-                    engine.run_on_all_ranks(weight_update.leave, sent.channel)  # so that no member waits for more
+                    engine.run_on_all_ranks(
+                        weight_update.leave, sent.channel
+                    )  # so that no member waits for further data
                 raise
 
         asked = self._ask(replicas, replace(sent, segment=""), send)
@@ -244,7 +246,7 @@ class WeightTransfer:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """The collective of the trainer and these replicas; a new one if a member has changed."""
+        """Return the collective of the trainer and these replicas; a new one if a member has changed."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel

@@ -1,7 +1,7 @@
 """The steps of a weight update on each rank: the trainer's ranks send, the replicas' ranks receive.
 
 A replica collects the new weights while it continues to generate, and swaps them in between two tokens. Only the swap pauses
-generation; a transfer that fails before it leaves the old weights in place.
+generation; if the transfer fails before the swap, the old weights stay in place.
 """
 
 import logging
@@ -42,7 +42,7 @@ from areno.rollouts.fleet.tensors import (
 
 logger = logging.getLogger(__name__)
 
-# Timeout of the members of a collective waiting for each other.
+# How long the members of a collective wait for each other.
 PATIENCE_S = 120.0
 _channels: dict[str, RankGroup] = {}
 # On rank 0 of a trainer: the newest weights by version, if ``Update.kept`` is set.
@@ -78,7 +78,7 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory and broadcast them; returns the error of the broadcast, or an empty string."""
+    """Write the weights to shared memory and broadcast them; return the error of the broadcast, or an empty string."""
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first
@@ -110,13 +110,13 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The full tensors, on the ranks that assemble them; nothing on data-parallel replicas with the same weights."""
+    """Yield the full tensors on the ranks that assemble them, and nothing on data-parallel replicas with the same weights."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast the trainer's bytes in place."""
+    """Broadcast the trainer's values as bytes, in place."""
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
     try:
@@ -164,7 +164,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
 
 
 def receive(engine: Engine, update: Update) -> float:
-    """Receive and install new weights, and return the seconds that generation paused.
+    """Receive and install new weights; return for how many seconds generation paused.
 
     Raises:
         BrokenChannelError: the weights did not arrive; the old ones remain.
@@ -234,13 +234,13 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Join a collective of ``size`` members; returns an empty string when it is complete, else the reason.
+    """Join a collective of ``size`` members. Returns an empty string if all have joined, else the reason.
 
     Args:
-        engine: of a trainer, where only rank 0 joins, or of a replica.
-        where: rendezvous of the members.
-        channel: name of the collective.
-        first: this engine's first rank in it; 0 is the trainer.
+        engine: engine of a trainer, of which only rank 0 joins, or of a replica.
+        where: the members' rendezvous.
+        channel: the collective's name.
+        first: rank of this engine's first member in the collective; the trainer has rank 0.
         size: number of members.
     """
     peers = engine.config.peers
@@ -256,7 +256,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
 
 
 def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
-    """Wait until all members have joined, or the collective is called off because a member died."""
+    """Wait until all members have joined, or the collective is cancelled because a member died."""
     where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
@@ -267,7 +267,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """A rendezvous at an existing TCP store, also for members of other programs; see :class:`Rendezvous`."""
+    """A rendezvous at an existing TCP store, which other programs can join too; see :class:`Rendezvous`."""
 
     host: str
     port: int
@@ -283,15 +283,15 @@ class DialledStore:
         """Do nothing: members are not announced."""
 
     def members(self, name: str) -> int:
-        """Always enough: creating the group waits for its members."""
+        """Return a number that is always enough: creating the group waits for its members."""
         return 2**31
 
     def call_off(self, name: str) -> None:
-        """Do nothing: members wait for :data:`PATIENCE_S`."""
+        """Do nothing: members cannot be notified, and time out after :data:`PATIENCE_S` seconds."""
 
 
 def own_specs(engine: Engine) -> list[TensorSpec]:
-    """The trainer's tensors, in the dtype that its model computes in."""
+    """Specs of the trainer's tensors, in the compute dtype of its model."""
     return [TensorSpec(name, engine.actor.model.dtype, shape) for name, shape in shapes(engine).items()]
 
 

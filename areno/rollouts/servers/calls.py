@@ -12,7 +12,7 @@ from areno.rollouts.fleet.tensors import TensorSpec
 from areno.types import RolloutSequence, SamplingParams
 
 SERVED_NAME = "policy"
-"""Name of the model in requests."""
+"""Model name in requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SampleRequest:
     prompt: list[int]
     sampling: SamplingParams
     seed: int
-    adapter: str = ""  # name of the adapter to use; empty uses the model itself
+    adapter: str = ""  # adapter to use; empty: the model itself
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class ServerCalls(Protocol):
         """Generate one answer, with the log-prob and weight version of each token."""
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
-        """Abort samples; their calls return partial answers. A sample that is still queued may start nevertheless."""
+        """Abort samples; their calls return partial answers. A sample that the server has queued may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Load a checkpoint between two tokens of all running samples, and drop the caches of the old weights."""
@@ -99,12 +99,12 @@ class TransferCalls(Protocol):
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """Let the workers join a group of ``size`` at a store, as members from ``first`` on."""
+        """Let the workers join a group of ``size`` members at a store, as members ``first``, ``first`` + 1 and so on."""
 
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Like :meth:`ServerCalls.load_weights`, with the weights that the group's first member broadcasts."""
+        """Like :meth:`ServerCalls.load_weights`, with weights that the group's first member broadcasts."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -1,6 +1,7 @@
-"""Broadcasts weights from a trainer to vLLM servers, by vLLM's weight transfer calls with a transfer engine of areno.
+"""Broadcasts weights from a trainer to vLLM servers through vLLM's weight transfer calls, with areno's transfer engine.
 
-Tensors have the names of the checkpoint, so models whose files use other names than their parameters are sent as folders.
+Tensors have the names of the checkpoint. So if the checkpoint's names differ from those of the parameters, weights are sent as
+folders instead.
 """
 
 import logging
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class ServerChannel:
     """A process group of the trainer's rank 0 and the workers of all servers, recreated when a member changes.
 
-    Its members meet at a store of this process, reachable at ``host``.
+    Its members meet at a store in this process, reachable at ``host``.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -56,7 +57,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights to the servers, and keep them for others; returns the seconds of each server reached."""
+        """Send the weights to the servers, and keep them for others; returns the seconds taken by each server reached."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -115,7 +116,7 @@ class ServerChannel:
                 self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """The name of the group of all members; empty if they could not connect, which is not retried."""
+        """Return the name of the group of all members; empty if they could not connect, which is not retried."""
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
             return self._name

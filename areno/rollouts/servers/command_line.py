@@ -31,8 +31,8 @@ class ServerOptions:
     """The inference servers of a fleet.
 
     Attributes:
-        arguments: command line arguments from the section of the product.
-        command: command that starts a server; empty uses the product's command from PATH or this Python.
+        arguments: command-line arguments, from the settings section of the product.
+        command: command that starts a server; empty: the product's command on PATH, or with this Python.
         addresses: running servers to join, one per replica, instead of starting them.
         adapter: name of the trainer's adapter; empty without one.
     """
@@ -43,12 +43,12 @@ class ServerOptions:
     addresses: tuple[str, ...] = ()
     api_key: str = ""
     adapter: str = ""
-    gpu: bool = False  # the servers compute on GPUs
+    gpu: bool = False  # whether the servers compute on GPUs
     request_timeout_s: float = 3600.0
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a joined server may be on another machine, which can share folders but not memory."""
+        """Whether a joined server may be on another machine, with which folders can be shared, but not memory."""
         hosts = {urlsplit(address).hostname for address in self.addresses}
         return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 
@@ -72,7 +72,8 @@ def command_of(options: ServerOptions) -> list[str]:
     if executable is None:
         example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
         raise UsageError(
-            f"{options.product} is not installed here; install it, set the command of another environment, such as "
+            f"{options.product} is not installed in this environment; install it, set the command of another environment, "
+            "such as "
             f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join running "
             "servers (rollout.api_url, --rollout-url), or use areno's own engine (rollout.backend=areno:dN)"
         )
@@ -80,7 +81,7 @@ def command_of(options: ServerOptions) -> list[str]:
 
 
 def has_custom_worker(options: ServerOptions) -> bool:
-    """Whether the arguments name another worker extension of vLLM than areno's."""
+    """Whether the arguments name a vLLM worker extension other than areno's."""
     return any(word.partition("=")[0] == _WORKER_OPTION for word in options.arguments)
 
 
@@ -105,7 +106,7 @@ def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch
         paths = [str(_EXTENSION), os.environ.get("PYTHONPATH", "")]
         chosen |= {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "VLLM_SERVER_DEV_MODE": "1",  # pauses and weight updates
+            "VLLM_SERVER_DEV_MODE": "1",  # for pauses and weight updates
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }

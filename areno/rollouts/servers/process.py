@@ -20,7 +20,7 @@ _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
 class InferenceServerProcess:
-    """A server process, on this machine or where the launcher of ``processes`` places it.
+    """A server process, on this machine or on one that the launcher of ``processes`` chooses.
 
     Args:
         command: the command with arguments; ``{host}`` and ``{port}`` are replaced by its listening address.
@@ -29,8 +29,8 @@ class InferenceServerProcess:
         on_failure: called once, in a thread of this object, when the server ends or is abandoned.
 
     Attributes:
-        url: of the server.
-        failed: the server has ended, or was abandoned.
+        url: URL of the server.
+        failed: whether the server has ended or was abandoned.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """An inference server as a rollout replica: one HTTP call per sample; weights are sent as folders or by a broadcast.
 
-All calls run in one thread with an event loop. The server is either a process started here, or an external one that is
-joined.
+All calls run in one thread with an event loop. The server is either a process that this class starts, or an external one that
+it joins.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that was started externally: its failure can be detected, but it cannot be ended."""
+    """A server that was started externally. Its failure can be detected, but it cannot be ended."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
@@ -52,7 +52,7 @@ class ExternalServer:
             threading.Thread(target=self._on_failure, args=[EngineError(reason)], daemon=True).start()
 
     def close(self) -> None:
-        """Do nothing: the server is not ours."""
+        """Do nothing: areno does not end external servers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +69,12 @@ class ServerReplica:
     """A rollout replica on an inference server.
 
     Args:
-        path: checkpoint that the server has loaded, for its tokenizer.
-        url: of the server.
-        calls: the calls of its product.
-        server: its process, or :class:`ExternalServer`.
-        startup_s: time limit until it is healthy.
-        vocab_size: width of its logits.
+        path: checkpoint that the server has loaded; its tokenizer is used.
+        url: URL of the server.
+        calls: calls of the server's product.
+        server: the server's process, or :class:`ExternalServer`.
+        startup_s: time limit in seconds until the server is healthy.
+        vocab_size: width of the model's logits.
 
     Raises:
         EngineError: the server ended, or was not healthy in time.
@@ -102,8 +102,8 @@ class ServerReplica:
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._load = EngineLoad()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # Unlimited connections: the server decides how many samples run at once. Idle connections expire before uvicorn closes
-        # them after 5 s, so that none is used while it is being closed.
+        # Unlimited connections: the server decides how many samples run at once. Idle connections expire before uvicorn would
+        # close them after 5 s, so that none is used while uvicorn closes it.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
         self._loop = asyncio.new_event_loop()
@@ -139,7 +139,7 @@ class ServerReplica:
         return opened
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """End one request with its partial answer."""
+        """Abort one request; it returns its partial answer."""
         with self._lock:
             entry = self._open.get(future)
         if entry is not None and not entry.cancelled:
@@ -149,12 +149,12 @@ class ServerReplica:
     async def _abort(self, entry: _Open) -> None:
         """Repeat the abort until the request ends, because the server may start a queued sample after an abort."""
         while not entry.future.done():
-            with suppress(EngineError):  # an unreachable server has ended it too
+            with suppress(EngineError):  # an unreachable server no longer processes the request
                 await self.calls.abort(self._http, entry.rids)
             await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
-        """Running samples and generated tokens, as seen from here."""
+        """Running samples and generated tokens, as counted by this class."""
         with self._lock:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
@@ -181,7 +181,7 @@ class ServerReplica:
             self._end(entry, RolloutResult(sequences))
 
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
-        """Abandon an unhealthy server before the request fails, so that it is resubmitted to another replica."""
+        """Abandon an unhealthy server before the request fails, so that the request is resubmitted to another replica."""
         if self.workers.failed or await self._healthy():
             return
         self.workers.abandon(str(error))
@@ -237,11 +237,11 @@ class ServerReplica:
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size``, as members from ``first`` on; EngineError on failure."""
+        """Let the server's workers join a group of ``size``, as members from ``first`` on. Raises EngineError on failure."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
-        """Receive broadcast weights, and return the seconds taken; after an EngineError the server needs a reload."""
+        """Receive broadcast weights; return the seconds taken. After an EngineError the server must reload its weights."""
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
         return time.perf_counter() - began
@@ -252,7 +252,7 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Return token ids and the server's log-probs of the last of them.
+        """Return token ids, and the server's log-probs of the last ones.
 
         Scores the prompt, or with an adapter a generated answer, because vLLM 0.32 on CPUs crashes when it computes prompt
         log-probs concurrently with other requests of an adapter.
@@ -300,7 +300,7 @@ class ServerReplica:
                 self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
-        """End the server if it was started here, and fail open requests. A second call does nothing."""
+        """End the server unless it is external, and fail open requests. A second call does nothing."""
         if self._loop.is_closed():
             return
         self.workers.close()

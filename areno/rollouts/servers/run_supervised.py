@@ -32,7 +32,7 @@ def main() -> None:
     frames.send(f"{host} {port}".encode())
     fork_supervised(connection.socket.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A server in another environment must not import this program's packages.
+    # A server in another environment must not import the packages of this one.
     root, paths = str(Path(areno.__file__).parents[1]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != root)
     command = [word.replace(HOST, host).replace(PORT, str(port)) for word in sys.argv[1:]]
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def free_port(host: str) -> int:
-    """A currently free port; a server that finds it taken exits, and is restarted with another."""
+    """Return a free port. If another program takes it before the server does, the server exits and is restarted."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-It uses ``/v1/completions`` with a prompt of token ids, ``echo`` and ``logprobs``, as vLLM and SGLang support it. The model
-must have the vocabulary of the policy, which is not checked.
+It sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``; vLLM and SGLang support this. The
+model must have the vocabulary of the policy, which is not checked.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ServerScorer:
 
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.
-        option: its option name in messages.
+        option: name of the setting that holds ``url``, for error messages.
         timeout_s: time limit per row.
 
     The API key is taken from ``OPENAI_API_KEY``.

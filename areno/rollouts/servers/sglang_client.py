@@ -1,4 +1,4 @@
-"""The calls of an SGLang server, written after the documentation and source of 0.5.23; untested against a real server.
+"""The calls of an SGLang server, based on the documentation and source of version 0.5.23; untested with a real server.
 
 Log-probs are those of the temperature-scaled distribution before top-k and top-p. Weights are sent as checkpoint folders.
 """
@@ -65,7 +65,7 @@ class SglangCalls:
             await post_json(http, "/abort_request", {"rid": rid})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint; running requests are queued again, and their caches recomputed with the new weights."""
+        """Load a checkpoint. Running requests are queued again, and their caches are recomputed with the new weights."""
         await post_json(http, "/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),

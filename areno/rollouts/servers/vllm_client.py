@@ -28,7 +28,7 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """The calls of vLLM; ``extended`` if the server has areno's worker extension and transfer engine."""
+    """The calls of vLLM. ``extended``: whether the server has areno's worker extension and transfer engine."""
 
     product = "vLLM"
 
@@ -71,7 +71,7 @@ class VllmCalls:
         await post_json(http, "/inference/v1/abort_requests", {"request_ids": [_PREFIX + rid for rid in rids]})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint while paused; running requests continue, with caches recomputed by the new weights."""
+        """Load a checkpoint while generation is paused. Running requests continue with recomputed caches."""
         await post_json(http, "/pause", mode="keep")
         await self._rpc(http, "reload_weights", weights_path=str(folder))
         await post_json(http, "/update_weight_version", {"new_version": str(version)})

@@ -2,6 +2,6 @@
 
 - ``base``: the interface, and groups of samples; ``resolve``: workflows by instance, class, name or file.
 - ``rlvr`` and ``multi_turn``: one answer, or several attempts, with a reward function (``rewards``).
-- ``agents``: a user's agent that talks to a server, in this process or in separate ``processes``, and its training rows.
-- ``pickling``: users' objects for other processes; ``math_reward``: the default reward of the legacy quickstart.
+- ``agents``: runs a user's agent, in this process or in separate ``processes``, and makes its training rows.
+- ``pickling``: sends users' objects to other processes; ``math_reward``: the default reward of the legacy quickstart.
 """

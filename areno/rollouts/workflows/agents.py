@@ -1,7 +1,7 @@
 """Runs any agent as a workflow: an object with ``async run(data, **extra)`` that uses an OpenAI or Anthropic client.
 
-The agent only changes the address of its client. The server records the exact tokens, which become training rows when the
-run returns a reward.
+Only the address of the agent's client has to be changed. The server records the exact tokens, which become training rows when
+the run returns a reward.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ class AgentWorkflow(RolloutWorkflow):
     rewards to ``/rl/set_reward``. A run without any reward is an error.
 
     Args:
-        agent: has ``async run(data, **extra)``; ``extra`` are ``base_url``, ``api_key`` and, inline, ``http_client``, if it
-            accepts them.
-        gconfig: default sampling of its requests.
-        options: how it is run. With ``subproc`` it finds address and key in its environment (``OPENAI_BASE_URL``,
+        agent: has ``async run(data, **extra)``. ``extra`` contains ``base_url``, ``api_key`` and, in mode ``inline``,
+            ``http_client``. A ``run`` without ``**extra`` gets only those it declares.
+        gconfig: default sampling settings of the agent's requests.
+        options: how the agent is run. In mode ``subproc``, address and key are in its environment (``OPENAI_BASE_URL``,
             ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
         model_name: the model's name in requests.
 
@@ -128,7 +128,7 @@ class AgentWorkflow(RolloutWorkflow):
             return await self._processes.run(self._sent, data, arguments, session.environment, self._timeout_s)
         import httpx
 
-        # A new client per run, because agents may close it; no certificate checks for a loopback address.
+        # A new client per run, because an agent may close it; no certificate checks, as the address is a loopback address.
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline, httpx.AsyncClient(timeout=self._timeout_s, verify=False) as http_client:
@@ -148,7 +148,7 @@ def is_agent(thing: Any) -> bool:
 
 
 def _accepted(run: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that ``run`` accepts."""
+    """Return the arguments of ``extra`` that ``run`` accepts."""
     parameters = inspect.signature(run).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra
@@ -169,9 +169,9 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
     """The training rows of a session's turns, in chronological order.
 
-    ``individual`` makes a row of every answer with its prompt. ``concat`` makes one row per conversation, with all its answers
-    and the return of the last one; a conversation that forks has a row per branch, whose common prefix is trained on once.
-    The return of an answer is its reward (0 without one) plus ``turn_discount`` times the return of the next answer.
+    ``individual`` makes one row per answer, with its prompt. ``concat`` makes one row per conversation, with all its answers
+    and the return of the last one. A conversation that forks has a row per branch; the common prefix is trained on once. The
+    return of an answer is its reward (0 without one) plus ``turn_discount`` times the return of the next answer.
     """
     answered = [turn for turn in turns if turn.tokens]
     discounted = discounted_returns([turn.reward or 0.0 for turn in answered], options.turn_discount)

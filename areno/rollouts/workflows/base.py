@@ -31,28 +31,26 @@ class Interaction:
 
     id: str  # response id of the answer, or of the last one in a conversation
     row: TrajectoryRow
-    reward: float  # after discounting
+    reward: float  # discounted reward
     messages: list[dict[str, Any]]  # the prompt messages and the answer
-    num_turns: int  # answers in the session
+    num_turns: int  # number of answers in the session
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""None rejects the episode; tensors as in :mod:`areno.rollouts.trajectory`; or interactions by name."""
+"""Result of an episode: None rejects it; else tensors as in :mod:`areno.rollouts.trajectory`, or interactions by name."""
 
 
 class RolloutWorkflow(ABC):
-    """Runs an episode as a coroutine.
-
-    If it raises, the episode is dropped, counted and logged. All episodes run in one event loop, so a workflow must await
-    long operations and must not block.
+    """Runs an episode as a coroutine. If the coroutine raises, the episode is dropped, counted and logged. All episodes run in
+    one event loop, so a workflow must await long operations and must not block.
     """
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run one sample of a data row, which episodes must not modify; ``engine`` generates tokens."""
+        """Run one sample of a data row. The row must not be modified; ``engine`` generates tokens."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Run several samples of a row; override it to share work between them."""
+        """Run several samples of a row; override to share work between them."""
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
     async def aclose(self) -> None:  # noqa: B027  (most start nothing)
@@ -109,7 +107,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors; None for a rejected episode, also if it is an empty mapping.
+    """Convert the result of a workflow to tensors; None for a rejected episode, including an empty mapping.
 
     With ``check``, all keys, shapes and numbers are checked.
 
@@ -128,7 +126,7 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
 
 
 class Episodes:
-    """Runs groups of episodes of one workflow for ``--workflow``, each group as a future; the caller closes it."""
+    """Runs groups of episodes of one workflow for ``--workflow``, each group as a future. The caller must close it."""
 
     def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
         self._workflow, self._client = workflow, client
@@ -137,7 +135,7 @@ class Episodes:
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
         """Run several samples of a data row; the future has one entry per sample, or the exception of an episode.
 
-        Seeds derive from the group's ``number``.
+        Seeds are derived from the group's ``number``.
         """
         return self._loop.start(self._run(number, data, samples))
 

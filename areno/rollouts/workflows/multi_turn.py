@@ -28,12 +28,12 @@ TRY_AGAIN = (
 class MultiTurnWorkflow(RolloutWorkflow):
     """Up to ``max_turns`` answers, until one has a reward other than 0.
 
-    The conversation continues from the sampled tokens and becomes one training row with all answers; a chat template that
-    rewrites the history yields several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
+    The conversation continues from the sampled tokens and becomes one training row with all answers. If the chat template
+    rewrites the history, there are several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
 
     Args:
-        reward_fn: scores every answer; ``completions`` is the latest one. This and the arguments that are not listed are as
-            in :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
+        reward_fn: scores every answer; ``completions`` is the latest one. See
+            :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` for its form and for arguments that are not listed.
         max_turns: maximum number of answers.
         turn_discount: factor on the reward per further attempt, in (0, 1].
         retry_message: user message after a wrong answer.

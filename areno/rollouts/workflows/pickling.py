@@ -22,7 +22,7 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process; ``option`` names it in errors.
 
-    Objects defined in a user's own file are pickled by value, because the file may not be importable or may load a whole
+    Objects defined in a user's own file are pickled by value, because importing the file may be impossible, or may load a whole
     trainer. Objects of installed packages are pickled by reference.
     """
     function = getattr(thing, "func", thing)
@@ -35,7 +35,7 @@ def pickled(thing: Any, option: str) -> bytes:
     except Exception as error:
         raise UsageError(
             f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
-            "resources inside it, or give its name as text"
+            "resources when it is called, or give its name as text"
         ) from error
     finally:
         if by_value:
@@ -50,14 +50,14 @@ def _is_packaged(module: ModuleType) -> bool:
 
 
 class RewardCall:
-    """Adapts a workflow's reward function, pickled or given by name, to reward records."""
+    """Calls a workflow's reward function, pickled or given by name, with the data of a reward record."""
 
     def __init__(self, sent: bytes | str) -> None:
-        # Error reporting locates the function's file by the attribute ``func``.
+        # Error messages find the function's file through the attribute ``func``.
         self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
 
     def __call__(self, record: RewardRecord) -> Any:
-        """Call the function, and run a coroutine to its end."""
+        """Call the function; if it returns a coroutine, run it to its end."""
         ids = record.metadata["prompt_ids"], record.tokens
         returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
         return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned

@@ -1,7 +1,7 @@
 """Runs agents in separate processes, so that an agent that blocks, crashes or leaks costs only one episode.
 
-A process runs one agent at a time, with the session's variables in its environment. It imports neither torch nor a model,
-unless the agent does.
+A process runs one agent at a time, with the session's variables in its environment. It does not import torch or a model, unless
+the agent does.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from areno.frames import FrameError
 from areno.rewards.supervisor import supervised
 from areno.rewards.worker_pool import WorkerProcess
 
-ANSWER_BYTES = 16 << 20  # maximum size of an answer
+ANSWER_BYTES = 16 << 20  # maximum size of an answer in bytes
 _MAX_ERROR_CHARS = 20_000
 
 
@@ -37,7 +37,7 @@ class AgentProcesses:
     ) -> float | dict[str, float] | None:
         """Run a pickled agent; on a timeout or cancellation its process is killed with all child processes.
 
-        ``timeout_s`` starts when a process is free.
+        ``timeout_s`` counts from the time at which a process is free.
 
         Raises:
             AgentError: the agent raised, timed out, died, or returned something other than rewards.
@@ -72,7 +72,7 @@ class AgentProcesses:
     def close(self) -> None:
         """End all processes, including busy ones."""
         for worker in self._busy:
-            worker.stop()  # the waiting caller closes it
+            worker.stop()  # the caller that waits for it closes it
         for worker in self._idle:
             worker.kill()
         self._idle = []
@@ -118,7 +118,7 @@ def _run(sent: bytes) -> list[Any]:
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:
-    """Validate an agent's return value: one reward, rewards by response id, or None if it set them itself."""
+    """Validate an agent's return value: one reward, rewards by response id, or None if the agent set them itself."""
     if returned is None:
         return None
     if isinstance(returned, dict):

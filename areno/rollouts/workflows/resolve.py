@@ -28,14 +28,14 @@ def resolve_workflow(
 
     Args:
         workflow: a workflow or an agent: an object, a class, or the name of either.
-        gconfig: sampling of agents; other workflows get theirs through ``workflow_kwargs``.
+        gconfig: sampling settings of agents; other workflows get settings through ``workflow_kwargs``.
         workflow_kwargs: keyword arguments of a class.
         offered: further arguments, passed if the class accepts them.
-        agent: options of an agent.
-        model_name: the model's name in an agent's requests.
+        agent: agent options.
+        model_name: model name in an agent's requests.
 
     Raises:
-        UsageError: it is neither workflow nor agent, cannot be found, or does not accept the arguments.
+        UsageError: ``workflow`` is neither workflow nor agent, cannot be found, or does not accept the arguments.
     """
     if isinstance(workflow, str):
         workflow = named_object(workflow, option="workflow")
@@ -62,7 +62,7 @@ def resolve_workflow(
 
 
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """Resolve a filter or another function given directly or by name; None stays None.
+    """Return a filter or another function that is given directly or by name; None stays None.
 
     Raises:
         UsageError: the value of ``option`` cannot be found, or is not callable.

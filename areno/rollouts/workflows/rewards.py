@@ -27,14 +27,14 @@ reward_fn = RewardCall({sent!r})
 class AsyncReward:
     """A reward function with a timeout.
 
-    Each call has its own worker process, which is killed and replaced on a timeout. A call that times out or whose process
-    dies is retried; one that raises is not. A final failure is an error, never a reward of 0.
+    Each call has its own worker process, which is killed and replaced on a timeout. A call that times out or whose process dies
+    is retried; a call that raises is not. A final failure is an error, never a reward of 0.
 
     Args:
         reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or a dictionary of named parts, or
             its name (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
         timeout_seconds: timeout of a call.
-        max_workers: number of concurrent calls; None uses half of the CPUs.
+        max_workers: number of concurrent calls; None: half of the CPUs.
         max_retries: number of retries of a lost call.
         weights: weights of named reward parts; None weights each by 1.
 
@@ -56,11 +56,11 @@ class AsyncReward:
             raise UsageError(f"max_workers must be at least 1, got {workers}; None uses half of the CPUs")
         sent: bytes | str
         if isinstance(reward_fn, str):
-            named_object(reward_fn, option="reward_fn")  # fail early
+            named_object(reward_fn, option="reward_fn")  # so that invalid functions fail at once
             self.name = sent = reward_fn
         else:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
-        # As a file, so that workers load the function before the timeout starts.
+        # Given as a file, so that workers load the function before the timeout starts.
         self._folder = ScratchFolder("reward")
         self._file = f"{self._folder.name}/reward.py"
         Path(self._file).write_text(_FILE.format(sent=sent), encoding="utf-8")
@@ -72,7 +72,7 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Compute the reward, with any parts; fields of ``data`` with the names of the other arguments are ignored.
+        """Compute the reward and its parts, if any. Fields of ``data`` that have the name of another argument are ignored.
 
         Raises:
             RewardError: the function raised, returned no finite number, or was lost in all retries.

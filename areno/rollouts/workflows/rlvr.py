@@ -18,7 +18,7 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """The messages of a row (``messages``) or its text (``prompt``, ``question``); DataError if it has neither."""
+    """Return the messages of a row (``messages``) or its text (``prompt``, ``question``); DataError if it has neither."""
     for name in ("messages", "prompt", "question"):
         if data.get(name):
             return data[name]
@@ -29,7 +29,7 @@ def extract_prompt(data: dict[str, Any]) -> Prompt:
 
 
 def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
-    """Encode a prompt with the chat template; warns if the prompt already contains template markers."""
+    """Encode a prompt with the chat template. Warns if the prompt already contains template markers."""
     warn_about_markers(tokenizer, prompt, f"the row {str(prompt)[:80]!r}")
     return encode_generation_prompt(tokenizer, prompt, disable_thinking=not enable_thinking)
 

@@ -1,8 +1,8 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
-A :class:`CallFormat` knows what one call looks like from its opening marker on; the parser here finds the markers, emits
-the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed one
-can remain text. Parsing a complete text means streaming it in one piece, so both always agree.
+A :class:`CallFormat` knows the form of a call from its opening marker on. The parser of this module finds the markers, emits
+the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed call can
+remain text. Parsing a complete text means streaming it in one piece, so both always agree.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ToolCall:
 class ParsedMessage:
     """A parsed message: text, calls, or both."""
 
-    content: str | None  # None if there are only calls
-    tool_calls: list[ToolCall]  # in order
+    content: str | None  # text without calls; None if there are only calls
+    tool_calls: list[ToolCall]  # calls in order
     malformed: int  # calls that cannot be parsed or name an unknown tool; they remain part of the text
 
 
@@ -61,10 +61,12 @@ Delta = ContentDelta | ToolCallDelta
 class RawCall:
     """A call as parsed from the text, not yet validated."""
 
-    name: str  # of the tool
-    arguments: dict[str, Any]  # by name; all values are str if ``untyped``
+    name: str  # name of the tool
+    arguments: dict[str, Any]  # arguments by name; all values are str if ``untyped``
     source: str  # the original text, emitted if the call is rejected
-    untyped: bool = False  # the format writes all values as text, so the tool's schema determines their types
+    untyped: bool = (
+        False  # whether the format writes all values as text, so that the tool's schema determines their types
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class PlainText:
 class ScanResult:
     """The result of a scanner: the text from its opening marker up to ``end`` consists of ``items``.
 
-    Without items it was only a wrapper around calls, which is dropped beside a call and kept before text.
+    Without items, the text was only a wrapper around calls: it is dropped next to a call, and kept before text.
     """
 
     end: int
@@ -96,9 +98,9 @@ Scan = Callable[[GrowingText, bool], ScanResult | None]
 """Scans one call, or one block of calls, from its opening marker on.
 
 It is called with the message so far, which may have grown, and whether the message is final. It returns None if it needs
-more text (never if the message is final); the result depends only on the text, not on how it arrived. A message may have
-any number of opening markers, and the text after each may be scanned in vain. So a scanner must run in linear time, resume
-where it stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the end of its result.
+more text (never if the message is final); the result depends only on the text, not on how it arrived. A message may have any
+number of opening markers, and the scan after a marker may find no call. So a scanner must run in linear time, resume where it
+stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the end of its result.
 """
 
 
@@ -106,7 +108,7 @@ where it stopped, find markers with :meth:`GrowingText.find`, and not read far b
 class CallFormat:
     """One way to write calls."""
 
-    openers: tuple[str, ...]  # opening markers, none of which is part of another
+    openers: tuple[str, ...]  # opening markers; none is part of another one
     scanner: Callable[[int], Scan]  # creates a scanner for the opening marker at this position
 
 
@@ -134,7 +136,7 @@ class ToolCallParser:
     """A named set of formats, reusable for any number of messages."""
 
     name: str  # as in ``--tool-call-parser``
-    formats: tuple[CallFormat, ...]  # the ways in which the model writes calls
+    formats: tuple[CallFormat, ...]  # the formats in which the model writes calls
     wrappers: tuple[str, ...] = ()  # markers around calls without a meaning of their own
     separators: str = ""  # characters besides white space that may separate two calls
     shape: CallShape | None = None  # serialization for grammars; None if unsupported
@@ -148,7 +150,8 @@ class ToolCallParser:
         """Split a complete message into text and calls.
 
         ``tools`` are in OpenAI's format or flat (``{"name", "parameters"}``); ``tool_choice`` is ``auto``, ``none`` (nothing
-        is parsed), ``required``, or the one tool that may be called. Raises UsageError: they are invalid; names the entry.
+        is parsed), ``required``, or the one tool that may be called. Raises UsageError, which names the entry, if they are
+        invalid.
         """
         stream = self.stream(tools, tool_choice)
         content, calls = "", []
@@ -165,7 +168,7 @@ class ToolCallParser:
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """The function of a tool in OpenAI's or the flat format. Raises UsageError: it is not a function, or has no name."""
+    """The function of a tool in OpenAI's or the flat format. Raises UsageError if it is not a function or has no name."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
@@ -176,7 +179,7 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """The functions that may be called, by name. Raises UsageError: a tool is not a function, or the choice is invalid."""
+    """The functions that may be called, by name. Raises UsageError if a tool is not a function, or the choice is invalid."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):
@@ -203,7 +206,7 @@ class StreamingParser:
     malformed: int = 0  # number of malformed calls so far
     _source: GrowingText = field(default_factory=GrowingText)
     _at: int = 0  # everything before was parsed
-    _pending: int = 0  # start of white space and wrappers before `_at`: emitted if text follows, dropped beside a call
+    _pending: int = 0  # start of white space and wrappers before `_at`: emitted if text follows, dropped next to a call
     _scan: Scan | None = None
     _calls: int = 0
     _after_call: bool = False

@@ -1,7 +1,7 @@
 """Calls between an opening and a closing marker, and the formats of this kind with a JSON body.
 
-A closing marker counts only after a complete body, so it may occur in an argument. A malformed body ends at the first
-closing marker, so that it does not swallow the next call.
+A closing marker counts only after a complete body, so it may also occur in an argument. A malformed body ends at the first
+closing marker, so that it does not include the next call.
 """
 
 import re
@@ -25,7 +25,7 @@ class BlockBody(ABC):
     """The content between the markers."""
 
     at: int  # position up to which the body is parsed; its end once it is closed
-    resume: int = field(init=False)  # where to look for the end of the block if the body is malformed
+    resume: int = field(init=False)  # where the search for the end of the block continues if the body is malformed
 
     def __post_init__(self) -> None:
         self.resume = self.at
@@ -99,7 +99,7 @@ class _BlockScanner:
 
 @dataclass(slots=True)
 class HeaderJson(BlockBody):
-    """A short header followed by a JSON object; the tool's name is in either."""
+    """A short header followed by a JSON object; the tool's name is in the header or in the object."""
 
     header: re.Pattern[str]  # the text before the brace; its first matching group is the tool's name
     make_span: Callable[[int], ValueSpan] = JsonSpan

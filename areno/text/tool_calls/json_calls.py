@@ -45,7 +45,7 @@ class _BareJsonScanner:
             return self._closed(text, self._span.at, final)
         if verdict == "open" and not final:
             return None
-        # Broken: prose with a brace, and a call may follow. Still open at the end: a truncated call.
+        # Broken: prose with a brace, after which a call may follow. Still open at the end of the message: a truncated call.
         end = len(text) if verdict == "open" else max(self._span.at, self._value + 1)
         kind = Malformed if _LOOKS_LIKE_A_CALL.match(text, self._value, end) else PlainText
         return ScanResult(end, [kind(text[self.start : end])])

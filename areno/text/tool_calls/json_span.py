@@ -43,7 +43,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, which may have grown; ``broken`` as soon as it cannot become valid JSON."""
+        """Continue scanning the text, which may have grown. Returns ``broken`` as soon as it cannot become valid JSON."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -76,7 +76,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends in the text; a trailing backslash waits for the rest of its escape."""
+        """Whether the string ends in the text. A trailing backslash needs more text: it is the start of an escape."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -110,7 +110,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError: it is not JSON."""
+    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError if the text is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except RecursionError as error:
@@ -122,7 +122,7 @@ def _refuse(name: str) -> Any:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments as an object, also from JSON text or null; None if they are anything else."""
+    """Return arguments as a dict. They may be an object, JSON text or null; for anything else, return None."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -134,7 +134,9 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of ``{"name", "arguments"}``, also with ``parameters`` or inside ``{"function": ...}``."""
+    """Return name and arguments of ``{"name", "arguments"}``; also accepts ``parameters`` as the key, and ``{"function":
+    {...}}``.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -1,4 +1,4 @@
-"""Calls as a Python list, ``[get_weather(city="Rome"), now()]``, as Llama 3.2 and 4 and some others write them."""
+"""Calls as a Python list, ``[get_weather(city="Rome"), now()]``, as Llama 3.2, Llama 4 and some other models write them."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ class _PythonicScanner:
     start: int
     _at: int
     _depth: int = 0
-    _quote: str = ""  # of the string being scanned
+    _quote: str = ""  # quote of the string being scanned
     _has_f_string: bool = False  # f-strings are not values, and take Python quadratic time to parse
 
     def scan(self, source: GrowingText, final: bool) -> ScanResult | None:

@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """A ``<tool_call>`` block with JSON; if one of ``tags`` follows instead, it is only a wrapper."""
+    """A ``<tool_call>`` block with JSON. If one of ``tags`` follows instead of JSON, the block is only a wrapper."""
     (json_block,) = HERMES.formats
 
     def scanner(start: int) -> Scan:

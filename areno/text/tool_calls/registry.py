@@ -48,8 +48,8 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains
-# signs of a more general one as well.
+# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs of
+# a more general format as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -74,7 +74,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format. Raises UsageError: the name is taken (without ``replace``) or ``auto``."""
+    """Register a format. Raises UsageError if the name is taken (without ``replace``) or ``auto``."""
     if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
         raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
     _PARSERS[name] = parser
@@ -86,7 +86,10 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON. Raises UsageError: unknown."""
+    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON.
+
+    Raises UsageError if the name is unknown.
+    """
     if name == "auto":
         return _PARSERS[_detect(tokenizer)]
     key = name if name in _PARSERS else name.replace("-", "_")
@@ -98,7 +101,7 @@ def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
 
 def _detect(tokenizer: Any) -> str:
     template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # named templates; prefer the one for tools
+    if isinstance(template, dict):  # with named templates, prefer the one for tools
         template = template.get("tool_use") or "\n".join(template.values())
     added = "\n".join(tokenizer.get_added_vocab())
     return next((name for text in (template, added) for sign, name in _SIGNS if sign in text), "json")

@@ -20,7 +20,7 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
 
 
 def types_of(schema: Any) -> list[str]:
-    """The types that a schema allows; [] if it does not specify any."""
+    """The types that a schema allows; [] if it specifies none."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")

@@ -19,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format; ``name_ends`` in ``kept`` are part of what follows the name."""
+    """The tags of one format. A marker of ``name_ends`` that is also in ``kept`` ends the name but is not consumed."""
 
     name_ends: tuple[str, ...]
     argument: str

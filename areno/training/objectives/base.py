@@ -21,8 +21,8 @@ Example = list[TrainSequence]
 class RowBounds:
     """Length limits of usable rows, and the names of data and settings in error messages."""
 
-    max_prompt_tokens: int  # longest accepted prompt, in tokens
-    max_new_tokens: int  # longest accepted answer, in tokens, EOS included
+    max_prompt_tokens: int  # maximum prompt length in tokens
+    max_new_tokens: int  # maximum answer length in tokens, including EOS
     eos_token_ids: frozenset[int]  # ids that end an answer; the tokenizer's EOS, if any, is appended
     context_limit: int | None = None  # maximum tokens of prompt and answer together
     source: str = ""  # name of the data in error messages
@@ -31,7 +31,7 @@ class RowBounds:
     limits: str = ""  # description of the limits; empty names the options of ``areno train``
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
-        """The error for a data set without usable rows."""
+        """Return the error for a data set without usable rows."""
         flags = f"--max-prompt-tokens {self.max_prompt_tokens} and --max-new-tokens {self.max_new_tokens}{flags_note}"
         if self.context_limit is not None:
             flags += f" in a context of {self.context_limit} tokens (the model's, or --max-context-len)"
@@ -40,13 +40,13 @@ class RowBounds:
 
 
 class Examples(Sequence[Example]):
-    """Rows grouped into examples of ``size`` neighbours: single rows, or the two sides of a pair.
+    """Rows grouped into examples of ``size`` adjacent rows: single rows, or the two sides of a pair.
 
     Args:
         rows: the sequences of all examples, without ``ref_logprobs``.
         size: sequences per example.
         ref_logprobs: reference log-probs of all trained tokens, in order [trained tokens], or None. They are kept as one
-            tensor and converted to lists only for the rows that are accessed.
+            tensor; only rows that are accessed are converted to lists.
     """
 
     def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
@@ -82,15 +82,16 @@ class Objective:
 
     Attributes:
         build: returns the sequences of each usable example, and the number of dropped rows.
-        held_out: statistics that ``areno train`` reports for held-out rows besides ``loss``: loss statistics by short name.
+        held_out: further statistics that ``areno train`` reports for held-out rows: short names, and names of statistics of the
+            loss.
     """
 
     needs: Needs  # the columns that a row must have
     build: Callable[[Sequence[Mapping[str, Any]], Any, RowBounds], tuple[Sequence[Any], int]]
     loss_fn: LossFn  # made by :func:`areno.loss_fns.units.mean_loss`
-    names: Names  # its statistics in an experiment, without the section
+    names: Names  # names of the loss statistics in an experiment, without the section
     held_out: Mapping[str, str]
-    sequences: int = 1  # sequences per example; they are adjacent and never split
+    sequences: int = 1  # number of sequences per example, which are adjacent and never split
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
         """Tokenize the usable rows, in order, and count the dropped ones; DataError for a malformed row."""
@@ -103,12 +104,12 @@ class Objective:
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """The loss with the statistics of experiments; ``options`` are passed to the loss."""
+        """Return the loss with the statistics of experiments; ``options`` are passed to the loss."""
         return with_names(self.loss_fn, self.names, **options)
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """The problem of the first row of ``source``, or an empty string; ``loader`` names the option for a loader."""
+    """Return the problem of the first row of ``source``, or an empty string. ``loader`` is the option for a loader."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

@@ -1,8 +1,8 @@
 """Preference data: a row with a chosen and a rejected answer becomes two adjacent training sequences.
 
 A row has ``prompt``, ``chosen`` and ``rejected``. Texts are answers to the prompt; message lists are complete conversations
-(``prompt`` may then be absent), or continuations of the prompt that begin with an assistant turn. Transcripts as in hh-rlhf
-count as conversations too (see :mod:`areno.text.data_rows`).
+(``prompt`` may then be absent), or continuations of the prompt that begin with an assistant turn. Transcripts in the format of
+hh-rlhf count as conversations too (see :mod:`areno.text.data_rows`).
 """
 
 import sys
@@ -36,9 +36,9 @@ def build_preference_rows(
 ) -> tuple[list[Pair], int]:
     """Tokenize preference rows into pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped rows.
 
-    A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
-    through the chat template; their common token prefix is context, the rest is trained. Pairs that are too long, have an
-    empty answer, or have two equal answers are dropped. The limit is the sum of the prompt and answer limits.
+    A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations are rendered
+    by the chat template; their common token prefix is context, the rest is trained on. Pairs that are too long, have an empty
+    answer, or have two equal answers are dropped. The length limit is the sum of the prompt and answer limits.
 
     Raises:
         DataError: a row lacks a usable key, or all rows were dropped.
@@ -158,7 +158,7 @@ DPO = Objective(
     sequences=2,
 )
 PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
-"""Pairs for the custom loss of an algorithm, which may report these statistics."""
+"""Pairs for the custom loss of an algorithm; the loss may report these statistics."""
 REWARD_MODEL = Objective(
     needs="pair",
     build=build_preference_rows,

@@ -1,4 +1,4 @@
-"""Several optimizer steps on the rows of one rollout: their minibatches, and their merged statistics."""
+"""Several optimizer steps on the rows of one rollout: divides rows into minibatches, and merges statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Learner:
     """A model that takes optimizer steps on the rows of a rollout."""
 
     role: str
-    train: Callable[[list[TrainSequence]], Mapping[str, float]]  # one train call; returns its statistics
+    train: Callable[[list[TrainSequence]], Mapping[str, float]]  # makes one train call and returns its statistics
     passes: int = 1  # passes over the rows
     minibatches: int = 1  # train calls per pass
     first_step: int = 0  # first step of the run at which it is trained
@@ -35,9 +35,9 @@ def plan_passes(
 ) -> list[list[int]]:
     """The row indices of each train call of one step, in call order.
 
-    Each pass visits the groups in an order determined by ``seed``, ``step`` and the pass, and splits them into minibatches
-    of about equal numbers of rows, at most one per group. Rows of one group stay together. A single pass with a single
-    minibatch keeps the order of the rows.
+    Each pass visits the groups in an order determined by ``seed``, ``step`` and the pass, and splits them into minibatches of
+    about equal numbers of rows, at most as many as there are groups. Rows of one group stay together. A single pass with a
+    single minibatch keeps the order of the rows.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
@@ -54,7 +54,7 @@ def plan_passes(
 
 
 def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Join neighbouring groups into ``count`` non-empty lists of nearly equal numbers of rows."""
+    """Join adjacent groups into ``count`` non-empty lists of nearly equal numbers of rows."""
     ends = list(accumulate(map(len, groups), initial=0))
     cuts = [0]
     for part in range(1, count):
@@ -68,9 +68,9 @@ def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def merge_stats(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the statistics of a step's train calls.
 
-    Times (``*_time_s``) are summed. The gap between rollout and training (``logp_*``) is that of the first call, before the
-    policy moves. The learning rate (``lr``) is that of the last. ``*/min`` and ``*/max`` take the minimum and maximum. All
-    others are the mean over the calls that report them.
+    Times (``*_time_s``) are summed. The gap between rollout and training (``logp_*``) is taken from the first call, before the
+    policy changes, and the learning rate (``lr``) from the last one. ``*/min`` and ``*/max`` are the minimum and maximum over
+    the calls. All others are the mean over the calls that report them.
     """
     merged = {}
     for name in dict.fromkeys(chain.from_iterable(calls)):

@@ -3,8 +3,8 @@
     rows -> log-probs of reference, teacher and the policy before the update; values of the critic
       -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
 
-:class:`PolicySettings` and :class:`Learner` define the scoring, the reward shaping and the number of steps; the loss belongs
-to the learner's train call.
+:class:`PolicySettings` and :class:`Learner` define the scoring, the reward shaping and the number of steps. The learner's train
+call sets the loss.
 """
 
 import math
@@ -34,23 +34,23 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""Returns a context manager for a stage, given its name, the role and the number of rows."""
+"""Returns a context manager for a stage, given the stage's name, the role and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """How rows are prepared for the optimizer steps."""
 
-    shaping: RewardShaping  # from rewards to advantages
+    shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
     scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column to write them to
     scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(
         default_factory=dict
     )  # scoring functions of roles on external servers
     critic: str | None = None  # role that scores values; None for no critic
-    reward_path: str | None = None  # reward model, for messages
-    recomputes: bool = False  # the scored ``prox_logprobs`` replace the log-probs of the rollout
-    m2_threshold: float | None = None  # M2PO's bound; None masks no tokens
+    reward_path: str | None = None  # path of the reward model, for messages
+    recomputes: bool = False  # whether scored ``prox_logprobs`` replace the log-probs of the rollout
+    m2_threshold: float | None = None  # bound of M2PO; None: no tokens are masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Prepared:
 
 
 class PolicyObjective:
-    """Prepares rows and trains the learners in order; ``around`` wraps each stage in a context manager."""
+    """Prepares rows and trains the learners in order. ``around`` creates a context manager for each stage."""
 
     def __init__(
         self,
@@ -99,20 +99,18 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows and set their advantages, and with a critic values and returns; repeatable on fresh rows.
+        """Score rows and set their advantages, and with a critic their values and returns. Can be repeated on fresh rows.
 
         Args:
-            rows: with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
-            credits: rewards of segments, which replace those of the rows; not supported with a critic.
+            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
+            credits: rewards of segments, which replace the rewards of the rows; not supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
         for role, column in settings.scores:
             self._score(rows, role, column)
         gaps = _divergences(rows) if any(column == "prox_logprobs" for _, column in settings.scores) else {}
-        if settings.recomputes:
-            for row in rows:
-                row.logprobs, row.prox_logprobs = row.prox_logprobs, []
+        self._use_recomputed(rows)
         values = None
         if settings.critic is not None:
             with self._around("values", settings.critic, len(rows)):
@@ -128,6 +126,19 @@ class PolicyObjective:
         trained = untruncated(rows) if settings.shaping.mask_no_eos_with_zero else rows
         unnormalised = populations.pop("gae_advantages", torch.empty(0)).tolist()
         return Prepared(trained, populations, unnormalised, gaps, m2_masked)
+
+    def complete(self, rows: list[TrainSequence]) -> None:
+        """Add to rows with advantages what the loss needs and they lack, such as a reference's log-probs; in place."""
+        for role, column in self.settings.scores:
+            if not all(getattr(row, column) for row in rows):
+                self._score(rows, role, column)
+        self._use_recomputed(rows)
+        if self.settings.m2_threshold is not None:
+            select_by_second_moment(rows, self.settings.m2_threshold)
+
+    def _use_recomputed(self, rows: Sequence[TrainSequence]) -> None:
+        for row in rows if self.settings.recomputes else ():
+            row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
         """Set a column of each row to the log-probs of a role, at the row's temperature."""
@@ -147,7 +158,7 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            Each learner's role after its optimizer steps, with their statistics; None if it is not trained yet.
+            The role of each learner after its optimizer steps, and their statistics; None if the role is not trained yet.
         """
         for learner in self.learners:
             if step < learner.first_step:
@@ -159,7 +170,7 @@ class PolicyObjective:
 
 
 def _divergences(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Means of :func:`areno.loss_fns.proximal.divergences` over the trained tokens."""
+    """Return the means of :func:`areno.loss_fns.proximal.divergences` over the trained tokens."""
     pairs = [trained_values(rows, name) for name in ("logprobs", "prox_logprobs")]
     if not pairs[0]:
         return {}

@@ -3,8 +3,8 @@
 The reference is in memory only while it scores. If it is the initial policy, it is not loaded at all: the policy scores
 before its first step, or, with an adapter, with the adapter disabled. A run whose log-probs are cached loads no reference.
 
-The name of a cache file is a hash of all inputs: the token rows, which tokens are trained, the files of the reference
-checkpoint, and the compute dtype. Changed inputs have another name, so stale values are never read. The files are in
+The name of a cache file is a hash of all inputs: the token rows, which tokens are trained on, the files of the reference
+checkpoint, and the compute dtype. Other inputs give another name, so stale values are never read. The files are in
 ``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted at any time.
 """
 
@@ -35,7 +35,7 @@ from areno.types import ModelRole, TrainSequence
 
 _log = logging.getLogger(__name__)
 
-# Microbatches scored per call, between two checks for a progress line.
+# Number of microbatches scored per call; after each call a progress line may be written.
 _SCORED_AT_ONCE = 8
 _PROGRESS_S = 30.0
 # Cache subfolder.
@@ -43,7 +43,7 @@ CACHE_KIND = "ref_logprobs"
 # Part of every key; change it when the meaning of the cached values changes.
 _FORMAT = "areno reference log-probs 1"
 _NAME = "logprobs"
-# Checkpoint files that determine the model's output; the tokenizer only affects the token rows.
+# Checkpoint files that determine the model's output. The tokenizer is not needed: it affects only the token rows.
 _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "*.py")
 
 
@@ -51,13 +51,13 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.
 class Reference:
     """A reference model and how to score with it."""
 
-    models: Backend  # also holds the policy, as the actor
+    models: Backend  # also holds the policy (the actor)
     path: str  # checkpoint of the reference
     actor_path: str  # initial checkpoint of the policy
-    trained: bool  # the policy has been trained, so it is no longer the initial one
+    trained: bool  # whether the policy has been trained, so that it is no longer the initial one
     micro_bs: int
     logger: logging.Logger
-    random_seed: int | None = None  # seed of the policy's random initial weights; None for those of its checkpoint
+    random_seed: int | None = None  # seed of the policy's random initial weights; None if they come from its checkpoint
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
         """Return the examples and held-out examples with reference log-probs, cached or newly computed."""
@@ -79,7 +79,9 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """The compute dtype, and further inputs of the log-probs besides rows and checkpoint."""
+        """Return, as text, what the log-probs depend on besides rows and checkpoint: compute dtype, quantization and random
+        seed.
+        """
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -152,7 +154,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read cached log-probs, fp32 [tokens]; None if there is no file, or with a warning if it is damaged."""
+    """Read cached log-probs, fp32 [tokens]; None if there is no file or, with a warning, if it is damaged."""
     path = _file(key)
     if not path.is_file():
         return None
@@ -164,7 +166,7 @@ def load_logprobs(key: str, tokens: int) -> Tensor | None:
         reason = "its checksum does not match"
     except (SafetensorError, OSError) as error:
         reason = str(error)
-    _log.warning("%s is damaged (%s); its log-probs are computed again", path, reason)
+    _log.warning("%s is damaged (%s); log-probs are recomputed", path, reason)
     return None
 
 
@@ -179,8 +181,8 @@ def store_logprobs(key: str, values: Tensor) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         _log.warning(
-            "the reference log-probs could not be cached in %s (%s), so the next run computes them again; "
-            "set ARENO_CACHE_DIR to a writable folder with enough space",
+            "the reference log-probs could not be cached in %s (%s), so the next run recomputes them; set ARENO_CACHE_DIR to "
+            "a writable folder with enough space",
             *(path.parent, error),
         )
         if partial is not None:

@@ -1,4 +1,4 @@
-"""Sums that are too long for the head, and a calculator that does one operation at a time.
+"""Arithmetic problems, and a calculator that does one operation at a time.
 
 A problem such as ``(37 + 58) * 64 - 912`` takes several turns: each call of ``calculate`` gives one intermediate result,
 and the last answer has the form ``Answer: 5168``.
@@ -29,8 +29,8 @@ def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
     """A problem with its steps.
 
     Args:
-        rng: decides.
-        long: four operations, else two.
+        rng: source of random numbers.
+        long: make a problem of four operations; otherwise of two.
     """
     value = rng.randint(10, 99)
     text, steps, last = str(value), [], ""
@@ -45,19 +45,20 @@ def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
 
 
 class Calculator(Environment):
-    """One problem; an answer that calls no tool ends it.
+    """Environment of one problem; an answer that calls no tool ends the episode.
 
-    The reward is 1.0 if that answer has the right number behind ``Answer:``, 0.0 if it has another, and -1.0 without one.
+    The reward is 1.0 if that answer has the right number after ``Answer:``, 0.0 if it has another number, and -1.0 if it has
+    none.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Take a problem."""
+        """Set the problem of ``record`` up."""
         self.steps = record["steps"]
         self.calls, self.right, self._said = 0, int(record["solutions"][0]), ""
         return f"Work out {record['problem']}. Use calculate for each operation, then say: Answer: number"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The calculator."""
+        """Return the one tool, the calculator."""
         return [self.calculate]
 
     def calculate(self, left: int, operator: Operator, right: int) -> int:
@@ -67,7 +68,7 @@ class Calculator(Environment):
 
     @staticmethod
     def operate(left: int, operator: Operator, right: int) -> int:
-        """The same without a problem.
+        """Return the result of one operation; can be called without an environment.
 
         Raises:
             ToolError: a number is too large.
@@ -77,12 +78,12 @@ class Calculator(Environment):
         return _DO[operator](left, right)
 
     def step(self, answer: Answer) -> str | None:
-        """Go on while the calculator is used."""
+        """Execute the tool calls of an answer; an answer without a call ends the episode."""
         self._said = answer.text
         return "" if answer.results else None
 
     def reward(self) -> float:
-        """See the class."""
+        """Return the reward; see the class."""
         found = _ANSWER.findall(self._said)
         if not found:
             return NONE

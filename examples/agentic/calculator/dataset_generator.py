@@ -10,4 +10,4 @@ from calculator import draw_record
 from areno.api.agentic.environment import generate_records
 
 if __name__ == "__main__":
-    generate_records(draw_record, {"long": "four operations instead of two"})
+    generate_records(draw_record, {"long": "write problems of four operations instead of two"})

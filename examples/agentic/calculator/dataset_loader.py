@@ -1,4 +1,4 @@
-"""Problems as prompts."""
+"""Loader that turns problems into prompts."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from areno.api.agentic.environment import environment_rows
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """One row for each."""
+    """Return one row for each problem."""
     return environment_rows(Calculator, default_loader(dataset_path), "steps")

@@ -1,4 +1,4 @@
-"""An expert that does the operations in their order; see ``../warm_start.py``."""
+"""An expert that does the operations in order; see ``../warm_start.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areno.api.agentic.demonstrations import Course, Message, calls, says
 
 
 def work_out(task: Calculator) -> Message:
-    """The next operation, or the answer."""
+    """Return the next operation as a tool call, or the answer."""
     if task.calls < len(task.steps):
         return calls(("calculate", task.steps[task.calls]))
     return says(f"Answer: {task.right}")

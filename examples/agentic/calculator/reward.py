@@ -1,4 +1,4 @@
-"""What an answer is worth: 1.0 right, 0.0 wrong, -1.0 none."""
+"""Reward of an answer: 1.0 for the right number, 0.0 for a wrong one, -1.0 for none."""
 
 from __future__ import annotations
 

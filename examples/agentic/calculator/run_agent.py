@@ -1,4 +1,4 @@
-"""The agent: one operation a turn, then the answer."""
+"""The agent: one operation per turn, then the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small bugs of the kind that people make: a right module, the edit that breaks it, and tests that tell the two apart."""
+"""Small bugs of the kind that people make: a correct module, the edit that breaks it, and tests that detect the difference."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Bug:
     """One task.
 
     Attributes:
-        name: of the module, and of the task.
+        name: name of the module and of the task.
         difficulty: ``easy``, ``medium`` or ``hard``.
-        report: what somebody who met the bug says.
-        right: the module as it should be.
-        edit: a piece of it, and what stands there instead.
-        tests: test methods, as lines of a ``unittest.TestCase``; the module's names are imported.
+        report: bug report of a user.
+        right: source of the correct module.
+        edit: a piece of the correct source, and the faulty code that replaces it.
+        tests: test methods by name, as lines of a ``unittest.TestCase``; the module's names are imported.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Bug:
 
     @property
     def wrong(self) -> str:
-        """The module with its bug."""
+        """Return the source of the module with its bug."""
         assert self.right.count(self.edit[0]) == 1, self.name
         return self.right.replace(*self.edit)
 

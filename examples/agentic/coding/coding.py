@@ -1,7 +1,7 @@
-"""Repairing Python: an environment with files, tests, and a sandbox in which the tests run.
+"""Environment in which a model repairs a Python module: files, tests, and a sandbox in which the tests run.
 
 The record has ``problem_statement``, ``files`` (``path`` and ``content``), ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` (names
-of tests), ``test_commands`` and ``max_turns``. Files live in memory; what a command writes is thrown away.
+of tests), ``test_commands`` and ``max_turns``. Files are kept in memory; files that a command writes are discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areno.api.agentic.tools import ToolError
 
 SOLVED, BETTER, NO_GAIN, WORSE = 1.0, 0.5, -0.5, -1.0
 _MAX_FILE_CHARS = 20_000
-# Loads the tests, and says at the end which of them passed, behind a word that the tested code cannot know beforehand.
+# Runs the tests and prints the names of those that passed, after a word that the tested code cannot know in advance.
 _RUNNER = """\
 import json, sys, unittest
 word = sys.stdin.readline().strip()
@@ -39,14 +39,14 @@ print(word + json.dumps(Result.passed))
 class Repair(Environment):
     """A model repairs a file until its tests pass, with ``read_file``, ``write_file`` and ``run_tests``.
 
-    An answer that calls no tool ends it, and so does the number of turns in the record.
+    The episode ends with an answer that calls no tool, or after ``max_turns`` turns.
 
     Args:
-        sandbox: runs the tests; the first that works unless given.
-        replaying: leave out the runs of tests, whose results are in the conversation that is replayed.
+        sandbox: sandbox in which the tests run; by default the first that works.
+        replaying: do not run tests while a conversation is replayed; it contains their results.
 
     Raises:
-        NoSandboxError: nothing on this machine can hold the tests.
+        NoSandboxError: no sandbox works on this machine.
     """
 
     def __init__(self, sandbox: Sandbox | None = None, *, replaying: bool = False) -> None:
@@ -54,7 +54,7 @@ class Repair(Environment):
         self._replaying = replaying
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Take the files of a record."""
+        """Set up the files of ``record``."""
         self.record = record
         self.files = {file["path"]: file["content"] for file in record["files"]}
         self.written: set[str] = set()
@@ -66,7 +66,7 @@ class Repair(Environment):
         )
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The three tools."""
+        """Return the three tools."""
         return [self.read_file, self.write_file, self.run_tests]
 
     def read_file(self, path: str) -> str:
@@ -97,13 +97,13 @@ class Repair(Environment):
         return (outcome.output or f"exit code {outcome.code}") + ending
 
     def step(self, answer: Answer) -> str | None:
-        """Go on while tools are called."""
+        """Execute the tool calls of an answer; an answer without a call ends the episode."""
         self.turns += 1
         return "" if answer.results and self.turns < self.record["max_turns"] else None
 
     async def reward(self) -> float:
-        """1.0 if all tests pass; 0.5 if some that failed do, and all others still; -0.5 if nothing has changed for the
-        tests; -1.0 if one that passed fails now, or nothing was written at all.
+        """Return the reward: 1.0 if all tests pass; 0.5 if some failing tests now pass and no passing test fails; -0.5 if the
+        test results have not changed; -1.0 if a test that passed fails now, or if nothing was written.
         """
         if not self.written:
             return WORSE
@@ -116,11 +116,11 @@ class Repair(Environment):
         return BETTER if repaired else NO_GAIN
 
     async def passing_tests(self) -> set[str]:
-        """Names of the tests that pass."""
+        """Return the names of the tests that pass."""
         return (await self._run())[1]
 
     async def _run(self) -> tuple[Outcome, set[str]]:
-        """Run the tests: what is shown to the model, and the names of those that passed."""
+        """Run the tests; return their output for the model and the names of those that passed."""
         word = secrets.token_hex(16)
         tests = {file["path"]: file["content"] for file in self.record["files"] if _is_test(file["path"])}
         outcome = await self.sandbox.run(["python", "-S", "-B", "-c", _RUNNER], {**self.files, **tests}, f"{word}\n")

@@ -1,12 +1,12 @@
-"""The inside of the sandbox: gives up every right that a command does not need, then becomes it. Standard library only.
+"""The inside of the sandbox: drops every right that a command does not need, then executes the command. Standard library only.
 
-It is handed to a bare interpreter as text (``python -I -S -c SOURCE SETTINGS``), because the sandbox may not be able to
-read this file. ``SETTINGS`` is JSON, see :func:`main`. What each method adds to what all have:
+Its source is passed to a bare interpreter (``python -I -S -c SOURCE SETTINGS``), because the sandbox may not be able to read
+this file. ``SETTINGS`` is JSON, see :func:`main`. The methods differ in how they isolate a command:
 
-* ``bubblewrap``: bwrap has made the mounts and the namespaces already.
-* ``namespaces``: the same, made here: nothing is mounted but system folders (read-only) and a copy of the workspace, in memory.
-* ``landlock``: the file system stays as it is, the kernel refuses what is outside system folders and workspace.
-* all: limits of time, memory, processes and file sizes; no capabilities; a system-call filter without sockets.
+* ``bubblewrap``: bwrap has already made the mounts and the namespaces.
+* ``namespaces``: this module makes them: system folders (read-only) and a copy of the workspace in memory, and nothing else.
+* ``landlock``: the file system is unchanged, but the kernel refuses access outside system folders and workspace.
+* all three: limits of time, memory, processes and file sizes; no capabilities; a system-call filter that refuses sockets.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 DEVICES = ("null", "zero", "random", "urandom")
 
-# System calls that lead out, by machine: audit number of the machine, clone, pivot_root, and those that are refused.
-# With sockets goes io_uring, which opens some of its own. Refused are also those that make or join namespaces or touch other
-# processes, and those whose memory is no process's (memfd) or outlives all of them (System V, message queues, keys).
+# Per machine: its audit number, the numbers of clone and pivot_root, and those of the refused system calls.
+# Refused are sockets, io_uring (which can open sockets), calls that make or join namespaces or access other processes, and
+# those whose memory belongs to no process (memfd) or outlives all of them (System V, message queues, keys).
 MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
     "x86_64": (
         *(0xC000003E, 56, 155),
@@ -53,22 +53,22 @@ MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
         | {"memfd_create": 279},
     ),
 }
-# The same on every machine.
+# These have the same numbers on every machine.
 CLONE3, PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET = 435, 438, 425, 447
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 
 # Landlock's rights to files: execute, write, read file, read folder, remove folder/file, make ..., refer, truncate, ioctl.
 READING = 0b1101
 EVERYTHING = (1 << 16) - 1
-WORKING = EVERYTHING & ~(1 << 6 | 1 << 11)  # no devices
-LANDLOCK_ABI = 6  # the first that keeps signals and abstract sockets inside
+WORKING = EVERYTHING & ~(1 << 6 | 1 << 11)  # without making devices
+LANDLOCK_ABI = 6  # the first version that confines signals and abstract sockets
 
 
 def check(result: int, what: str) -> int:
-    """The result of a call of the C library.
+    """Return the result of a call of the C library.
 
     Raises:
-        OSError: it failed.
+        OSError: the call failed.
     """
     if result < 0:
         number = ctypes.get_errno()
@@ -77,12 +77,12 @@ def check(result: int, what: str) -> int:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Become the command.
+    """Confine this process, then execute the command.
 
     Args:
         settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (paths that can be read),
-            ``user`` (id to become, None to stay), ``parent`` (process with whose end all this must end), ``seconds``,
-            ``bytes`` (address space of a process), ``file_bytes``, ``disk_bytes``, ``processes``.
+            ``user`` (user id to change to; None: do not change), ``parent`` (process with whose end the sandbox must end),
+            ``seconds``, ``bytes`` (address space of a process), ``file_bytes``, ``disk_bytes``, ``processes``.
     """
     if settings["method"] == "namespaces":
         enter_namespaces(settings)
@@ -98,8 +98,8 @@ def supervise(parent: int | None, *, adopts: bool = False) -> None:
     """Fork; the parent waits until its child has ended, and ends in the same way.
 
     Args:
-        parent: who has started this process, if all must end with it; the kernel sends SIGTERM then.
-        adopts: what the child left running must be ended; in namespaces the kernel does so.
+        parent: id of the process with whose end this process must end; the kernel then sends SIGTERM. None: none.
+        adopts: end processes that the child has left running; in namespaces the kernel does so.
     """
     watched = (signal.SIGCHLD, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -113,18 +113,18 @@ def supervise(parent: int | None, *, adopts: bool = False) -> None:
         check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
         return
     while signal.sigwait(watched) == signal.SIGCHLD:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also reaps what was left behind by processes that have ended
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also reaps orphans
             if ended[0] == child:
                 if adopts:
                     end_adopted()
                 os._exit(os.waitstatus_to_exitcode(ended[1]) & 0xFF)
     if adopts:
         end_adopted()
-    os._exit(1)  # the child has a parent-death signal, too
+    os._exit(1)  # the child has a parent-death signal as well
 
 
 def end_adopted() -> None:
-    """Kill and reap what the command left running; it has become this process's child, or will with its parent's end."""
+    """Kill and reap processes that the command left running: orphans become children of this process."""
     while True:
         kill_descendants(os.getpid())
         try:
@@ -134,16 +134,17 @@ def end_adopted() -> None:
 
 
 def kill_descendants(pid: int, *, itself: bool = False) -> set[int]:
-    """Kill all descendants of a process, also those that multiply.
+    """Kill all descendants of a process, even a fork bomb.
 
-    All are stopped before any is killed: a stopped process keeps its place, so that a fork bomb runs out of places.
+    All are stopped before any is killed: stopped processes count against the limit of processes, so a fork bomb cannot start
+    more.
 
     Args:
-        pid: of the process.
-        itself: kill this one, too.
+        pid: id of the process.
+        itself: kill the process itself too.
 
     Returns:
-        Those that have been killed; they may take a moment to end.
+        Ids of the killed processes; they may take a moment to end.
     """
     known = {pid} if itself else set()
     send(known, signal.SIGSTOP)
@@ -155,14 +156,14 @@ def kill_descendants(pid: int, *, itself: bool = False) -> set[int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those that are still there."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that these started."""
+    """Return the descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -178,7 +179,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Return whether a process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -186,12 +187,12 @@ def runs(pid: int) -> bool:
 
 
 def become(settings: dict[str, Any]) -> None:
-    """Drop rights, set limits, and run the command in place of this program."""
+    """Drop rights, set limits, and replace this program by the command."""
     if settings["user"] is not None:
         os.setgroups([])
         os.setgid(settings["user"])
         os.setuid(settings["user"])
-        if settings["method"] != "bubblewrap":  # the change of user has cleared it
+        if settings["method"] != "bubblewrap":  # changing the user has cleared it
             check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     check(LIBC.capset(header, none), "capabilities")
@@ -213,7 +214,7 @@ def become(settings: dict[str, Any]) -> None:
 
 
 def own_tasks() -> int:
-    """Threads that the user has already; outside of namespaces they count against the limit of processes."""
+    """Return how many threads the user already has; outside of namespaces they count against the limit of processes."""
     count = 0
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -226,7 +227,7 @@ def own_tasks() -> int:
 
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
-    """Go where there is no network, no other process, and no file but those of the command; this program becomes two."""
+    """Enter namespaces without network, other processes and other files; forks this program."""
     user, group = os.getuid(), os.getgid()
     spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     check(LIBC.unshare(spaces | (CLONE_NEWUSER if user else 0)), "unshare")
@@ -240,9 +241,9 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
 
 
 def change_root(settings: dict[str, Any]) -> None:
-    """Build a file system of system folders, some devices and a copy of the workspace (``/work``), and move into it.
+    """Build a file system of system folders, some devices and a copy of the workspace (``/work``), and make it the root.
 
-    The copy is in memory of limited size: files count as long as a process has them open, with a name or without.
+    The copy is in a memory file system of limited size, which counts deleted files while a process has them open.
     """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     root = f"{settings['workspace']}.root"
@@ -268,22 +269,22 @@ def change_root(settings: dict[str, Any]) -> None:
 
 
 def bind(source: str, target: str, *, read_only: bool, extra: int = MS_NODEV) -> None:
-    """Show a file or folder at a second place."""
+    """Bind-mount a file or folder at a second path."""
     folder = target if os.path.isdir(source) else os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
     if folder != target:
         open(target, "x").close()
     mount(source, target, None, MS_BIND | MS_REC)
-    # Flags that the source has may not be taken away.
+    # Flags of the source mount must not be removed.
     kept = os.statvfs(target).f_flag & ~MS_RDONLY
     mount(None, target, None, MS_REMOUNT | MS_BIND | MS_NOSUID | extra | kept | (MS_RDONLY if read_only else 0))
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """The system call.
+    """Call mount(2).
 
     Raises:
-        OSError: it failed; the message names the target.
+        OSError: the call failed; the message names the target.
     """
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
     check(LIBC.mount(*texts, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
@@ -293,7 +294,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def landlock_ruleset(settings: dict[str, Any]) -> int:
-    """A rule set that allows what the command needs.
+    """Return a Landlock rule set that allows what the command needs.
 
     Returns:
         Its file descriptor.
@@ -322,10 +323,10 @@ def landlock_ruleset(settings: dict[str, Any]) -> int:
 
 
 def filter_system_calls() -> None:
-    """Refuse what ``MACHINES`` lists, from now on and in every child.
+    """Refuse the system calls that ``MACHINES`` lists, in this process and its descendants.
 
     Raises:
-        OSError: this machine's numbers are not known, or the kernel has no filters.
+        OSError: the system-call numbers of this machine are unknown, or the kernel has no filters.
     """
     if platform.machine() not in MACHINES:
         raise OSError(f"system-call filter: {platform.machine()} is not known")
@@ -341,7 +342,7 @@ def filter_system_calls() -> None:
     code += [
         (equal, 0, 1, CLONE3),
         (leave, 0, 0, error(38)),
-    ]  # its flags cannot be looked at; the C library takes clone
+    ]  # a filter cannot read its flags; the C library falls back to clone
     for number in (*refused.values(), PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET):
         code += [(equal, 0, 1, number), (leave, 0, 0, error(1))]
     code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, CLONE_NEWUSER), (leave, 0, 0, error(1))]

@@ -1,4 +1,4 @@
-"""Writes the repair tasks of ``bugs.py`` as JSON lines; ``dataset.jsonl`` beside this file was made by it.
+"""Writes the repair tasks of ``bugs.py`` as JSON lines; it has made the file ``dataset.jsonl`` in this folder.
 
 python examples/agentic/coding/dataset_generator.py --output examples/agentic/coding/dataset.jsonl
 """
@@ -18,13 +18,13 @@ from sandbox import Sandbox
 
 
 def test_file(bug: Bug) -> str:
-    """The tests of a bug as a file."""
+    """Return the tests of a bug as the source of a test file."""
     methods = "".join(f"\n    def test_{name}(self):\n        {line}\n" for name, line in bug.tests.items())
     return f"import unittest\n\nfrom {bug.name} import *\n\n\nclass Test(unittest.TestCase):{methods}"
 
 
 def make_record(bug: Bug) -> dict[str, Any]:
-    """The task of a bug; which tests it breaks comes from running them."""
+    """Return the task of a bug; the tests are run to find out which of them it breaks."""
     module, tests = {"path": f"{bug.name}.py", "content": bug.wrong}, test_file(bug)
     record: dict[str, Any] = {
         "instance_id": f"areno__{bug.name}",
@@ -49,7 +49,7 @@ async def _passing(record: dict[str, Any]) -> set[str]:
 
 
 def main() -> int:
-    """Run; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
     output = parser.parse_args().output

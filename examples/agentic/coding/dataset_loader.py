@@ -1,4 +1,4 @@
-"""Repair tasks as prompts."""
+"""Loader that turns repair tasks into prompts."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from areno.api.agentic.environment import environment_rows
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """One row for each task."""
+    """Return one row for each task."""
     return environment_rows(Repair, default_loader(dataset_path), "problem_statement")

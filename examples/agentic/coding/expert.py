@@ -1,4 +1,4 @@
-"""An expert that knows the right module: reads, writes it, runs the tests, and says so; see ``../warm_start.py``."""
+"""An expert that knows the correct module: reads and writes the file, runs the tests, and reports; see ``../warm_start.py``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TASKS = Path(__file__).with_name("dataset.jsonl").read_text(encoding="utf-8").s
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
-    """One of the tasks."""
+    """Return one of the tasks."""
     task: dict[str, Any] = json.loads(rng.choice(_TASKS))
     return task
 
 
 def repair(task: Repair) -> Message:
-    """The next thing to do."""
+    """Return the next answer."""
     path = task.record["files"][0]["path"]
     steps = [
         calls(("read_file", {"path": path})),

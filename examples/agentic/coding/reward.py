@@ -1,6 +1,7 @@
-"""What a repair is worth: 1.0 all tests pass, 0.5 some more do, -0.5 no gain, -1.0 something broken or nothing written.
+"""Reward of a repair: 1.0 if all tests pass, 0.5 if more tests pass, -0.5 if none more, -1.0 if one broke or nothing was
+written.
 
-The files are brought to where the model left them, and the tests run once more, in the sandbox.
+Restores the model's final files and runs the tests again in the sandbox.
 """
 
 from __future__ import annotations
@@ -12,5 +13,5 @@ from sandbox import working_method
 
 from areno.api.agentic.environment import environment_reward
 
-working_method()  # refuses at once where nothing can hold the tests
+working_method()  # fails at import if no sandbox works
 reward_fn = environment_reward(partial(Repair, replaying=True))

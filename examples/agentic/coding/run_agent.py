@@ -1,4 +1,4 @@
-"""The agent: reads, writes and tests until it says that it is done, or the turns of the task are used up."""
+"""The agent: reads, writes and tests until it answers without a tool call, or the turns of the task are used up."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from sandbox import working_method
 
 from areno.api.agentic.environment import run_environment
 
-working_method()  # refuses at once where nothing can hold the tests
+working_method()  # fails at import if no sandbox works
 run_agent = run_environment(Repair, max_turns=32)

@@ -1,9 +1,9 @@
-"""A sandbox for programs that a model wrote: one short command at a time, on files that are thrown away afterwards.
+"""A sandbox for programs that a model wrote: it runs one short command at a time, on files that are discarded afterwards.
 
 A command sees the system's programs and libraries (read-only) and a folder with its files. It cannot reach the network,
 other processes or any other file; time, memory, processes, file sizes and output are limited. bubblewrap, namespaces and
-Landlock are tried in this order, each with a command that must work; where none does, nothing is run
-(:class:`NoSandboxError`). As root, commands run under a user id that nobody has.
+Landlock are tried in this order, each with a command that must work; if none does, nothing is run (:class:`NoSandboxError`). As
+root, commands run under an unused user id.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class NoSandboxError(UsageError):
-    """This machine has nothing that could hold a command."""
+    """No sandbox works on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a command may use.
+    """Limits of a command.
 
     Attributes:
-        seconds: of the clock, and of CPU time per process.
-        memory_bytes: memory of all its processes, and address space of each.
-        file_bytes: size of a file.
-        disk_bytes: size of all files in its folder, and of those that are open without a name.
-        processes: processes and threads.
-        output_bytes: of output that is kept.
+        seconds: wall-clock time, and CPU time of each process.
+        memory_bytes: memory of all processes together, and address space of each.
+        file_bytes: size of each file.
+        disk_bytes: size of all files in the command's folder and of open files that have no name, together.
+        processes: number of processes and threads.
+        output_bytes: size of the output that is kept.
     """
 
     seconds: int = 10
@@ -63,13 +63,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended.
+    """Result of a command.
 
     Attributes:
-        code: exit code; negative where a signal ended it.
-        output: what it wrote, to both streams.
-        stopped: why it was ended: ``time``, ``memory``, ``disk``, or empty. Namespaces do not end it for the disk: writing
-            beyond its size is an error for the command itself.
+        code: exit code; negative if a signal ended the command.
+        output: output of the command, standard error included.
+        stopped: limit that ended the command: ``time``, ``memory``, ``disk``, or empty. With namespaces, exceeding the disk
+            limit does not end the command; its write fails instead.
     """
 
     code: int
@@ -78,14 +78,14 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs commands by one method.
+    """Runs commands with one method of isolation.
 
     Args:
-        method: one of :data:`METHODS`; the first that works unless given.
-        limits: what a command may use.
+        method: one of :data:`METHODS`; by default the first that works.
+        limits: limits of each command.
 
     Raises:
-        NoSandboxError: it does not work here; the message says why.
+        NoSandboxError: the method does not work on this machine; the message says why.
     """
 
     def __init__(self, method: str | None = None, limits: Limits | None = None) -> None:
@@ -96,12 +96,12 @@ class Sandbox:
             raise NoSandboxError(f"{method} does not work on this machine: {problem}")
 
     async def run(self, command: Sequence[str], files: Mapping[str, str], given: str = "") -> Outcome:
-        """Run a command in a folder that holds some files.
+        """Run a command in a temporary folder with given files.
 
         Args:
             command: program and arguments; ``python`` stands for the interpreter.
-            files: path in the folder to content; what the command changes is lost.
-            given: its standard input.
+            files: content by path in the folder; changes by the command are discarded.
+            given: standard input of the command.
         """
         async with _turn():
             with _workspace(files) as (folder, user):
@@ -145,10 +145,10 @@ class Sandbox:
 
 @functools.cache
 def working_method() -> str:
-    """The first method that works here.
+    """Return the first method that works on this machine.
 
     Raises:
-        NoSandboxError: none does; the message says why.
+        NoSandboxError: no method works; the message says why.
     """
     problems = {}
     for method in METHODS:
@@ -164,7 +164,7 @@ def working_method() -> str:
 
 @functools.cache
 def _problem(method: str) -> str:
-    """Why a method does not work here; empty where it does."""
+    """Return why a method does not work on this machine; empty if it works."""
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
     if method == "bubblewrap" and shutil.which("bwrap") is None:
@@ -176,7 +176,7 @@ def _problem(method: str) -> str:
     def probe() -> Outcome:
         return asyncio.run(sandbox.run(["python", "-c", program], {}))
 
-    # In a thread of its own, because the caller may be in an event loop.
+    # Runs in a separate thread, because the caller may be in an event loop.
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
@@ -187,15 +187,15 @@ def _problem(method: str) -> str:
 
 
 def _python(method: str) -> str:
-    """An interpreter that a command can reach: this one's, or the system's where that lies in a closed folder."""
+    """Return an interpreter that a command can read: the current one, or the system's if that is in a closed folder."""
     own = os.path.realpath(sys.executable)
     closed = any(not folder.stat().st_mode & stat.S_IXOTH for folder in Path(own).parents)
-    # Mounts are made as root, so only Landlock must find the way as another user.
+    # Mounts are made as root, so only with Landlock must another user be able to reach the path.
     return "/usr/bin/python3" if method == "landlock" and os.getuid() == 0 and closed else own
 
 
 def _installation(python: str) -> list[str]:
-    """The folders of an interpreter that are not the system's."""
+    """Return the folders of an interpreter that are not system folders."""
     prefix = str(Path(os.path.realpath(python)).parents[1])
     return [] if prefix in ("/", "/usr") else [prefix]
 
@@ -217,7 +217,7 @@ def _bubblewrap(visible: Sequence[str], folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _workspace(files: Mapping[str, str]) -> Iterator[tuple[Path, int | None]]:
-    """A folder with files, and the user that it belongs to where that is another one."""
+    """Create a folder with files; yield its path and, if it belongs to another user, that user's id."""
     user = _free_user() if os.getuid() == 0 else None
     outer = Path(tempfile.mkdtemp(prefix="areno-sandbox-"))
     outer.chmod(0o755)
@@ -250,7 +250,7 @@ _turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
 
 def _turn() -> asyncio.Semaphore:
-    """As many commands at once as there are CPUs, so that limits of time mean the same for all."""
+    """Run at most as many commands at once as there are CPUs, so that time limits mean the same for all."""
     loop = asyncio.get_running_loop()
     for other in [each for each in _turns if each.is_closed()]:
         del _turns[other]
@@ -258,7 +258,7 @@ def _turn() -> asyncio.Semaphore:
 
 
 async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, limits: Limits) -> Outcome:
-    """Wait for the end, or for a limit."""
+    """Wait until the command has ended or exceeds a limit."""
     output = bytearray()
     reading = asyncio.create_task(_read(process, given, output, limits.output_bytes))
     loop = asyncio.get_running_loop()
@@ -280,7 +280,7 @@ async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, 
 
 
 async def _read(process: asyncio.subprocess.Process, given: str, output: bytearray, most: int) -> None:
-    """Hand over the input, keep the output up to a size, and wait for the end."""
+    """Write the input, keep the output up to a size, and wait for the end."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -293,8 +293,8 @@ async def _read(process: asyncio.subprocess.Process, given: str, output: bytearr
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left, and wait until all of it has ended."""
-    if process.returncode is not None:  # whoever supervises a command ends after everything else
+    """Kill the remaining processes, and wait until all of them have ended."""
+    if process.returncode is not None:  # the supervising process ends after all others
         return
     left = kill_descendants(process.pid, itself=True)
     deadline = asyncio.get_running_loop().time() + _END_S
@@ -306,7 +306,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """:func:`_end` for a process that may just be starting; whoever cancels the task meanwhile waits for it, too."""
+    """Run :func:`_end` for a process that may just be starting; cancelling the task waits for it too."""
 
     async def end() -> None:
         await _end(await starting)
@@ -322,7 +322,7 @@ async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
 
 
 def _memory(pid: int) -> int:
-    """Memory of a process's descendants, in bytes."""
+    """Return the memory of a process's descendants, in bytes."""
     total = 0
     for each in descendants(pid):
         with contextlib.suppress(OSError):
@@ -331,7 +331,7 @@ def _memory(pid: int) -> int:
 
 
 def _nameless(pid: int) -> int:
-    """Size of the files that a process's descendants have open, and that have no name any more, in bytes."""
+    """Return the size in bytes of deleted files that a process's descendants still have open."""
     found: dict[tuple[int, int], int] = {}
     for each in descendants(pid):
         with contextlib.suppress(OSError):
@@ -344,7 +344,7 @@ def _nameless(pid: int) -> int:
 
 
 def _size(folder: Path) -> int:
-    """Size of the files in a folder, in bytes."""
+    """Return the size of the files in a folder, in bytes."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

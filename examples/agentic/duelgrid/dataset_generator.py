@@ -1,4 +1,4 @@
-"""Writes beginnings of duels, as JSON lines.
+"""Writes starting positions of duels as JSON lines.
 
 python examples/agentic/duelgrid/dataset_generator.py --count 256 --output duels.jsonl
 """

@@ -1,4 +1,4 @@
-"""Duels as prompts."""
+"""Loader that turns duels into prompts."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from areno.api.agentic.environment import environment_rows
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """One row for each duel."""
+    """Return one row for each duel."""
     return environment_rows(DuelGrid, default_loader(dataset_path), "state")

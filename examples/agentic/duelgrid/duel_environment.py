@@ -1,4 +1,4 @@
-"""A model plays DuelGrid as ``A``, with the tool ``choose_action``, against the scripted player."""
+"""Environment in which a model plays DuelGrid as ``A``, with the tool ``choose_action``, against the scripted player."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES = (
 
 
 def text_of(duel: Duel) -> str:
-    """The state in words and numbers, for a model."""
+    """Return the state as text for a model."""
     a, u = duel.fighters["A"], duel.fighters["U"]
 
     def listed(tiles: Sequence[tuple[int, int]]) -> str:
@@ -38,11 +38,10 @@ def text_of(duel: Duel) -> str:
 
 
 def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
-    """What one turn of the model, and the answer to it, are worth.
+    """Return the reward of one turn of the model and the opponent's answer.
 
-    0.10 for each damage done, -0.08 for each suffered (traps included), 0.01 for each tile closer to the enemy and -0.01
-    for each tile farther, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, -0.05 for each energy left
-    of a turn's own 3.
+    0.10 per point of damage done, -0.08 per point suffered (traps included), 0.01 per tile closer to the enemy and -0.01 per
+    tile farther, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, -0.05 per unused energy of the turn's own 3.
     """
     suffered = mine.taken + (theirs.dealt if theirs else 0)
     return (
@@ -57,10 +56,10 @@ def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
 
 
 class DuelGrid(Environment):
-    """The duel until somebody has won; 12 turns each at most.
+    """A duel until one player has won; at most 12 turns for each player.
 
-    The reward is the sum of :func:`turn_reward` over the model's turns, and 1 for a won duel, -1 for a lost one. An answer
-    without a call is a turn with an illegal action.
+    The reward is the sum of :func:`turn_reward` over the model's turns, plus 1 if it wins the duel or -1 if it loses. An answer
+    without a call counts as a turn with an illegal action.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
@@ -70,7 +69,7 @@ class DuelGrid(Environment):
         return f"{RULES}\n{text_of(self.duel)}"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The one tool."""
+        """Return the one tool."""
         return [self.choose_action]
 
     def choose_action(self, actions: Annotated[list[Action], "in order"]) -> str:
@@ -80,7 +79,7 @@ class DuelGrid(Environment):
         return self._play(actions)
 
     def step(self, answer: Answer) -> str | None:
-        """One call is one turn."""
+        """Play the turn of each tool call."""
         seen = ""
         if not answer.results or answer.results[0].failed:
             seen = self._play([{"action": "none"}])
@@ -89,11 +88,11 @@ class DuelGrid(Environment):
         return seen
 
     def reward(self) -> float:
-        """See the class."""
+        """Return the reward; see the class."""
         return self._total + {"A": WON, "U": LOST}.get(self.duel.winner or "", 0.0)
 
     def _play(self, actions: Sequence[Mapping[str, Any]]) -> str:
-        """The model's turn, and the answer of the script; returns what there is to see."""
+        """Play the model's turn and the script's; return the text of the resulting state."""
         mine = self.duel.play_turn(actions)
         theirs = None
         if self.duel.winner is None:

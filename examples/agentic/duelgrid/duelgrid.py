@@ -1,7 +1,7 @@
 """DuelGrid: a duel on 11 by 11 tiles, turn by turn. The rules, a scripted player, and the environment of a model.
 
-``U`` is the user (in training a script), ``A`` the agent. A turn has 3 energy, and what is left of an energy pickup on
-top of it, 6 at most. A sequence of actions spends it::
+``U`` is the user (in training a script), ``A`` the agent. A turn has 3 energy plus what is left of an energy pickup, at most 6.
+Each action costs energy::
 
     MOVE           1   one tile up, down, left or right, not onto a wall or the other player; a trap costs 2 health
     ATTACK         1   3 damage to a player on one of the four neighbouring tiles
@@ -10,7 +10,7 @@ top of it, 6 at most. A sequence of actions spends it::
     PICKUP         0   take what lies on the own tile: health 3 (10 at most) or energy 2
     WAIT           0   end the turn
 
-An illegal action ends the turn. Who has no health has lost; after the last turn the healthier player has won.
+An illegal action ends the turn. A player without health has lost; after the last turn the player with more health has won.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Action(TypedDict):
 
 
 class IllegalActionError(Exception):
-    """The rules do not allow an action; the message says why."""
+    """The rules forbid an action; the message says why."""
 
 
 @dataclass(slots=True)
@@ -56,23 +56,23 @@ class Fighter:
 
     @property
     def tile(self) -> Tile:
-        """Where the player stands."""
+        """Position of the player."""
         return self.x, self.y
 
 
 @dataclass(slots=True)
 class TurnResult:
-    """What a turn did.
+    """Result of a turn.
 
     Attributes:
-        events: in words, in order.
+        events: descriptions of what happened, in order.
         dealt: damage done to the other player.
-        taken: damage that the player did itself, on traps.
-        pickups: things taken.
-        waits: WAIT actions.
-        illegal: the turn ended with an illegal action.
-        unspent: energy that was left.
-        closer: tiles by which the distance to the other player became less.
+        taken: damage that the player took from traps.
+        pickups: number of pickups taken.
+        waits: number of WAIT actions.
+        illegal: whether the turn ended with an illegal action.
+        unspent: energy that was not used.
+        closer: number of tiles by which the distance to the other player decreased.
     """
 
     events: list[str] = field(default_factory=list)
@@ -91,8 +91,8 @@ class Duel:
 
     Attributes:
         fighters: the players by name.
-        walls: tiles that nobody enters or shoots through.
-        traps: tiles that hurt.
+        walls: tiles that block movement and shots.
+        traps: tiles that cost health.
         pickups: ``health`` or ``energy`` by tile.
         turns_left: turns until the game ends.
         to_move: whose turn it is.
@@ -107,22 +107,22 @@ class Duel:
 
     @property
     def winner(self) -> str | None:
-        """``U``, ``A``, ``draw``, or None while the game goes on."""
+        """``U``, ``A``, ``draw``, or None while the game continues."""
         health = {name: fighter.health for name, fighter in self.fighters.items()}
         if min(health.values()) > 0 and self.turns_left > 0:
             return None
         return "draw" if health["U"] == health["A"] else max(health, key=lambda name: health[name])
 
     def distance(self) -> int:
-        """Tiles between the players, counted along rows and columns."""
+        """Manhattan distance between the players, in tiles."""
         u, a = self.fighters["U"], self.fighters["A"]
         return abs(u.x - a.x) + abs(u.y - a.y)
 
     def play_turn(self, actions: Sequence[Mapping[str, Any]]) -> TurnResult:
-        """Let the player to move act.
+        """Play the turn of the player to move.
 
         Args:
-            actions: in order; after an illegal one the rest is not done.
+            actions: actions in order; those after an illegal one are ignored.
         """
         me, result, before = self.fighters[self.to_move], TurnResult(), self.distance()
         me.energy, me.shield = min(TURN_ENERGY + me.energy, ENERGY_CAP), False
@@ -138,7 +138,7 @@ class Duel:
             if action["action"] == "WAIT":
                 break
         result.unspent, result.closer = me.energy, before - self.distance()
-        # Only what a pickup gave is kept for the next turn.
+        # Only energy from a pickup is kept for the next turn.
         me.energy = max(0, me.energy - TURN_ENERGY)
         self.turns_left -= 1
         self.to_move = "A" if self.to_move == "U" else "U"
@@ -209,17 +209,17 @@ class Duel:
         return "waits"
 
     def neighbour(self, tile: Tile, direction: str) -> Tile:
-        """The tile next to another."""
+        """Return the neighbouring tile in a direction."""
         dx, dy = DIRECTIONS[direction]
         return tile[0] + dx, tile[1] + dy
 
     def is_free(self, tile: Tile) -> bool:
-        """Whether a player could step there."""
+        """Return whether a player could step on a tile."""
         inside = 0 <= tile[0] < SIZE and 0 <= tile[1] < SIZE
         return inside and tile not in self.walls and all(tile != each.tile for each in self.fighters.values())
 
     def in_range(self) -> bool:
-        """Whether the players can shoot at each other."""
+        """Return whether the players can shoot at each other."""
         u, a = self.fighters["U"], self.fighters["A"]
         if u.x != a.x and u.y != a.y:
             return False
@@ -229,7 +229,7 @@ class Duel:
         return self.distance() <= RANGE and not between & self.walls
 
     def to_json(self) -> dict[str, Any]:
-        """The state as JSON has it; see :func:`from_json`."""
+        """Return the state as a JSON object; see :func:`from_json`."""
         return {
             "fighters": {name: asdict(fighter) for name, fighter in self.fighters.items()},
             "walls": sorted(map(list, self.walls)),
@@ -242,7 +242,7 @@ class Duel:
 
 
 def from_json(state: Mapping[str, Any]) -> Duel:
-    """The game that :meth:`Duel.to_json` has written."""
+    """Return the game of a state that :meth:`Duel.to_json` has made."""
     return Duel(
         fighters={name: Fighter(**values) for name, values in state["fighters"].items()},
         walls={(x, y) for x, y in state["walls"]},
@@ -254,11 +254,12 @@ def from_json(state: Mapping[str, Any]) -> Duel:
 
 
 def scripted_turn(duel: Duel, rng: random.Random | None = None) -> list[Action]:
-    """A sensible turn: hit while the other is in reach, take what lies here, else walk there around walls and traps.
+    """Return a sensible turn: attack while the other player is in reach, pick up items on the own tile, otherwise walk towards
+    the other player, around walls and traps.
 
     Args:
         duel: the game; it is not changed.
-        rng: makes one turn in four a step in any free direction instead; None plays its best.
+        rng: if given, one turn in four is a random step instead.
     """
     actions: list[Action] = []
     trial = copy.deepcopy(duel)
@@ -291,7 +292,9 @@ def _step(direction: str) -> Action:
 
 
 def _way(duel: Duel, me: Fighter) -> str | None:
-    """First step of a shortest way to the other player, or to health where that is low; None where there is none."""
+    """Return the first step of a shortest path to the other player, or to a health pickup if health is low; None if there is no
+    path.
+    """
     other = next(each for each in duel.fighters.values() if each is not me)
     wanted = {tile for tile, kind in duel.pickups.items() if kind == "health"} if me.health <= 4 else set()
     goals = wanted or set(_around(duel, other.tile))

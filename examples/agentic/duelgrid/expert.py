@@ -1,4 +1,4 @@
-"""The scripted player at its best, as a teacher; see ``../warm_start.py``."""
+"""The scripted player without random moves, as an expert; see ``../warm_start.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areno.api.agentic.demonstrations import Course, Message, calls
 
 
 def fight(duel: DuelGrid) -> Message:
-    """The next turn."""
+    """Return the next turn as a tool call."""
     return calls(("choose_action", {"actions": scripted_turn(duel.duel)}))
 
 

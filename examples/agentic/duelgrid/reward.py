@@ -1,4 +1,4 @@
-"""What a duel is worth; see ``turn_reward`` and ``DuelGrid`` in ``duel_environment.py``."""
+"""Reward of a duel; see ``turn_reward`` and ``DuelGrid`` in ``duel_environment.py``."""
 
 from __future__ import annotations
 

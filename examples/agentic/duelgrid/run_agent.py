@@ -1,4 +1,4 @@
-"""The agent: a call of ``choose_action`` for each turn. A duel has 12 turns each at most."""
+"""The agent: one call of ``choose_action`` per turn. A duel has at most 12 turns for each player."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where duels begin: an open field, a wall with gaps, and traps around the pickups."""
+"""Starting positions of duels: an open field, a wall with gaps, and traps around the pickups."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ SCENARIOS = ("open", "wall", "traps")
 
 
 def draw_record(rng: random.Random) -> dict[str, Any]:
-    """A record: the state to play from, and the seed of the scripted player."""
+    """Return a record: the state to play from, and the seed of the scripted player."""
     scenario = rng.choice(SCENARIOS)
     return {"scenario": scenario, "seed": (seed := rng.randrange(2**31)), "state": draw_duel(scenario, seed).to_json()}
 
 
 def draw_duel(scenario: str, seed: int) -> Duel:
-    """The beginning of a duel; equal seeds give equal ones.
+    """Return the starting position of a duel; equal seeds give equal positions.
 
     Args:
         scenario: one of :data:`SCENARIOS`.
-        seed: places players, walls, traps and pickups.
+        seed: seed of the random positions of players, walls, traps and pickups.
     """
     rng = random.Random(f"{scenario}:{seed}")
     gaps = rng.sample(range(SIZE), 3)

@@ -4,8 +4,8 @@
     python examples/agentic/duelgrid/web_ui.py --base-url http://127.0.0.1:8000/v1 --api-key EMPTY --model policy
     python examples/agentic/duelgrid/web_ui.py --replay match.json
 
-The page is one file without anything from elsewhere. The rules run here, the same as in training. ``OPENAI_BASE_URL``,
-``OPENAI_API_KEY`` and ``OPENAI_MODEL`` stand in for the options.
+The page is one file without external resources. The rules run in this process and are the same as in training.
+``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` are the defaults of the options.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _MAX_BODY = 1 << 20
 
 
 class RequestError(Exception):
-    """What a browser asked for cannot be done; the message is shown to its user."""
+    """A request of the browser cannot be fulfilled; the message is shown to the user."""
 
 
 class Model:
     """A model behind an OpenAI-compatible endpoint that plays as ``A``.
 
     Args:
-        base_url: of the server, up to ``/v1``.
-        api_key: its key.
-        name: the model's name there.
+        base_url: address of the server, up to ``/v1``.
+        api_key: key of the server.
+        name: name of the model on the server.
         debug: print every answer.
     """
 
@@ -60,10 +60,10 @@ class Model:
         return "done"
 
     def turn(self, duel: Duel) -> list[Any]:
-        """The actions of its turn; one that the rules refuse where it called no tool.
+        """Return the actions of the model's turn; if it called no tool, one illegal action.
 
         Raises:
-            RequestError: the server cannot be reached, or refuses.
+            RequestError: the server cannot be reached or refuses the request.
         """
         try:
             response = self._client.chat.completions.create(
@@ -85,11 +85,11 @@ class Model:
 
 
 class Match:
-    """A game that is played in the browser, with all that happened.
+    """A game that is played in the browser, with its history.
 
     Args:
-        model: plays as ``A``; without one the script does.
-        recorded: a match to show at first.
+        model: model that plays as ``A``; None: the script plays.
+        recorded: recorded match to show first.
     """
 
     def __init__(self, model: Model | None = None, recorded: Mapping[str, Any] | None = None) -> None:
@@ -101,10 +101,10 @@ class Match:
                 self._play(actions)
 
     def start(self, scenario: str, seed: int) -> None:
-        """Begin a new one.
+        """Start a new game.
 
         Raises:
-            RequestError: there is no such scenario.
+            RequestError: no scenario has this name.
         """
         if scenario not in SCENARIOS:
             raise RequestError(f"there is no scenario {scenario!r}; there are {', '.join(SCENARIOS)}")
@@ -116,7 +116,7 @@ class Match:
         self._frames = [{"state": duel.to_json(), "events": []}]
 
     def to_json(self) -> dict[str, Any]:
-        """All frames for the page, and the match as ``--replay`` reads it."""
+        """Return all frames for the page, and the match in the format of ``--replay``."""
         player = "script" if self._model is None else "model"
         return {"frames": self._frames, "match": self._recorded, "agent": player, "scenarios": SCENARIOS}
 
@@ -125,7 +125,7 @@ class Match:
 
         Args:
             player: ``U`` or ``A``.
-            actions: what it does; None lets the model or the script choose.
+            actions: the player's actions; None: the model or the script chooses.
 
         Raises:
             RequestError: it is not this player's turn, or the game is over.
@@ -144,10 +144,10 @@ class Match:
         self._frames.append({"state": self._duel.to_json(), "events": result.events})
 
     def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for; the state after it.
+        """Execute a request; return the resulting state.
 
         Raises:
-            RequestError: it cannot be done.
+            RequestError: the request cannot be fulfilled.
         """
         with self._lock:
             if path == "/api/new":
@@ -168,11 +168,11 @@ def _checked(actions: Any) -> list[Mapping[str, Any]]:
 
 
 def make_server(match: Match, port: int) -> ThreadingHTTPServer:
-    """The server on a loopback port; 0 takes a free one."""
+    """Return the server on a loopback port; port 0 takes a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            """The page, or the state."""
+            """Answer with the page or the state."""
             if self.path == "/":
                 self._send(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
             elif self.path == "/api/state":
@@ -181,9 +181,9 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
                 self._send_json(404, {"error": "not found"})
 
         def do_POST(self) -> None:
-            """A command; JSON only, so that no other page can send one without the browser asking us first."""
+            """Execute a command. It must be JSON, so that browsers ask this server before another page can send one."""
             length = int(self.headers.get("Content-Length") or 0)
-            # Read before refusing: a socket closed on unread bytes resets the connection, and the answer is lost.
+            # Read the body before refusing: closing a socket with unread bytes resets the connection, and the answer is lost.
             content = self.rfile.read(min(length, _MAX_BODY))
             if length > _MAX_BODY or self.headers.get_content_type() != "application/json":
                 self._send_json(400, {"error": "send a small JSON object"})
@@ -215,7 +215,7 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Say nothing of single requests."""
+            """Do not log single requests."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
@@ -228,16 +228,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "EMPTY"), help="its key")
     parser.add_argument(
-        "--model", default=os.environ.get("OPENAI_MODEL", "policy"), help="its name (default: %(default)s)"
+        "--model", default=os.environ.get("OPENAI_MODEL", "policy"), help="name of the model (default: %(default)s)"
     )
-    parser.add_argument("--port", type=int, default=8765, help="of the page (default: %(default)s; 0 takes a free one)")
-    parser.add_argument("--replay", type=Path, help="a match that the page has saved")
+    parser.add_argument(
+        "--port", type=int, default=8765, help="port of the page (default: %(default)s; 0 takes a free one)"
+    )
+    parser.add_argument("--replay", type=Path, help="show a match that the page has saved")
     parser.add_argument("--debug-llm", action="store_true", help="print every answer of the model")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; returns the exit code."""
+    """Serve until interrupted; return the exit code."""
     given = parse(argv)
     model = Model(given.base_url, given.api_key, given.model, given.debug_llm) if given.base_url else None
     recorded = json.loads(given.replay.read_text(encoding="utf-8")) if given.replay else None

@@ -27,10 +27,10 @@ TOOL: ToolParam = {
 
 
 async def run_agent(ctx: Any, batch: AgentBatch) -> list[AgentTrajectory]:
-    """One conversation for each task."""
+    """Run one conversation for each task."""
 
     async def solve(item: AgentItem, prompt: str) -> None:
-        # This client adds /v1 to its address by itself.
+        # The client appends /v1 to its address.
         address = ctx.get_base_url().removesuffix("/v1")
         async with AsyncAnthropic(base_url=address, api_key=ctx.get_api_key(item)) as client:
             messages: list[MessageParam] = [{"role": "user", "content": prompt}]

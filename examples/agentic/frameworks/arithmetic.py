@@ -1,4 +1,4 @@
-"""What all agents here are given: the problem in words, and the calculator as a plain function."""
+"""Shared by the agents of this folder: the problem as text, and the calculator as a plain function."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> str:
     """The result of one operation."""
     try:
         return str(Calculator.operate(left, operator, right))
-    except (ToolError, KeyError, TypeError) as error:  # the model's mistake, which it is told
+    except (ToolError, KeyError, TypeError) as error:  # the model's mistake, reported to the model
         return f"error: {error}"
 
 
 def question(record: Mapping[str, Any]) -> str:
-    """A record's problem in words."""
+    """Return the problem of a record as text."""
     return Calculator().reset(record)
 
 
 async def each_item(
     ctx: Any, batch: AgentBatch, solve: Callable[[AgentItem, str], Awaitable[None]]
 ) -> list[AgentTrajectory]:
-    """Let an agent solve all tasks at once; what was said under a task's key is its trajectory."""
+    """Let an agent solve all tasks concurrently; the requests with a task's key are recorded as its trajectory."""
 
     async def one(item: AgentItem) -> AgentTrajectory:
         await solve(item, question(item.record))

@@ -1,4 +1,4 @@
-"""An agent of LangChain (``pip install langchain langchain-openai``), trained as it is."""
+"""An unmodified agent of LangChain (``pip install langchain langchain-openai``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from areno.api.agentic import AgentBatch, AgentItem, AgentTrajectory
 
 
 async def run_agent(ctx: Any, batch: AgentBatch) -> list[AgentTrajectory]:
-    """One graph for each task."""
+    """Run one graph for each task."""
 
     async def solve(item: AgentItem, prompt: str) -> None:
         model = ChatOpenAI(model="policy", base_url=ctx.get_base_url(), api_key=ctx.get_api_key(item), max_retries=0)
         agent = create_agent(model, tools=[calculate])
-        # A turn of the model and its tools are two steps of the graph.
+        # A turn of the model and its tool calls are two steps of the graph.
         await agent.ainvoke({"messages": [("user", prompt)]}, {"recursion_limit": 2 * MAX_TURNS + 1})
 
     return await each_item(ctx, batch, solve)

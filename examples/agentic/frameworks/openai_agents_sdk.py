@@ -1,7 +1,7 @@
-"""An agent of the OpenAI Agents SDK (``pip install openai-agents``), trained as it is.
+"""An unmodified agent of the OpenAI Agents SDK (``pip install openai-agents``).
 
-The SDK talks to the Responses API or to chat completions; both are served. Each task has a key of its own, under which its
-turns are recorded, so the agent needs no other change than its client.
+The SDK uses the Responses API or chat completions; areno serves both. Each task has a key of its own, under which its turns are
+recorded, so only the agent's client has to be configured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areno.api.agentic import AgentBatch, AgentItem, AgentTrajectory
 
 
 async def run_agent(ctx: Any, batch: AgentBatch) -> list[AgentTrajectory]:
-    """One run of the SDK's loop for each task."""
+    """Run the SDK's loop once for each task."""
 
     async def solve(item: AgentItem, prompt: str) -> None:
         async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.get_api_key(item)) as client:

@@ -1,4 +1,4 @@
-"""Shopping tasks as prompts."""
+"""Loader that turns shopping tasks into prompts."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from areno.api.agentic.environment import environment_rows
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """One row for each."""
+    """Return one row for each task."""
     return environment_rows(Shopping, default_loader(dataset_path), "task")

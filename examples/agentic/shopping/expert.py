@@ -1,4 +1,4 @@
-"""An expert that goes through the four steps; see ``../warm_start.py``."""
+"""An expert that makes the four calls in order; see ``../warm_start.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areno.api.agentic.demonstrations import Course, Message, calls
 
 
 def shop(task: Shopping) -> Message:
-    """The next step."""
+    """Return the next tool call."""
     kit = [
         item
         for item, kind in CATALOG.items()

@@ -1,4 +1,4 @@
-"""What a kit is worth: 1.0 right, 0.5 by a shortcut, 0.4 too dear, -0.5 wrong, -1.0 nothing submitted."""
+"""Reward of a kit: 1.0 right, 0.5 right but with a skipped step, 0.4 too expensive, -0.5 wrong, -1.0 nothing submitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent: four steps, and two to make good for mistakes."""
+"""The agent: turns for the four steps, and two more to correct mistakes."""
 
 from __future__ import annotations
 

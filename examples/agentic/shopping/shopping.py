@@ -1,7 +1,7 @@
-"""Shopping in four steps: search the catalog, inspect what was found, check the kit, submit it.
+"""Shopping in four steps: search the catalog, inspect the results, check the kit, submit it.
 
 The catalog has two items of each of three kinds; prices differ from record to record. A task asks for a kit of some kinds
-within a budget, and only the cheapest item of each kind fits into it.
+within a budget, and only the cheapest item of each kind fits the budget.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def draw_record(rng: random.Random) -> dict[str, Any]:
 
 
 def cheapest(prices: Mapping[str, int], kind: str) -> int:
-    """The lower price of a kind."""
+    """Return the lower price of a kind."""
     return min(prices[item] for item, of_kind in CATALOG.items() if of_kind == kind)
 
 
 class Shopping(Environment):
-    """One task; submitting ends it, and so does an answer that calls no tool.
+    """Environment of one task. Submitting a kit ends the episode, as does an answer that calls no tool.
 
-    The reward is 1.0 for the right kit after all four steps in order, 0.5 for the right kit otherwise, 0.4 for a complete
-    kit that is too dear, -0.5 for any other, and -1.0 where nothing was submitted.
+    The reward is 1.0 for the right kit after all four steps in order, 0.5 for the right kit otherwise, 0.4 for a complete kit
+    that is too expensive, -0.5 for any other kit, and -1.0 if nothing was submitted.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Take a task."""
+        """Set the task of ``record`` up."""
         self.kinds, self.prices, self.budget = TASKS[record["task"]], record["prices"], record["budget"]
         self.used: list[str] = []
         self.submitted: list[str] | None = None
@@ -66,7 +66,7 @@ class Shopping(Environment):
         )
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The four steps."""
+        """Return the four tools."""
         return [self.search_catalog, self.inspect_items, self.check_kit, self.submit_bundle]
 
     def search_catalog(self, kinds: list[Kind]) -> list[str]:
@@ -92,11 +92,11 @@ class Shopping(Environment):
         return "submitted"
 
     def step(self, answer: Answer) -> str | None:
-        """Go on while tools are called and nothing was submitted."""
+        """Execute the tool calls of an answer, until a kit is submitted or an answer calls no tool."""
         return "" if answer.results and self.submitted is None else None
 
     def reward(self) -> float:
-        """See the class."""
+        """Return the reward; see the class."""
         if self.submitted is None:
             return NOTHING
         if not self._complete(self.submitted):

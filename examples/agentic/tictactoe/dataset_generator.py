@@ -13,7 +13,7 @@ if __name__ == "__main__":
     generate_records(
         draw_record,
         {
-            "whole_games": "early boards, from which games are played to their end against an opponent",
-            "held_out": "boards that no file without this switch has",
+            "whole_games": "write early boards, from which games are played to the end against an opponent",
+            "held_out": "write only held-out boards; files written without this option never contain them",
         },
     )

@@ -1,4 +1,4 @@
-"""Boards as prompts."""
+"""Loaders that turn boards into prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from areno.api.agentic.environment import environment_rows
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Rows for the agent with the tool."""
+    """Return rows for the agent with the tool."""
     return environment_rows(TicTacToe, default_loader(dataset_path), "board")
 
 
 def load_text_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Rows for the agent without tools."""
+    """Return rows for the agent without tools."""
     return environment_rows(TicTacToeInText, default_loader(dataset_path), "board")

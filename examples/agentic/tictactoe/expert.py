@@ -1,7 +1,7 @@
-"""Players whose answers make a random model ready for reinforcement learning; see ``../warm_start.py``.
+"""Experts whose answers prepare a random model for reinforcement learning; see ``../warm_start.py``.
 
-`EXPERT` and its variants play perfectly. `READER` does not play: it can tell the free squares and
-those that win, and calls the tool with any square. What is left to reinforcement learning is to play.
+`EXPERT` and its variants play perfectly. `READER` only names the free and the winning squares, and calls the tool with a random
+square, so that playing well is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from areno.api.agentic.environment import Answer
 
 
 def best_square(game: TicTacToe) -> int:
-    """One of the best squares; which one depends on the game alone."""
+    """Return one of the best squares; which one depends on the game alone."""
     return random.Random(f"{game.board}:{game.seed}").choice(best_squares(game.board))
 
 
 def call_best(game: TicTacToe) -> Message:
-    """The move as a call."""
+    """Return the move as a tool call."""
     return calls(("choose_square", {"square": best_square(game)}))
 
 
 def say_best(game: TicTacToe) -> Message:
-    """The move in text."""
+    """Return the move as text."""
     return says(f"<move>{best_square(game)}</move>")
 
 
 class Lesson(TicTacToe):
-    """Asks for the free and the winning squares on seven boards of ten, and for a move on the others."""
+    """Asks for the free and the winning squares on seven of ten boards, and for a move on the others."""
 
     def reset(self, record: Mapping[str, Any]) -> str:
         """Set the board up."""
@@ -42,12 +42,12 @@ class Lesson(TicTacToe):
         return seen.replace(self.ask, "Which squares are free, and which of them win at once?") if self.reads else seen
 
     def step(self, answer: Answer) -> str | None:
-        """A list of squares ends it."""
+        """An answer that lists squares ends the episode."""
         return None if self.reads else super().step(answer)
 
 
 def read_or_call(game: Lesson) -> Message:
-    """The free and the winning squares, or a call with any of the nine."""
+    """Return the free and the winning squares as text, or a tool call with any of the nine squares."""
     if game.reads:
         free = empty_squares(game.board)
         wins = [square for square in free if winner(play(game.board, square))]

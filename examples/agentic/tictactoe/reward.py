@@ -1,4 +1,6 @@
-"""What the move, or the game, is worth: 1.0 win, 0.8 best, 0.0 merely legal or lost, -1.0 illegal or none."""
+"""Reward of the move or the game: 1.0 for a win, 0.8 for another best move or a draw, 0.0 for any other legal move or a loss,
+-1.0 for an illegal move or none.
+"""
 
 from __future__ import annotations
 

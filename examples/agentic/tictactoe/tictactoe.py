@@ -21,22 +21,22 @@ _MOVE = re.compile(r"<move>\s*([1-9])\s*</move>")
 
 
 def to_move(board: str) -> str:
-    """Whose turn it is."""
+    """Return whose turn it is."""
     return "X" if board.count("X") == board.count("O") else "O"
 
 
 def empty_squares(board: str) -> list[int]:
-    """Numbers of the free squares."""
+    """Return the numbers of the free squares."""
     return [square for square in range(1, 10) if board[square - 1] == "."]
 
 
 def play(board: str, square: int) -> str:
-    """The board after the player to move has taken a free square."""
+    """Return the board after the player to move has taken a free square."""
     return board[: square - 1] + to_move(board) + board[square:]
 
 
 def winner(board: str) -> str | None:
-    """The player with three in a line, or None."""
+    """Return the player with three in a line, or None."""
     for a, b, c in LINES:
         if board[a] != "." and board[a] == board[b] == board[c]:
             return board[a]
@@ -44,20 +44,20 @@ def winner(board: str) -> str | None:
 
 
 def is_over(board: str) -> bool:
-    """Somebody has won, or the board is full."""
+    """Return whether a player has won or the board is full."""
     return winner(board) is not None or "." not in board
 
 
 @cache
 def value(board: str) -> int:
-    """What perfect play gives the player to move: 1 a win, 0 a draw, -1 a loss."""
+    """Return the result of perfect play for the player to move: 1 win, 0 draw, -1 loss."""
     if winner(board):
         return -1
     return max((-value(play(board, square)) for square in empty_squares(board)), default=0)
 
 
 def best_squares(board: str) -> list[int]:
-    """The squares that keep what perfect play gives."""
+    """Return the moves of perfect play: those that keep the value of the board."""
     return [square for square in empty_squares(board) if -value(play(board, square)) == value(board)]
 
 
@@ -65,12 +65,12 @@ def score_move(board: str, square: int | None) -> float:
     """Reward of one move.
 
     Args:
-        board: the board before it.
-        square: the square, None where the model named none.
+        board: the board before the move.
+        square: number of the square; None if the model named none.
 
     Returns:
-        1.0 for a move that wins at once, 0.8 for another that perfect play would make, 0.0 for any other free square,
-        -1.0 for a square that is taken and for no square.
+        1.0 for a move that wins at once, 0.8 for another move of perfect play, 0.0 for any other free square, -1.0 for a taken
+        square or none.
     """
     if square not in empty_squares(board):
         return ILLEGAL
@@ -80,18 +80,18 @@ def score_move(board: str, square: int | None) -> float:
 
 
 def score_game(board: str, player: str) -> float:
-    """Reward of a game that is over: 1.0 won, 0.8 drawn (which is the best against a perfect opponent), 0.0 lost."""
+    """Reward of a finished game: 1.0 won, 0.8 drawn (the best result against a perfect opponent), 0.0 lost."""
     won_by = winner(board)
     return BEST if won_by is None else WIN if won_by == player else LEGAL
 
 
 def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool = False) -> dict[str, Any]:
-    """A board to play from: a game between two random players, stopped somewhere before its end.
+    """Return a board to play from: a game between two random players, stopped before its end.
 
     Args:
-        rng: decides.
-        whole_games: stop after 0 to 3 moves, for games that are played on; else after 5 to 8, for one move.
-        held_out: draw from the fifth of all boards that training never sees.
+        rng: source of random numbers.
+        whole_games: stop after 0 to 3 moves, for games that are played to the end; otherwise after 5 to 8, for a single move.
+        held_out: return a board of the fifth of all boards that is excluded from training.
     """
     while True:
         board = "." * 9
@@ -104,17 +104,20 @@ def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool
 
 
 def text_of(board: str) -> str:
-    """The board for a reader: three rows; every square has its number, behind the mark of who has taken it."""
+    """Return the board as text: three rows, in which each square is its number, preceded by the mark of the player who has
+    taken it.
+    """
     cells = [f"{mark.strip('.')}{index + 1}" for index, mark in enumerate(board)]
     return "\n".join(" " + " ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
 class TicTacToe(Environment):
-    """A model plays from a board on, with the tool ``choose_square``.
+    """Environment in which a model continues a game from a board, with the tool ``choose_square``.
 
     The record has ``board``, ``seed`` and ``whole_game``. Without ``whole_game`` one move is made and scored by
-    :func:`score_move`. With it, an opponent answers, which takes a perfect square or any with equal chance, drawn from
-    ``seed`` and the board; the end is scored by :func:`score_game`. A move that is not legal ends either with -1.
+    :func:`score_move`. With it, an opponent answers each move; with equal probability it takes a perfect or a random square,
+    drawn from ``seed`` and the board. The finished game is scored by :func:`score_game`. An illegal move ends the episode with
+    -1.
     """
 
     ask = "Call choose_square with a free square."
@@ -124,11 +127,11 @@ class TicTacToe(Environment):
         self.board: str = record["board"]
         self.player = to_move(self.board)
         self.seed, self._whole_game = record["seed"], record["whole_game"]
-        self._reward = ILLEGAL  # until there is a move
+        self._reward = ILLEGAL  # until a move is made
         return f"You are {self.player}.\n{text_of(self.board)}\n{self.ask}"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The one tool."""
+        """Return the one tool."""
         return [self.choose_square]
 
     def choose_square(self, square: Annotated[Square, "number of the square"]) -> str:
@@ -136,7 +139,7 @@ class TicTacToe(Environment):
         return self._move(square)
 
     def step(self, answer: Answer) -> str | None:
-        """One call is one move; the results tell the board."""
+        """Make the move of each tool call; the results contain the board."""
         moved = [result for result in answer.results if not result.failed]
         if len(moved) != 1 or len(answer.results) != 1:
             self._reward = ILLEGAL
@@ -144,14 +147,14 @@ class TicTacToe(Environment):
         return "" if self._goes_on() else None
 
     def reward(self) -> float:
-        """See :func:`score_move` and :func:`score_game`."""
+        """Return the reward; see :func:`score_move` and :func:`score_game`."""
         return self._reward
 
     def _goes_on(self) -> bool:
         return self._whole_game and self._reward != ILLEGAL and not is_over(self.board)
 
     def _move(self, square: int) -> str:
-        """Make the model's move, and the opponent's; returns what there is to see."""
+        """Make the model's move and the opponent's; return the text of the resulting board."""
         self._reward = score_move(self.board, square)
         if self._reward == ILLEGAL:
             return f"square {square} is taken"
@@ -159,7 +162,7 @@ class TicTacToe(Environment):
         if self._whole_game and not is_over(self.board):
             self.board = play(self.board, self._opponents_square())
         if self._whole_game:
-            # A game that still goes on is worth nothing yet.
+            # An unfinished game has no reward yet.
             self._reward = score_game(self.board, self.player) if is_over(self.board) else LEGAL
         return text_of(self.board)
 
@@ -169,16 +172,16 @@ class TicTacToe(Environment):
 
 
 class TicTacToeInText(TicTacToe):
-    """The same without tools: the model writes ``<move>5</move>``, and nothing but reasoning before it counts."""
+    """The same environment without tools: the model writes ``<move>5</move>``, optionally after its reasoning."""
 
     ask = "Answer with <move>number of a free square</move>."
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """None."""
+        """Return no tools."""
         return []
 
     def step(self, answer: Answer) -> str | None:
-        """Read the one move of the answer."""
+        """Parse the move of the answer and make it."""
         squares = _MOVE.findall(answer.text)
         if len(squares) != 1:
             self._reward = ILLEGAL

@@ -1,4 +1,4 @@
-"""Instruction rows (``instruction``, optional ``input``, ``output``) as prompt and response."""
+"""Loader that turns instruction rows (``instruction``, optional ``input``, ``output``) into prompt and response."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Load ``dataset_path`` and bring its rows into shape.
+    """Load ``dataset_path`` and convert its rows.
 
     Raises:
-        KeyError: a row has no ``instruction`` or ``output``; the message lists the keys that it has.
+        KeyError: a row has no ``instruction`` or ``output``; the message lists its keys.
     """
     return [normalize(row) for row in default_loader(dataset_path)]
 
 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row with ``prompt`` and ``response``; rows that have both already pass unchanged."""
+    """Return a row with ``prompt`` and ``response``; rows that already have both pass unchanged."""
     if row.get("prompt") is not None and "response" in row:
         return dict(row)
     if "instruction" not in row or "output" not in row:

@@ -6,10 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.config.experiment.tree import Override, apply_override
+from areno.errors import UsageError
 
 NAMES = {"experiment_name": "gsm8k-grpo", "trial_name": "trial0"}
 MODEL = {"path": "some/model", "backend": "fsdp:d1", "optimizer": {"lr": 1e-4}}
@@ -31,6 +33,16 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for path, value in changes.items():
         apply_override(tree, Override(path, copy.deepcopy(value)))
     return tree
+
+
+def accepted(changes, tree=RL, cls=GRPOConfig):
+    return config_from(changed(tree, changes), cls)
+
+
+def refused(changes, tree=RL, cls=GRPOConfig):
+    with pytest.raises(UsageError) as caught:
+        accepted(changes, tree, cls)
+    return str(caught.value)
 
 
 def rl(**changes: Any) -> GRPOConfig:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 
 _CHECKS = "tests/config/experiment/test_checks.py::"
+_ACROSS = "tests/config/experiment/test_settings_across_sections.py::"
 _SERVERS = "tests/config/experiment/test_servers.py::"
 _LOADER = "tests/config/experiment/test_loader.py::"
 _EFFECTS = "tests/config/experiment/test_effects.py::"
@@ -176,6 +177,8 @@ EFFECTS: dict[str, str] = {
     "InferenceEngineConfig.on_stale": _ROLLOUT + "test_what_is_too_old_is_dropped_or_run_again",
     "InferenceEngineConfig.enable_rollout_tracing": _ROLLOUT + "test_requests_are_logged_when_asked_for",
     "InferenceEngineConfig.check_trajectory_format": _ROLLOUT + "test_trajectories_are_checked_when_asked_for",
+    "InferenceEngineConfig.save_rollouts": "tests/replay/test_saved_rollouts.py::"
+    "test_an_experiment_saves_the_rows_that_it_trains_on",
     "InferenceEngineConfig.dump_to_file": _ROLLOUT + "test_trajectories_are_written_when_asked_for",
     "InferenceEngineConfig.request_timeout": _ROLLOUT + "test_a_request_has_a_deadline_and_further_tries",
     "InferenceEngineConfig.request_retries": _ROLLOUT + "test_a_request_has_a_deadline_and_further_tries",
@@ -219,9 +222,9 @@ EFFECTS: dict[str, str] = {
     "TrainEngineConfig.request_timeout": _PROCESSES + "test_ranks_train_as_one_process_does",
     "SchedulingStrategy.target": "tests/config/experiment/test_machine.py::test_colocated_roles_share_devices_or_take_turns",
     "SchedulingStrategy.fork": "tests/experiments/test_runs.py::test_without_staleness_it_is_the_same_as_a_plain_loop",
-    "AgentConfig.chat_template_type": _CHECKS + "test_conversations_go_on_by_their_own_tokens_in_any_case",
+    "AgentConfig.chat_template_type": _ACROSS + "test_conversations_go_on_by_their_own_tokens_in_any_case",
     "TrainEngineConfig.temperature": _CHECKS + "test_what_the_actor_repeats_must_be_equal",
-    "InferenceEngineConfig.tokenizer_path": _CHECKS + "test_a_model_has_one_tokenizer",
+    "InferenceEngineConfig.tokenizer_path": _ACROSS + "test_a_model_has_one_tokenizer",
     "SchedulerConfig.type": _CLUSTER + "test_launch_shows_and_starts_nothing",
     "ClusterSpecConfig.n_nodes": _CLUSTER + "test_the_script_of_a_job",
     "WandBConfig.mode": _SERVICES_TEST + "test_wandb_fields_reach_the_run",
@@ -252,7 +255,7 @@ EFFECTS: dict[str, str] = {
     "WandBConfig.wandb_api_key": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
     "MemoryProfilerConfig.max_entries": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
-    "PPOConfig.async_training": _CHECKS + "test_async_training_must_agree_with_how_far_rollout_runs_ahead",
+    "PPOConfig.async_training": _ACROSS + "test_async_training_must_agree_with_how_far_rollout_runs_ahead",
     "NameResolveConfig.type": _CLUSTER + "test_names_lie_below_the_shared_folder_unless_another_is_given",
     "TrainEngineConfig.load_in_4bit": _ENGINES + "test_an_adapter_learns_beside_weights_in_4_bits",
     "TrainEngineConfig.offload_activations": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",

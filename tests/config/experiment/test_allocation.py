@@ -120,7 +120,7 @@ def test_a_form_of_earlier_versions_is_translated(text, modern):
         ("sglang:c2", "sglang has no size 'c'; choose among d, t, p"),
         ("sglang.d4p1m2", "write sglang:d4t2 with a colon"),
         ("d2p2m1", "write megatron:d2p2 to train or areno:d2p2 to generate"),
-        ("sglang:d4+fsdp:d4", "names several engines where one is expected"),
+        ("sglang:d4+fsdp:d4", "names several engines, but one is expected"),
         ("fsdp:(attn:d2|ffn:d2)", "only megatron"),
         ("megatron:(attn:d2)", "write both parts"),
         ("megatron:(attn:d2e2|ffn:d2)", "attn has no size 'e'"),
@@ -139,7 +139,7 @@ def test_what_is_not_in_the_grammar_is_named(text, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("sglang:d4|fsdp:d4", "shares devices and has no name"),
+        ("sglang:d4|fsdp:d4", "shares devices but has no name"),
         ("sglang:d4|fsdp[actor]:d2", "must have as many"),
         ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
         ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more parts must all be named"),

@@ -18,8 +18,9 @@ from areno.config.experiment import (
 )
 from areno.config.experiment.backend_sections import UNUSED_BACKEND
 from areno.config.experiment.notices import notice
-from areno.config.experiment.saving import SECRETS, config_text
+from areno.config.experiment.saving import config_text
 from areno.config.experiment.setting_declaration import paths_of, settings_of, walk
+from areno.config.secrets import SECRETS
 from areno.errors import UsageError
 from tests.config.experiment.samples import SAMPLES, changed
 from tests.config.experiment.shown_by import EFFECTS
@@ -102,6 +103,7 @@ VALUES = {
     "async_training": False,
     "cluster.name_resolve.type": "memory",
     "actor.rejection_sampling.action": "clamp",
+    "rollout.save_rollouts": "all",
 }
 # Settings whose value must be another setting's, with the words that say so.
 MUST_AGREE = {

@@ -298,10 +298,10 @@ def test_an_override_sets_what_was_written(value):
         (["actor.behave_imp_weight_cap=5"], "actor.behave_imp_weight_cap is now rejection_sampling.upper"),
         (["actor.behave_imp_weight_mode=token_mask"], "action: mask"),
         (["actor.recompute_logprobs=true"], "is spelled recompute_logprob"),
-        (["actor.group_size=8"], "actor.group_size is gconfig.n_samples here"),
+        (["actor.group_size=8"], "actor.group_size is gconfig.n_samples in areno"),
         (
             ["actor.dynamic_sampling=true"],
-            "actor.dynamic_sampling is not a setting here; use workflow.dynamic_filter_fn",
+            "actor.dynamic_sampling is not a setting of areno; use workflow.dynamic_filter_fn",
         ),
         (["recover.mode=fault"], "recover.mode 'fault' is unknown"),
         (["seed"], "argument 'seed' is not an override; write key=value"),

@@ -13,8 +13,7 @@ from areno.config.experiment.notices import notice
 from areno.config.experiment.roles import takes_turns
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
-from tests.config.experiment.samples import SFT, rl
-from tests.config.experiment.test_checks import accepted, refused
+from tests.config.experiment.samples import SFT, accepted, refused, rl
 
 CPU = Machine(gpus=0, cores=4)
 NODE = Machine(gpus=8, cores=64, flash_attention=True)

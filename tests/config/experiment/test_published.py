@@ -178,7 +178,7 @@ def test_a_file_of_each_kind_loads_or_ends_in_one_message_that_says_what_to_writ
             )
             assert words in text
     config, _ = load_expr_config([*argv, *REMEDIES[kind]], experiment_class(argv))
-    assert notice(config).startswith("settings that are accepted but have no effect here:\n  ")
+    assert notice(config).startswith("settings that are accepted but have no effect in this run:\n  ")
 
 
 def test_a_task_of_a_launcher_is_no_experiment(tmp_path):

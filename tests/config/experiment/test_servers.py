@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areno.config.experiment.roles import server_of
-from tests.config.experiment.test_checks import accepted, refused
+from tests.config.experiment.samples import accepted, refused
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ RUN_POLICY = (
     " rollout.scheduling_strategy.target=actor rollout.scheduling_strategy.fork=false reward.fn={functions}:letters"
     " actor.reward_norm.mean_level=group"
 )
-IN_TURN = ["reward function", "generating and training in turn on one device"]
+IN_TURN = ["reward function", "alternating generation and training on one device"]
 PLAIN = {
-    "flags": (SFT, ["prompts shared in training"]),
-    "yaml": (RUN_SFT, ["saving beside training"]),
-    "flags policy": (POLICY + " --epochs 1", [IN_TURN[0], "prompts shared in training", *IN_TURN[1:]]),
-    "yaml policy": (RUN_POLICY, [*IN_TURN, "saving beside training"]),
+    "flags": (SFT, ["shared prompts computed once in training"]),
+    "yaml": (RUN_SFT, ["saving in the background"]),
+    "flags policy": (POLICY + " --epochs 1", [IN_TURN[0], "shared prompts computed once in training", *IN_TURN[1:]]),
+    "yaml policy": (RUN_POLICY, [*IN_TURN, "saving in the background"]),
 }
 APART = (
     " rollout.scheduling_strategy.type=separation rollout.scheduling_strategy.target=null"
@@ -72,7 +72,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         SFT
         + " --epochs 2 --mini-bs 3 --lora-rank 4 --load-in-4bit --activation-checkpointing --eval-dataset-path {held_out}"
         " --eval-interval 1 --keep-best --save-interval 1",
-        "passes over the data, rows of one pass, LoRA, LoRA on a base in 4 bits, recomputed activations, evaluation, "
+        "passes over the data, rows of one pass, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "flags stopped": (
@@ -82,16 +82,17 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "flags ranks": (
         SFT.replace("{ckpt}", "{gguf}") + " --max-steps 1 --world-size 2 --fsdp",
-        "most steps, several devices, weights sharded over replicas (FSDP2), a model in a GGUF file",
+        "maximum steps, several devices, weights sharded across replicas (FSDP2), a model in a GGUF file",
     ),
     "flags clock": (
         SFT + " --save-interval-minutes 0.15 --model-save-interval 1 --trace --max-sequences 24",
-        "checkpoints by the clock, models beside checkpoints, saving beside training, traces, most trained sequences",
+        "checkpoints at time intervals, models in addition to checkpoints, saving in the background, traces, "
+        "maximum trained sequences",
     ),
     "flags update": (
         POLICY + " --max-steps 1 --batch-size 4 --n-samples 2 --update-epochs 2 --update-minibatches 2 --kl-coef 0.1"
         " --tree-training --speculate 2",
-        "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
+        "optimizer steps per rollout, passes over a rollout, shared prompts computed once in training, speculative decoding, "
         "KL in the loss, reward function",
     ),
     "flags routed": (
@@ -103,8 +104,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         "routing replay",
     ),
     "flags named": (
-        POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
-        "algorithm by name or from your own file, KL in the reward",
+        POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1 --save-rollouts 1",
+        "algorithm by name or from your own file, KL in the reward, saved training rows",
     ),
     "flags parts": (
         POLICY.replace("{functions}", "{functions}:parts")
@@ -113,8 +114,8 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "yaml parts": (
         RUN_POLICY.replace(":letters", ":named") + " total_train_steps=1 reward.weights.length=0.1"
-        " reward.normalize_parts=true",
-        "weights of a reward's parts, normalised parts of a reward",
+        " reward.normalize_parts=true rollout.save_rollouts=1",
+        "weights of a reward's parts, normalised parts of a reward, saved training rows",
     ),
     "flags async": (
         TRAIN + " --algo grpo --workflow {workflow}:Quarter --batch-size 2 --n-samples 4 --max-steps 3 --rollout async"
@@ -124,7 +125,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags agent": (
         POLICY.replace("{functions}", "{functions}:failing")
         + " --max-steps 1 --agent-fn {agent} --on-reward-error drop --metrics-log-dir {run}/tb --track wandb",
-        "agents, what a failing reward does, TensorBoard, W&B, SwanLab, Trackio, MLflow",
+        "agents, handling of failing rewards, TensorBoard, W&B, SwanLab, Trackio, MLflow",
     ),
     "flags equal": (
         POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
@@ -135,12 +136,12 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml terminal": (RUN_SFT + " total_train_steps=1", "live display on a terminal"),
     "flags pairs": (
         TRAIN + " --algo dpo --batch-size 6 --max-steps 1 --dpo-label-smoothing 0.1",
-        "swapped labels of DPO, reference of DPO, scored once and kept on disk",
+        "label smoothing of DPO, reference of DPO, scored once and kept on disk",
     ),
     "flags simpo": (TRAIN + " --algo simpo --batch-size 6 --max-steps 1", "preferences without a reference (SimPO)"),
     "yaml pairs": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.label_smoothing=0.1 ref.path={ckpt}",
-        "swapped labels of DPO, reference of DPO, scored once and kept on disk",
+        "label smoothing of DPO, reference of DPO, scored once and kept on disk",
     ),
     "yaml simpo": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.algorithm=simpo",
@@ -163,10 +164,10 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_POLICY.replace(":letters", ":same") + " total_train_epochs=1",
         "warnings about runs that cannot learn",
     ),
-    "flags plan": (POLICY.replace("train", "plan", 1), "memory planned before a run (`areno plan`)"),
+    "flags plan": (POLICY.replace("train", "plan", 1), "memory plan before a run (`areno plan`)"),
     "yaml plan": (
         RUN_POLICY.replace("run", "plan", 1) + " --tune-params",
-        "memory planned before a run (`areno plan`), tuned sizes",
+        "memory plan before a run (`areno plan`), tuned sizes",
     ),
     "yaml judge": (
         RUN_POLICY.replace("reward.fn={functions}:letters", "reward.path={judge}") + " total_train_steps=1",
@@ -175,7 +176,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml failing": (
         RUN_POLICY.replace(":letters", ":stumbling") + " total_train_steps=2 train_dataset.shuffle=false"
         " reward.on_error=drop actor.eps_clip_higher=0.3",
-        "what a failing reward does, policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+        "handling of failing rewards, policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
     ),
     "flags family": (
         POLICY + " --max-steps 1 --algo dapo --eps-clip-higher 0.3",
@@ -186,7 +187,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
         " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2 actor.kl_loss_coef=0.1"
         " ref.path={ckpt}",
-        "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
+        "optimizer steps per rollout, passes over a rollout, shared prompts computed once in training, speculative decoding, "
         "KL in the loss, reward function",
     ),
     "yaml named": (
@@ -197,7 +198,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_SFT + " total_train_epochs=2 actor.mb_spec.max_tokens_per_mb=96 actor.use_lora=true actor.lora_rank=4"
         " actor.load_in_4bit=true"
         " actor.gradient_checkpointing=true evaluator.keep_best=true recover.mode=auto recover.freq_steps=1" + HELD_OUT,
-        "passes over the data, rows of one pass, LoRA, LoRA on a base in 4 bits, recomputed activations, evaluation, "
+        "passes over the data, rows of one pass, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "yaml stopped": (
@@ -207,12 +208,13 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "yaml ranks": (
         RUN_SFT.replace("{ckpt}", "{gguf}") + " total_train_steps=1 actor.backend=fsdp:d2",
-        "most steps, several devices, weights sharded over replicas (FSDP2), a model in a GGUF file",
+        "maximum steps, several devices, weights sharded across replicas (FSDP2), a model in a GGUF file",
     ),
     "yaml clock": (
         RUN_SFT + " recover.mode=auto recover.freq_secs=9 saver.freq_steps=1 perf_tracer.enabled=true"
         " total_train_n_seqs=12",
-        "checkpoints by the clock, models beside checkpoints, saving beside training, traces, most trained sequences",
+        "checkpoints at time intervals, models in addition to checkpoints, saving in the background, traces, "
+        "maximum trained sequences",
     ),
 }
 AFTER_A_SIGNAL = ("saving on Ctrl-C, SIGTERM and SIGHUP", "exact resume")
@@ -222,7 +224,7 @@ ENDS_AND_GOES_ON = {
 }
 
 
-OFFLOADING = ("optimizer in the computer's memory", "activations in the computer's memory")
+OFFLOADING = ("optimizer in host memory", "activations in host memory")
 ON_A_GPU = {
     "flags": (SFT + " --offload-optimizer --offload-activations", ("--offload-optimizer", "--offload-activations")),
     "yaml": (

@@ -278,7 +278,9 @@ def test_what_cannot_be_spread_is_refused_by_name(pair, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(path)
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(stock, config).save_pretrained(tmp_path / "embedding")
-    with pytest.raises(UsageError, match=r"adapter of model.embed_tokens .*leave it out of --lora-target-modules"):
+    with pytest.raises(
+        UsageError, match=r"adapter of model.embed_tokens .*leave the layer out of --lora-target-modules"
+    ):
         pair.call("apply", functools.partial(learned, adapter_path=str(tmp_path / "embedding"), rank=0), path)
     stock = AutoModelForCausalLM.from_pretrained(path)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")

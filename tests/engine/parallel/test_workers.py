@@ -139,7 +139,7 @@ def test_calls_do_not_wait_for_ever_where_the_watching_thread_fails(monkeypatch)
         raise ZeroDivisionError("in the check")
 
     monkeypatch.setattr(WorkerGroup, "_check", fail)
-    with pytest.raises(EngineError, match="cannot be watched any more: ZeroDivisionError: in the check"):
+    with pytest.raises(EngineError, match="can no longer be watched: ZeroDivisionError: in the check"):
         group.call("sleep", 60.0)
     assert gone_within(group.pids, 5)
     group.close()

@@ -79,7 +79,7 @@ def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path,
     out = capsys.readouterr().out.splitlines()
     assert [line for line in out if line.startswith("replicas")] == ["replicas: 1", "replicas: 2", "replicas: 1"]
     assert main(["scale", str(folder), "--add", "http://127.0.0.1:1"]) == 1
-    assert "only a run that joined servers can join more" in capsys.readouterr().err
+    assert "only a run that has joined servers can join more" in capsys.readouterr().err
     assert main(["scale", str(folder), "0"]) == 2
     fleet.close()
     assert main(["scale", str(folder)]) == 2

@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-Runs as a separate process at the lowest priority, while the run continues on the other cores. It knows the model's
-configuration but no weights, whose memory is allocated and never touched. It exits with its parent.
+Runs as a separate process at the lowest priority, while its parent continues. It reads the model's configuration but no
+weights: their memory is allocated and never touched. It exits when its parent does.
 """
 
 import json
@@ -24,8 +24,8 @@ from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.engine.rollout.kv_cache import LayerShape
 
-# Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would
-# inline: here they are uninitialized.
+# Thread counts are chosen at run time. No weights or buffers are embedded, not even small ones that the compiler would inline,
+# because the model's tensors are uninitialized.
 _OPTIONS = {
     "cpp.dynamic_threads": True,
     "aot_inductor.package_constants_in_so": False,
@@ -39,7 +39,7 @@ def build(spec: StepSpec, package: Path) -> None:
     """Trace and compile, then move the package into place atomically.
 
     Raises:
-        RuntimeError: the configuration yields another architecture than the spec's, or tracing or compiling failed.
+        RuntimeError: the configuration yields an architecture other than the spec's, or tracing or compiling failed.
     """
     load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:

@@ -19,13 +19,13 @@ _COLUMNS = 32  # cache columns that the validation step attends to
 
 
 class StepPackage:
-    """Loads a package of :mod:`build`, binds a model's weights to it, and validates it against the model.
+    """A loaded package of :mod:`build`, bound to a model's weights and validated against the model.
 
     The weights are shared, not copied, so training updates are visible without further calls.
 
     Raises:
-        EngineError: the package cannot be loaded, needs weights that the model lacks, differs from the model, or may have
-            been written by another user.
+        EngineError: the package cannot be loaded, needs weights that the model lacks, computes other results than the model, or
+            may have been written by another user.
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
@@ -36,7 +36,7 @@ class StepPackage:
         try:
             for kernel in KERNELS:
                 kernel.load()
-            # The bare loader: importing torch._inductor takes seconds for a compiler that is not needed here.
+            # Uses the loader alone: importing torch._inductor takes seconds, for a compiler that is not needed to load.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
             self._bind()
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
@@ -53,7 +53,7 @@ class StepPackage:
         return logits, tokens, logprobs
 
     def refresh(self) -> None:
-        """Rebind weights whose memory has moved; call before the first step after that may have happened."""
+        """Rebind weights whose memory has moved; call before the next step whenever they may have moved."""
         moved = [name for name, weight in self._weights.items() if weight.data_ptr() != self._lent[name].data_ptr()]
         for name in moved:
             self._lent[name].data = self._weights[name].detach()
@@ -81,14 +81,14 @@ class StepPackage:
     def _load(self) -> None:
         """Pass the weights' addresses to the loader.
 
-        PyTorch 2.13 never frees its references to user-managed tensors. So it always gets the same tensor objects, whose
-        memory :meth:`refresh` and :meth:`close` swap: each call leaks 8 KB, not the weights.
+        PyTorch 2.13 never frees its references to user-managed tensors. So the loader always gets the same tensor objects,
+        whose memory :meth:`refresh` and :meth:`close` swap: each call leaks 8 KB, not the weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Compare logits and cache of one random step with the model's, each on its own copy of the cache."""
+        """Run one random step compiled and by the model, each on its own copy of the cache, and compare logits and caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments

@@ -57,7 +57,7 @@ class StepSpec:
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
 
 
-# Our kernels; a step uses all of them, or if one cannot be built, PyTorch's operators.
+# Our kernels: a step uses all of them, or PyTorch's operators if one of them cannot be built.
 _KERNEL_MODULES = (decode_attention, row_product, plain_draw)
 KERNELS = tuple(module.KERNEL for module in _KERNEL_MODULES)
 _TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)

@@ -1,12 +1,12 @@
-"""Choose how decode steps run: with our kernels if the model is large enough, and compiled if that pays off.
+"""Choose how decode steps run: with our kernels if the model is large enough, and compiled if that saves time.
 
 The kernels are built once per machine, in seconds, before the first step. A compiled step saves PyTorch's overhead between
-kernels: most of the time of a small model, and a fourteenth at 135 M parameters. It is used at once if it is on disk, else
-as soon as the remaining work justifies building it.
+kernels: most of a step's time for a small model, 7 % of it at 135 M parameters. A compiled step is used at once if it is on
+disk, else as soon as the remaining work justifies building it.
 
-Building takes about 40 seconds of one core and delays no token: it runs in a separate process at the lowest priority, and the
-switch happens between two steps. A step that cannot be compiled is reported once, and decoding continues as before. Built
-steps are cached on disk, so the next run of the same model starts with them.
+Building takes about 40 seconds on one core and does not delay generation: it runs in a separate process at the lowest priority,
+and the switch happens between two steps. A step that cannot be compiled is reported once, and decoding continues as before.
+Built steps are cached on disk, so the next run of the same model starts with them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ DecodeMode = Literal["auto", "eager", "compiled"]
 # 0.93 of one with kernels.
 BUILD_BASE_S, BUILD_LAYER_S = 34.0, 2.0
 SAVED, SAVED_BESIDE_KERNELS = 0.5, 0.07
-# Weight bytes from which matrix products dominate a step, so that kernels justify their build time.
+# Size of the weights in bytes from which matrix products dominate a step, so that kernels justify their build time.
 _LEAST_BYTES = 32 << 20
-# Steps between checks whether building pays off or has finished.
+# Number of steps between checks whether building saves time or has finished.
 _LOOK_EVERY = 32
 
 
 class DecodeSwitch:
-    """Runs decode steps, and switches to a faster implementation when that pays off.
+    """Runs decode steps, and switches to a faster implementation when that saves time.
 
     Args:
         model, cache: the policy and its KV cache.
         layers: what each layer caches; empty if some layers are recurrent.
         mode: ``eager`` never compiles a step; ``compiled`` waits for the build in :meth:`prepare`.
-        builds: whether ``auto`` may build a missing step; else it waits for another process to build it.
+        builds: whether ``auto`` may build a missing step; otherwise another process is expected to build it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DecodeSwitch:
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
-        """With ``compiled``, build or load the step now.
+        """In mode ``compiled``, build or load the compiled step now.
 
         Raises:
             EngineError: the step cannot be compiled.
@@ -98,7 +98,7 @@ class DecodeSwitch:
             self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one step; ``remaining()`` is an upper bound of the tokens left to generate."""
+        """Run one decode step; ``remaining()`` is an upper bound of the tokens left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()
@@ -114,7 +114,7 @@ class DecodeSwitch:
         return draw
 
     def refresh(self) -> None:
-        """Call before the first step after the weights' memory may have moved."""
+        """Rebind the weights of a compiled step; call before the next step whenever their memory may have moved."""
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.refresh()
 
@@ -131,10 +131,10 @@ class DecodeSwitch:
 
     @cached_property
     def _spec(self) -> StepSpec:
-        """What to compile.
+        """Identity of the step to compile.
 
         Raises:
-            EngineError: the step is known not to compile here.
+            EngineError: a step of this model on this device is known not to compile.
         """
         model = self.model
         if model.device.type != "cpu":
@@ -142,9 +142,9 @@ class DecodeSwitch:
         if not self.layers:
             raise EngineError(f"{type(model.module).__name__} has recurrent states")
         if not type(model.module).__module__.startswith("transformers."):
-            raise EngineError("the checkpoint ships code of its own")
+            raise EngineError("the model's code comes with its checkpoint")
         if model.adapter is not None and not model.adapter.merges:
-            raise EngineError("the adapter runs beside the weights")
+            raise EngineError("the adapter is not merged into the weights")
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
@@ -159,7 +159,7 @@ class DecodeSwitch:
             self._saved = SAVED_BESIDE_KERNELS
 
     def _look(self, remaining: Callable[[], int]) -> None:
-        """Switch to the compiled step if it exists, else start building it if that pays off."""
+        """Switch to the compiled step if it exists, else start building it if that saves time."""
         try:
             if self._build is not None:
                 self._look_at_build(self._build)
@@ -185,7 +185,7 @@ class DecodeSwitch:
         self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
-        """Whether compiling saves more than it costs, assuming at least as much work ahead as has been done."""
+        """Whether compiling saves more time than it costs, assuming that at least as much work remains as has been done."""
         if not self._generated:
             return False
         ahead = remaining() * self._spent_s / self._generated
@@ -211,7 +211,7 @@ class _Build:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
         )
-        # Kills a running process and removes its files; at exit at the latest.
+        # Kills the process if it still runs and removes its files, at the latest when the interpreter exits.
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:

@@ -1,6 +1,6 @@
 """The compiled function: one decode step from token ids to the next ones, including temperature sampling.
 
-Everything that varies between steps is an argument, so one trace serves all batch sizes, context lengths and cache sizes.
+All that varies between steps is an argument, so one trace works for all batch sizes, context lengths and cache sizes.
 """
 
 from collections.abc import Sequence as Seq
@@ -63,7 +63,7 @@ class DecodeStep(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append to the cache, and sample.
+        """Append the tokens to the cache, and sample the next ones.
 
         Args:
             tokens: ids to feed [B].
@@ -72,7 +72,7 @@ class DecodeStep(nn.Module):
             columns: indices of the columns to attend to [L].
             leaders: row with the same prefix as each row [B].
             shared: length of that prefix [B].
-            temperatures: of each row [B].
+            temperatures: temperature of each row [B].
             greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
             keys: caches of the layers [B, heads, columns, size]; written in place.
@@ -102,7 +102,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
     vocab = scaled.shape[1]
     size = inverse_cdf.block_size(vocab)
     blocks = -(-vocab // size)
-    # Materializes no weights of all tokens: only the largest logit and the sum of each block.
+    # Does not materialize the weights of all tokens, only the largest logit and the sum of each block.
     table = nn.functional.pad(scaled, (0, blocks * size - vocab), value=-torch.inf).view(-1, blocks, size)
     largest = table.amax(-1)
     highest = largest.amax(-1)

@@ -1,7 +1,7 @@
 """Backends of paged decode attention: our Triton kernel, or a gather into a padded batch.
 
-The choice is tested, not inferred from version numbers: on first use, each device runs the kernel on a small case and selects
-it if the result is right.
+The kernel is tested, not chosen by version numbers: on first use, each device runs it on a small case and selects it if the
+result is right.
 """
 
 import functools
@@ -30,7 +30,7 @@ class AttentionBackend:
 
     name: str  # for logs and benchmarks
     run: PagedAttention
-    fixed_shape: bool  # launch independent of context lengths, as CUDA graphs need
+    fixed_shape: bool  # the launch does not depend on context lengths, as CUDA graphs require
 
 
 def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
@@ -43,7 +43,7 @@ def gather_attention(
 ) -> Tensor:
     """Gather the pages, then run PyTorch's attention; works on every device."""
     k, v = (gathered(pool, table, columns) for pool in (keys, values))
-    at = positions.clamp(min=0)  # padding rows see one column, because softmax over none is NaN
+    at = positions.clamp(min=0)  # padding rows attend to one column, because softmax over none is NaN
     mask = decode_mask(at, torch.arange(columns, device=q.device), layer.window, q.dtype)
     return scaled_dot_product(q[:, :, None], k, v, layer, mask[:, None, None])[:, :, 0]
 
@@ -75,7 +75,7 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> At
 
 
 def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
-    """Test a backend on a small case; None if it works, else the problem."""
+    """Test a backend on a small case. Returns None if it works, else the problem."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)

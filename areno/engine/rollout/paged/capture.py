@@ -25,7 +25,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Drop all graphs and their pool: older PyTorch aborts a capture into a pool without graphs."""
+        """Drop all graphs and their pool: older versions of PyTorch abort a capture into a pool without graphs."""
         super().clear()
         self._pool = None
 
@@ -39,7 +39,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         try:
             self[size] = self._record(main, program)
         except Exception as error:  # Triton's errors have no common base class
-            # torch.cuda.graph leaves the capture stream current if ending the capture fails. Work there would not be
+            # torch.cuda.graph leaves the capture stream current if ending the capture fails. Work on that stream would not be
             # ordered with weight updates on the main stream.
             torch.cuda.set_stream(main)
             torch.cuda.synchronize(self._device)
@@ -49,7 +49,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Warm up twice on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
+        """Warm up by two runs on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)
@@ -67,7 +67,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make device synchronizations raise an error that names the operation, unlike errors during a capture."""
+    """Make device synchronizations raise an error that names the operation; errors during a capture do not name it."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -77,7 +77,7 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """Why a model's decode steps cannot be captured, as far as its configuration tells; else None."""
+    """Reason why decode steps of a model cannot be captured, as far as its configuration shows; else None."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

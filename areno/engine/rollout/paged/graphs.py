@@ -1,8 +1,8 @@
 """One decode step on the device: body, logits and sampling over static buffers, captured in a CUDA graph per batch size.
 
-Per row, a step needs only a few numbers from the host: the source of its token (the last step's output on the device, or the
-host), its position and its token index. So the next step can be launched before the last one's tokens have been read. On a
-CPU, with ``--eager-decode``, or if attention cannot be captured, the same program runs eagerly.
+For each row, a step needs only a few numbers from the host: the source of the row's token (the output of the previous step on
+the device, or the host), its position and its token index. So a step can be launched before the tokens of the previous one have
+been read. On a CPU, with ``--eager-decode``, or if attention cannot be captured, the same program runs eagerly.
 """
 
 import logging
@@ -38,7 +38,7 @@ class StepRow:
 
     position: int  # position of the token fed; -1 if the row is paused
     counter: int  # index of the token to sample
-    source: int  # row of the last step whose token to feed; -1: feed ``token``
+    source: int  # row of the previous step whose token to feed; -1: feed ``token``
     token: int  # token to feed, if the host knows it
     seed: int  # seed of the sample
     sampling: SamplingParams  # only temperature and greedy are supported
@@ -63,7 +63,7 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes to capture, up to ``most``: denser at small sizes, where padding costs relatively more."""
+    """Batch sizes to capture, up to ``most``; denser at small sizes, where padding costs relatively more."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
@@ -99,7 +99,7 @@ class DeviceDecode:
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
         """Launch a step over the first rows of the block table; returns before its result is ready.
 
-        A new ``version`` of the weights triggers a check whether they have been reallocated.
+        If ``version`` has changed, checks whether the weights have been reallocated.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)
@@ -189,7 +189,7 @@ class DeviceDecode:
         finally:
             self._step.copy_(saved[0])
             self._last.copy_(saved[1])
-        self._epoch = self.cache.epoch  # a capture may have allocated a layer's pool
+        self._epoch = self.cache.epoch  # the capture may have allocated a layer's pool
         return True
 
     def _backend(self) -> AttentionBackend:

@@ -1,8 +1,8 @@
 """Decode attention over pages, in Triton: one new token per row, any page size, grouped heads folded into one tile.
 
 A program handles one row, one key head and one part of the context, with online softmax in fp32 (Milakov and Gimelshein
-2018); a second kernel merges the parts (split-K, as in flash decoding). Sliding windows skip hidden keys; sinks are added last,
-as a key without a value. Lengths are read on the device, so a captured launch stays valid while contexts grow.
+2018); a second kernel merges the parts (split-K, as in flash decoding). Keys outside a sliding window are skipped; sinks are
+added last, as a key without a value. Lengths are read on the device, so a captured launch stays valid while contexts grow.
 
 Importing this module requires Triton.
 """
@@ -21,7 +21,7 @@ MIN_TILE = 16
 MAX_PARTS = 16
 # Minimum keys per part.
 MIN_KEYS = 256
-# Software pipeline stages of a program's loop; the page lookup takes some, so three leave one for keys and values.
+# Software pipeline stages of a program's loop. The page lookup takes two of three; the third is for keys and values.
 STAGES = 3
 
 
@@ -94,7 +94,7 @@ def _attend(
         if WINDOWED:
             seen = seen & (column >= first)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))  # every block holds a visible key, so this is finite
+        highest = tl.maximum(top, tl.max(scores, 1))  # every block has a visible key, so this is finite
         shrink = tl.exp(top - highest)
         weights = tl.exp(scores - highest[:, None])
         v_at = v_ptr + (page * v_page + cell * v_cell + head * v_head)[:, None] + value[None, :]
@@ -226,7 +226,7 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Parts per context, a power of two: enough programs to fill the GPU twice, with enough keys per part."""
+    """Number of parts per context, a power of two: enough to fill the GPU twice, with at least :data:`MIN_KEYS` keys each."""
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2

@@ -20,10 +20,10 @@ from areno.engine.rollout.sequence import SampleGroup, Sequence
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """A rollout loop whose decode steps overlap with the host while no row needs filters, edits or top log-probs.
+    """A rollout loop whose decode steps overlap with work on the host, as long as no row needs filters, edits or top log-probs.
 
-    ``eager_decode`` disables CUDA graphs; the other arguments are those of
-    :class:`~areno.engine.rollout.loop.RolloutLoop`, whose speculative decoding and compiled steps need slots.
+    ``eager_decode`` disables CUDA graphs; the other arguments are those of :class:`~areno.engine.rollout.loop.RolloutLoop`.
+    Speculative decoding and compiled steps need slots and are not supported.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -70,7 +70,7 @@ class PagedRolloutLoop(RolloutLoop):
         super().resize(budget_tokens)
 
     def _columns(self, budget_tokens: int) -> int:
-        """Maximum tokens of a sequence, plus room for a step launched before the last token is read."""
+        """Maximum number of tokens of a sequence, plus room for a step that is launched before the last token is read."""
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:

@@ -1,8 +1,9 @@
 """Paged KV cache: rows of a block table instead of slots.
 
 The interface is that of :class:`~areno.engine.rollout.kv_cache.SlotCache`. Samples of one prompt share pages until they write
-(copy-on-write of the last, partly filled page), snapshots are references, a compaction moves rows of the table, and a page is
-free once its last reference is dropped. The pool is allocated once at full size, so that CUDA graphs keep valid addresses.
+(copy-on-write of the last, partly filled page). Snapshots are references to pages; a compaction moves rows of the table. A page
+is free once its last reference is dropped. The pool is allocated once at full size, so that the addresses in CUDA graphs remain
+valid.
 """
 
 import weakref
@@ -20,7 +21,7 @@ from areno.errors import EngineError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageSnapshot:
-    """Pages of a context's prefix; they stay cached while this object lives."""
+    """Pages of a context's prefix. They stay cached while this object exists."""
 
     pages: tuple[int, ...]
     allocator: PageAllocator
@@ -38,7 +39,7 @@ class PagedCache(KVCache):
 
     Attributes:
         table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or spare.
-        epoch: incremented when a tensor that captured graphs read has moved.
+        epoch: incremented when a tensor that captured graphs read moves.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Start rows with the first ``length`` tokens of a snapshot, a whole number of pages."""
+        """Let rows begin with the first ``length`` tokens of a snapshot, a whole number of pages."""
         if snapshot.allocator is not self.allocator:
             raise EngineError("a prefix was cached before the KV cache was released; clear the prefix store with it")
         for slot in slots:
@@ -176,12 +177,12 @@ class PagedCache(KVCache):
         self._mark(row, 0)
 
     def _mark(self, row: int, first: int) -> None:
-        """Mark the entries of a row from ``first`` on as changed."""
+        """Mark the block-table entries of a row from ``first`` on as changed."""
         begin = row * self.table.shape[1]
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 
     def publish(self) -> None:
-        """Copy pending page copies and block table changes to the device."""
+        """Perform the pending page copies on the device, and upload the changed block-table entries."""
         if self._copies:
             pairs = torch.tensor([list(self._copies), list(self._copies.values())])
             pairs = pairs.to(self.device, non_blocking=True)

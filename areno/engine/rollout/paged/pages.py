@@ -12,13 +12,13 @@ SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Number of pages with which allocation never fails while the scheduler keeps its budget.
+    """Number of pages with which allocation never fails, provided that the scheduler keeps to its budget.
 
     The scheduler charges each live sequence the longest length, rounded up to :data:`COLUMN_STEP`, a whole number of pages.
     So no sequence has more pages than it is charged for; sharing only lowers the number. A single sequence may exceed the
-    budget, but not the budget rounded up to the step. A step launched before the last one's tokens are known may allocate
-    one more page per running sequence. The prefix store charges whole blocks, each a whole number of pages. The spare page
-    is extra.
+    budget, but not the budget rounded up to :data:`COLUMN_STEP`. A decode step launched before the tokens of the previous one
+    are known may allocate one more page per running sequence. The prefix store charges whole blocks, each a whole number of
+    pages. The spare page is extra.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
@@ -28,7 +28,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
 
 
 class PageAllocator:
-    """Free list and reference counts of ``pages`` pages, the spare one included."""
+    """Free list and reference counts of ``pages`` pages, including the spare one."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages

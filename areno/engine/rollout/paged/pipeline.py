@@ -17,7 +17,7 @@ Landed = tuple[Sequence, int, float]
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step: the row of each sample, and the index of the token that the row samples (-1: none)."""
+    """A launched step: the row of each sample, and for each row the index of the token to sample (-1: none)."""
 
     rows: dict[Sequence, int]
     indices: list[int]
@@ -54,7 +54,7 @@ class DecodePipeline:
         unread = source >= 0
         index = len(sequence.output) + unread
         if index >= sequence.group.sampling.max_new_tokens:
-            return PAUSED  # its last token is in flight
+            return PAUSED  # the sample's last token is in flight
         return StepRow(
             position=sequence.length + unread - 1,
             counter=index,

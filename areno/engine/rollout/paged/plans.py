@@ -18,7 +18,7 @@ from areno.engine.rollout.paged.paged_kv_cache import PagedCache
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Packed spans of contexts. Each is cached once; :meth:`finish` links its pages to all slots that share it."""
+    """Packed spans of contexts. Each context is cached once; :meth:`finish` links its pages to all slots that share it."""
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -73,7 +73,7 @@ class PagedDecodePlan:
     Args:
         cache: the KV cache.
         positions: position of the new token of each row [rows]; -1 for padding, which writes to the spare page.
-        columns: columns to attend to; beyond every position.
+        columns: number of columns to attend to, greater than every position.
     """
 
     def __init__(self, cache: PagedCache, positions: Tensor, columns: int) -> None:
@@ -87,7 +87,7 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Open the cells of a step of the first rows and return its plan, padded to a multiple of :data:`ROW_STEP`."""
+        """Allocate the cells of a step of the first rows and return its plan, padded to a multiple of :data:`ROW_STEP`."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)

@@ -1,7 +1,7 @@
 """Weight transfer engine for vLLM servers: the trainer broadcasts by gloo between CPUs and by NCCL between GPUs.
 
-Imported by vLLM's workers, whose environment may lack areno. Driven by vLLM's calls: ``/init_weight_transfer_engine`` joins
-the trainer's group; ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
+vLLM's workers import this module; their environment may lack areno. vLLM's calls control it: ``/init_weight_transfer_engine``
+joins the trainer's group; ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
 """
 
 import socket
@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-_ALIGN = 64  # as areno.rollouts.fleet.tensors lays tensors out
+_ALIGN = 64  # the layout of areno.rollouts.fleet.tensors
 
 
 @dataclass
@@ -36,7 +36,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightInfo(WeightTransferUpdateInfo):
-    """The broadcast tensors in order, in buckets of at most ``bucket_bytes`` unless a single tensor is larger."""
+    """The broadcast tensors, in order. A bucket has at most ``bucket_bytes``, unless a single tensor is larger."""
 
     names: list[str]
     dtypes: list[str]
@@ -79,7 +79,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            # Otherwise partially loaded layers would count as loaded in the following reload.
+            # Otherwise partially loaded layers would count as loaded in the next reload.
             finalize_layerwise_reload(self.model, self.model_config)
             raise
         if self.device.type == "cuda":
@@ -127,7 +127,7 @@ def _buckets(info: WeightInfo) -> Iterator[list[tuple[str, torch.dtype, list[int
 
 
 def _own_address(other: str) -> str:
-    """This machine's address on the route to another; sends nothing."""
+    """Address of this machine on the route to another one; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])

@@ -1,0 +1,133 @@
+"""``areno replay`` of a run of ``areno train``: updates on recorded rows, by the run's own trainer."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from areno.api.run_training import locked_run, make_loop, make_trainer, run_loop
+from areno.api.trainers.policy_only import PolicyOnlyTrainer
+from areno.api.trainers.rollout_trainer import RolloutTrainer
+from areno.config.algorithms import get_algorithm
+from areno.config.replayed import ReplayOptions
+from areno.config.train_options import TrainOptions
+from areno.errors import UsageError
+from areno.loss_fns.shaping import Credits
+from areno.observability.display import ProgressDisplay
+from areno.observability.logs import setup_logging
+from areno.observability.samples import observe, row_records
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_status import recorded_status
+from areno.training.frequency import StepInfo
+from areno.training.loop import PlannedStep
+from areno.training.replay import RecordedStep
+from areno.training.report import StepOutcome
+from areno.types import TrainSequence
+
+
+class ReplayTrainer(RolloutTrainer):
+    """Trains on the rows of a replay instead of samples; combined with the trainer class of an algorithm."""
+
+    replay: RecordedStep
+    keeps: bool  # write a checkpoint after the last update
+
+    def load_models(self) -> None:
+        """Load the models of the algorithm; rewards are known."""
+        self.load_roles(self.roles())
+
+    def prepare(self) -> None:
+        """Create the objective, and continue with the step of the rows, whatever the step of the weights."""
+        self.prepare_updates()
+        self.state.step = self.replay.step
+        self._stats: dict[str, float] = {}
+
+    def total_steps(self) -> int:
+        """Return the number of steps after the last update."""
+        return self.replay.step + self.replay.updates
+
+    def steps(self) -> Iterator[PlannedStep]:
+        """Yield the updates, all on the same rows."""
+        rows, state = self.replay.saved.rows, self.state
+        for step in range(self.replay.step, self.total_steps()):
+            yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
+
+    def run_step(self, batch: Any) -> StepOutcome:
+        """Run one update; the first one prepares the rows."""
+        timings: dict[str, float] = {}
+        if self.state.step == self.replay.step:
+            self._stats = self._timed("advantage", timings, self._prepared, batch)
+        observe([row.group for row in batch], [row.reward for row in batch], [[row] for row in batch])
+        stats = self._timed("train", timings, self.update, batch) | self._stats
+        prompts, tokenizer = range(max(row.group for row in batch) + 1), self.instance.get_tokenizer()
+        described = (prompts, batch, tokenizer, self._texts, self.token_records())
+        self.run_dir.append_samples(row_records(self.state.step, *described))
+        firsts = self.replay.firsts()
+        groups, rewards = [row.group for row in firsts], [row.reward for row in firsts]
+        return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
+
+    def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """Add to the rows what the loss needs; return their statistics if advantages are computed."""
+        self._seconds.clear()
+        has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
+        if has_all and not self.replay.reshapes:
+            self.objective.complete(rows)
+            return {}
+        credits = None
+        if isinstance(self, PolicyOnlyTrainer):
+            firsts, samples = self.replay.firsts(), self.replay.saved.samples
+            numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples))}
+            owners = [[numbers[sample]] * len(row.tokens) for sample, row in zip(samples, rows, strict=True)]
+            credits = Credits([row.reward for row in firsts], [row.group for row in firsts], owners)
+        return self.row_statistics(self.objective.prepare(rows, credits))
+
+    def checkpoint(self) -> None:
+        """Write the checkpoint of the last update, if the replay is kept."""
+        if self.keeps:
+            super().checkpoint()
+
+
+def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
+    """Fit a replay to changed options. Raises UsageError: they need what was not recorded."""
+    recorded, config = options.recorded, options.replayed
+    kind = get_algorithm(config.algo).resolve_trainer_cls()
+    if not issubclass(kind, RolloutTrainer):
+        raise UsageError(
+            f"--algo {config.algo}: its trainer {kind.__name__} trains on no rollouts that could be replayed"
+        )
+    if config.reward_weights != recorded.reward_weights:
+        replay = replay.weighed(config.reward_weights)
+    if config.ref_ckpt != recorded.ref_ckpt:
+        replay.forget("ref_logprobs")
+    if not options.changes_advantages:
+        return replay
+    if config.turn_discount is not None:
+        raise UsageError("with --turn-discount advantages follow from rewards of turns, which are not recorded")
+    return replay.reshaped(", ".join(options.changes), by_group=issubclass(kind, PolicyOnlyTrainer))
+
+
+def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[dict[str, Any]]:
+    """Run the updates of a replay in a new run directory; return the statistics of each.
+
+    Args:
+        config: the options of the replay.
+        replay: the rows and the start.
+        keeps: write a checkpoint after the last update.
+
+    Raises StopRequested: a signal ended it.
+    """
+    spec = get_algorithm(config.algo)
+    run_dir, start = RunDirectory(config.run_path).create(), time.perf_counter()
+    with locked_run(config), setup_logging(run_dir, level="error"), recorded_status(run_dir):
+        trainer = make_trainer(config, spec.trains, replay.checkpoint)
+        try:
+            trainer.init()
+            torch.manual_seed(config.seed)
+            bases = (ReplayTrainer, spec.resolve_trainer_cls())
+            kind = type("Replaying", bases, {"replay": replay, "keeps": keeps})
+            loop = make_loop(config, trainer, [], None, kind)
+            loop.resumed_from, loop.report.display = replay.checkpoint, ProgressDisplay()
+            run_loop(config, loop, run_dir, start)
+        finally:
+            trainer.close()
+    return run_dir.read_metrics()[-replay.updates :]

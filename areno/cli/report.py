@@ -1,0 +1,30 @@
+"""``areno report``: writes the report of a run as one page, and prints its verdict."""
+
+from collections.abc import Sequence
+
+from areno.config.parser import TypedParser
+from areno.observability.chart import printable
+from areno.reports.problems import Evidence
+from areno.reports.report import write_report
+from areno.reports.run_data import RunData
+from areno.reports.verdict import verdict_of
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command."""
+    parser = TypedParser(
+        prog="areno report",
+        description="Write the report of a run (report.html), also of one that is running or was killed, and print its "
+        "verdict: did it learn, why did it end, what is wrong, what to change.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="The run directory.")
+    parser.add_argument("--out", metavar="FILE", help="Write to this file instead of RUN/report.html.")
+    arguments = parser.parse_args(argv)
+    data = RunData(arguments.run)
+    evidence = Evidence(data)
+    path = write_report(data, arguments.out, evidence)
+    for line in verdict_of(data, evidence).lines():
+        print(printable(line))  # names of reward parts and errors may contain control characters
+    print(f"report: {path}")
+    return 0

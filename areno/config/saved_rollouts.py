@@ -1,0 +1,22 @@
+"""How many steps keep their rows on disk: ``--save-rollouts`` and ``rollout.save_rollouts``."""
+
+import math
+
+from areno.errors import UsageError
+
+ALL = "all"
+"""Value that keeps every step."""
+
+
+def kept_rollouts(text: str | None) -> float:
+    """Return the number of newest steps to keep; 0 for none, infinity for all. Raises UsageError."""
+    if text is None:
+        return 0
+    if text == ALL:
+        return math.inf
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(
+            f"{text!r} is neither a number of steps nor {ALL}; give how many of the newest steps keep their rows, such as 20, "
+            f"{ALL} for every step, or 0 for none"
+        )
+    return int(text)

@@ -1,0 +1,36 @@
+"""What an update computes for the tokens of single rows, kept for the samples that a run records.
+
+Only rows with a number in ``observed`` are kept, so the others cost nothing. Values stay on the device until they are taken.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from areno.loss_fns.stats import TokenFlags
+from areno.types import TokenRecord, TrainSequence
+
+
+class TokenRecords:
+    """The records of this rank's observed rows since they were last taken."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
+        """Keep the log-probs and flags [A] of a pass over ``rows``, for observed rows that had no pass before."""
+        start = 0
+        for row in rows:
+            end = start + len(row.tokens) - 1  # the action axis has no entry for a row's first token
+            if row.observed >= 0 and row.observed not in self._parts:
+                flags = None if clipped is None else clipped.values[start:end]
+                self._parts[row.observed] = logprobs.detach()[start:end], flags
+            start = end
+
+    def take(self) -> dict[int, TokenRecord]:
+        """Return the records by number, and forget them."""
+        parts, self._parts = self._parts, {}
+        return {
+            number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])
+            for number, (values, flags) in parts.items()
+        }

@@ -1,0 +1,140 @@
+"""``areno replay`` of an experiment: updates on recorded rows, by its own trainer without a rollout engine."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.config.experiment.experiments import PPOConfig
+from areno.config.experiment.loader import experiment_class, load_expr_config
+from areno.config.experiment.setting_declaration import walk
+from areno.config.tracking import SERVICES
+from areno.engine.backend import Backend
+from areno.errors import UsageError
+from areno.experiments.folders import ExperimentFolders
+from areno.experiments.trainers.experiment import ExperimentTrainer
+from areno.experiments.trainers.rl import PPOTrainer
+from areno.experiments.trainers.update import shaping_of
+from areno.loss_fns.shaping import untruncated
+from areno.observability.display import ProgressDisplay
+from areno.observability.logs import setup_logging
+from areno.storage.run_layout import CONFIG
+from areno.storage.run_status import recorded_status
+from areno.training.checkpoints import Checkpoints
+from areno.training.frequency import StepInfo
+from areno.training.loop import PlannedStep
+from areno.training.objectives.policy import Prepared
+from areno.training.replay import RecordedStep
+from areno.training.report import StepOutcome
+from areno.types import TrainSequence
+
+_NOT_REPEATED = (
+    *("valid_dataset=null", "rollout.save_rollouts=null", "rollout.dump_to_file=false", "perf_tracer=null"),
+    *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
+    *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
+)
+"""Settings that a replay does not take over: it neither evaluates nor reports, and writes elsewhere."""
+_KEEPS_NOTHING = (
+    "recover.mode=disabled",
+    "saver.mode=off",
+    *(f"saver.freq_{u}=null" for u in ("epochs", "steps", "secs")),
+)
+
+
+class ReplayPPOTrainer(PPOTrainer):
+    """Trains on the rows of a replay; generates nothing."""
+
+    def __init__(self, config: PPOConfig, replay: RecordedStep) -> None:
+        self.replay = replay
+        super().__init__(config, workflow_is_named=True)
+
+    def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
+        """The checkpoint of the replayed run."""
+        return self.replay.checkpoint
+
+    def _make_engine(self, checkpoint: Path | None) -> Backend:
+        return ExperimentTrainer._make_engine(self, checkpoint)  # without inference servers
+
+    def open_rollout(self) -> None:
+        """Start nothing."""
+
+    def rollout_state(self) -> Any:
+        """There is none."""
+        return None
+
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
+        """Restore the data position only."""
+        ExperimentTrainer.load_part_states(self, parts, checkpoint)
+
+    def prepare(self) -> None:
+        """Continue with the step of the rows, whatever the step of the weights."""
+        self.state.step = self.replay.step
+
+    def total_steps(self) -> int:
+        """The number of steps after the last update."""
+        return self.replay.step + self.replay.updates
+
+    def steps(self) -> Iterator[PlannedStep]:
+        """The updates, all on the same rows."""
+        per_epoch = self.rows.steps_per_epoch
+        for step in range(self.replay.step, self.total_steps()):
+            at = StepInfo(*divmod(step, per_epoch), step, per_epoch, self.total_steps())
+            yield PlannedStep(at, at)
+
+    def run_step(self, at: StepInfo) -> StepOutcome:
+        """Run one update."""
+        rows = self.replay.saved.rows
+        numbers = self.update(rows, at, range(max(row.group for row in rows) + 1))
+        return StepOutcome(rows, numbers, rewards=[row.reward for row in rows])
+
+    def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
+        """Add what the loss needs before the first update; advantages are computed if the replay says so."""
+        if self.state.step == self.replay.step:
+            has_all = self.config.critic is None or all(row.returns for row in rows)
+            if self.replay.reshapes or not has_all:
+                return super().prepare_rows(rows)
+            self.objective.complete(rows)
+        return Prepared(untruncated(rows) if self.shaping.mask_no_eos_with_zero else rows)
+
+
+def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) -> tuple[PPOConfig, PPOConfig]:
+    """Load the configuration of a run, and that of its replay below ``out`` with changed ``settings``.
+
+    Raises UsageError: a setting is invalid, or the experiment has no rollout.
+    """
+    words = ["--config", str(run / CONFIG)]
+    kind = experiment_class(words)
+    if not issubclass(kind, PPOConfig):
+        raise UsageError(
+            f"{run} trains on its data set, so there are no samples to replay; to repeat steps with other settings, start an "
+            "experiment with the model before them as actor.path"
+        )
+    recorded, _ = load_expr_config(words, kind)
+    replayed, _ = load_expr_config([*words, *settings, *_NOT_REPEATED, *(() if keeps else _KEEPS_NOTHING)], kind)
+    for _, _, section in walk(replayed):
+        if hasattr(section, "fileroot"):
+            section.fileroot = str(out)
+    return recorded, replayed
+
+
+def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
+    """Fit a replay to changed settings. Raises UsageError: they need what was not recorded."""
+    before, after = (config.reward_section.weights for config in (recorded, replayed))
+    replay = replay.weighed(after) if after != before else replay
+    for section, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
+        paths = {getattr(getattr(config, section), "path", None) for config in (recorded, replayed)}
+        if len(paths) > 1:
+            replay.forget(column)
+    shapings = [shaping_of(config.actor, config.reward_section) for config in (recorded, replayed)]
+    changed = after != before or shapings[0] != shapings[1]
+    return replay.reshaped("settings of rewards or advantages", by_group=True) if changed else replay
+
+
+def run_replay(config: PPOConfig, replay: RecordedStep) -> list[dict[str, Any]]:
+    """Run the updates of a replay; return the statistics of each. Raises StopRequested: a signal ended it."""
+    run_dir = ExperimentFolders.of(config).create()
+    with setup_logging(run_dir, level="error"), recorded_status(run_dir), ReplayPPOTrainer(config, replay) as trainer:
+        trainer.report.display = ProgressDisplay()
+        trainer.plan_steps()
+        with trainer.stop.signals():
+            trainer.fit()
+    return run_dir.read_metrics()[-replay.updates :]

@@ -1,0 +1,178 @@
+"""Whether a run learned, in words: by its evaluations if it has any, and by what it trained on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from areno.reports.run_data import RunData
+from areno.reports.svg import short
+from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
+from areno.storage.metric_columns import Series
+
+MIN_STEPS = 8
+"""Steps before which an unclear result says nothing: the ends that are compared have fewer than four steps each."""
+LOST = 0.5
+"""Fraction of a rise that is lost again before the result counts as lost."""
+FOLLOWS = 0.5
+"""Change on held-out data, as a fraction of that in training, that confirms it although few rows leave it unclear."""
+LOSS_NOISE = 0.002
+"""Relative noise of a held-out loss, which is measured on the same rows each time."""
+
+State = Literal["yes", "exploited", "partly", "no", "worse", "lost", "unknown"]
+HEADLINES: dict[State, str] = {
+    "yes": "Yes.",
+    "exploited": "Its reward rose, but it seems to exploit the reward.",
+    "partly": "Only partly.",
+    "no": "No.",
+    "worse": "No, it got worse.",
+    "lost": "It did, and lost it again.",
+    "unknown": "Unknown.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Whether a run learned, and the numbers that show it."""
+
+    state: State
+    text: str
+
+
+class Progress:
+    """The trends by which a run is judged: of its reward if it has one, else of its loss."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run = run
+
+    @cached_property
+    def by_reward(self) -> bool:
+        """Whether the run is judged by its reward, and not by its loss."""
+        return bool(self.run.series("reward").steps)
+
+    @property
+    def name(self) -> str:
+        """The judged number in words."""
+        return "mean reward" if self.by_reward else "loss"
+
+    @cached_property
+    def train(self) -> SeriesTrend | None:
+        """Trend on the training data."""
+        return trend_of(self.run.series("reward" if self.by_reward else "loss"))
+
+    @cached_property
+    def held_out(self) -> SeriesTrend | None:
+        """From the first evaluation to the last."""
+        series = self.run.series("eval_reward" if self.by_reward else "eval_loss")
+        return trend_of(series, noise=self._evaluation_noise(series), width=1)
+
+    def up(self, trend: SeriesTrend | None) -> bool:
+        """Whether a trend is clearly for the better."""
+        return trend is not None and (trend.rises if self.by_reward else trend.falls)
+
+    def down(self, trend: SeriesTrend | None) -> bool:
+        """Whether a trend is clearly for the worse."""
+        return trend is not None and (trend.falls if self.by_reward else trend.rises)
+
+    def best(self, trend: SeriesTrend) -> tuple[float, int]:
+        """The best value of a trend and its step."""
+        return (trend.peak, trend.peak_step) if self.by_reward else (trend.low, trend.low_step)
+
+    def lost(self, trend: SeriesTrend | None) -> bool:
+        """Whether a clear gain was lost again."""
+        if trend is None:
+            return False
+        sign = 1 if self.by_reward else -1
+        best, _ = self.best(trend)
+        gain, loss = sign * (best - trend.first), sign * (best - trend.last)
+        return trend.clear(gain) and trend.clear(loss) and loss > LOST * gain
+
+    @cached_property
+    def fell_at_start(self) -> bool:
+        """Whether the reward of the first step was lost within the steps whose mean is compared, before a trend shows it."""
+        train, values = self.train, finite(self.run.series("reward"))[1]
+        deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
+        if train is None or not deviation or not samples or len(values) < MIN_STEPS:
+            return False
+        error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # twice, because the answers to one prompt are alike
+        return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
+
+    def _evaluation_noise(self, series: Series) -> float:
+        """Standard error of the difference of two evaluations, at most: the prompts are the same."""
+        values = finite(series)[1]
+        if not self.by_reward:
+            return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf
+        recorded, count = self.run.series("eval_reward_std").values, self.run.series("eval_samples").values
+        low, high = self.run.series("eval_reward_min").values, self.run.series("eval_reward_max").values
+        largest = (max(high) - min(low)) / 2 if low and high else math.inf  # possible standard deviation
+        deviation = max(recorded[0], recorded[-1]) if recorded else largest
+        return deviation * math.sqrt(2 / max(count[-1] if count else 1.0, 1.0))
+
+
+def learned(progress: Progress) -> Learned:
+    """Whether a run learned."""
+    train, held_out = progress.train, progress.held_out
+    text = " ".join(_sentences(progress))
+    if train is None and held_out is None:
+        return Learned("unknown", "Fewer than two steps were recorded.")
+    if progress.lost(held_out) or (progress.lost(train) and not progress.up(held_out)):
+        return Learned("lost", text)
+    if progress.down(held_out):
+        return Learned("worse", text)
+    if progress.up(held_out) or (progress.up(train) and _follows(held_out, train)):
+        return Learned("yes", text)
+    if progress.up(train):
+        return Learned("partly", f"{text} What it learned does not show on held-out data.")
+    if progress.down(train) or progress.fell_at_start:
+        return Learned("worse", text)
+    if train is None or train.count < MIN_STEPS:
+        return Learned("unknown", f"{text} There are too few steps to tell.")
+    return Learned("no", text)
+
+
+def _follows(held_out: SeriesTrend | None, train: SeriesTrend | None) -> bool:
+    """Whether held-out data, if any, changed in the same direction by as much, though it may be too little to be clear."""
+    return held_out is None or (train is not None and held_out.change / train.change >= FOLLOWS)
+
+
+def _sentences(progress: Progress) -> list[str]:
+    sentences = []
+    if train := progress.train:
+        sentences.append(f"The {progress.name} {_verb(train)} {train}{_by(train)}.")
+        if progress.lost(train):
+            value, step = progress.best(train)
+            sentences.append(f"It was best with {short(value)} around step {step}.")
+        elif progress.fell_at_start:
+            sentences.append(f"In the first step it was {short(progress.run.series('reward').values[0])}.")
+    if held_out := progress.held_out:
+        subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
+        value, step = progress.best(held_out)
+        best = "" if value == held_out.last else f" (best: {short(value)} at step {step})"
+        values = f"{short(held_out.first)} to {short(held_out.last)}"
+        sentences.append(f"{subject} {_verb(held_out)} {values} from the first to the last evaluation{best}.")
+    elif progress.by_reward and not progress.run.series("eval_reward").steps:
+        sentences.append("Held-out data was not evaluated.")
+    return sentences + _preferences(progress.run)
+
+
+def _preferences(run: RunData) -> list[str]:
+    """How often the chosen answer of a pair is preferred, for DPO and reward models."""
+    parts = [
+        f"{where} {values[0]:.0%} of them in the first step and {values[-1]:.0%} in the last"
+        for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))
+        if run.series("accuracy").steps and len(values := finite(run.series(key))[1]) > 1
+    ]
+    return [f"It prefers the chosen answers of the pairs: {'; '.join(parts)}."] if parts else []
+
+
+def _verb(trend: SeriesTrend) -> str:
+    return "rose from" if trend.rises else "fell from" if trend.falls else "did not clearly change:"
+
+
+def _by(trend: SeriesTrend) -> str:
+    if not 0 < trend.noise < math.inf:
+        return ""
+    times = abs(trend.change) / trend.noise
+    return f", {short(times)} times its noise" if times > CLEAR else f", only {short(times)} times its noise"

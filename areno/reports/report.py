@@ -1,0 +1,176 @@
+"""Writes ``report.html``: one file with the verdict, curves, samples and configuration of a run, to open from disk.
+
+The page needs neither network nor JavaScript, and stays below 3 MB. All text of a run is escaped by the template engine;
+control characters and marks that change the direction of text are made visible.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from areno import __version__
+from areno.errors import ArenoError
+from areno.observability.chart import printable
+from areno.reports import report_sections as sections
+from areno.reports.ending import steps_done
+from areno.reports.learning import HEADLINES
+from areno.reports.problems import Evidence
+from areno.reports.run_data import RunData
+from areno.reports.verdict import verdict_of
+from areno.storage.run_dir import RunDirectory
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES = 3_000_000
+"""Bytes of a report."""
+_LARGEST = {
+    "groups": "samples",
+    "comparisons": "answers before and after",
+    "config": "configuration",
+    "warnings": "warnings",
+}
+REFRESH_S = 60.0
+"""Seconds between two reports of a run in progress, ..."""
+REFRESH_SHARE = 0.01
+"""... and the largest fraction of a run's time that they may take."""
+_OPTION = re.compile(r"(?<![\w/.-])(--[a-z][a-z0-9-]*|[a-z]+(?:\.[a-z_]+)+=?(?=\s|[\w]))")
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def report_html(run: RunData, evidence: Evidence | None = None) -> str:
+    """The report of a run as a page of less than ``MAX_BYTES`` bytes."""
+    template, content = _environment().get_template("report.html.jinja"), _content(run, evidence or Evidence(run))
+    html = template.render(content)
+    for name, title in _LARGEST.items():  # texts are bounded, but a run of nothing but characters to escape exceeds it
+        if len(html.encode(errors="replace")) < MAX_BYTES:
+            break
+        content[name] = []
+        content["left_out"].append(title)
+        html = template.render(content)
+    return html
+
+
+def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
+    """What the template shows."""
+    verdict = verdict_of(run, evidence)
+    note, pairs = sections.comparisons(run, evidence.samples)
+    status, config = run.status, list(sections.settings(run.config))
+    environment = _environment()
+    style = Markup(environment.loader.get_source(environment, "report.css")[0])  # type: ignore[union-attr]
+    return {
+        "name": run.name,
+        "version": __version__,
+        "written": sections.date(time.time()),
+        "style": style,
+        "style_hash": base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        "algorithm": run.config.get("algo") or run.config.get("experiment_name") or "run",
+        "state": status.get("state") or "unknown",
+        "started": sections.date(status["started"]) if "started" in status else "",
+        "took": sections.duration(status["ended"] - status["started"]) if "ended" in status else "",
+        "steps": steps_done(run),
+        "verdict": verdict,
+        "headline": HEADLINES[verdict.learned.state],
+        "left_out": [],
+        "curves": list(sections.curves(run)),
+        "comparison_note": note,
+        "comparisons": pairs,
+        "evaluation_option": evidence.advice.text("--eval-dataset-path"),
+        "times": sections.times(run),
+        "groups": sections.sample_groups(evidence.samples, verdict.problems),
+        "sample_count": len(evidence.samples),
+        "warnings": sections.warnings(run),
+        "warning_count": len(run.warnings),
+        "config": config[: sections.MAX_LINES],
+        "setting_count": len(config),
+        "facts": list(sections.facts(run.environment)),
+        "files": list(sections.files(run)),
+    }
+
+
+def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
+    """Write the report of a run into its directory, or to the file ``out``; returns the file.
+
+    ``evidence`` is what has been read of the run already. Raises ArenoError: the file cannot be written.
+    """
+    html = report_html(run, evidence)
+    if out is None:
+        run.files.write_report(html)
+        return run.files.report_path
+    try:
+        Path(out).write_bytes(html.encode(errors="replace"))
+    except OSError as error:
+        raise ArenoError(f"--out {out}: cannot write it: {error.strerror or error}; choose another file") from error
+    return Path(out)
+
+
+@contextmanager
+def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
+    """Write the report when the block ends, also after an error; only logs a failure to write it."""
+    try:
+        yield
+    finally:
+        if _written(run_dir):
+            _log.info("report: %s", run_dir.report_path)
+
+
+class ReportRefresher:
+    """Rewrites the report of a run in progress, so rarely that training does not notice."""
+
+    def __init__(self, run_dir: RunDirectory) -> None:
+        self._run_dir = run_dir
+        self._due = time.monotonic() + REFRESH_S
+
+    def refresh(self) -> None:
+        """Rewrite the report if the last one is old enough; only logs a failure."""
+        start = time.monotonic()
+        if start >= self._due:
+            _written(self._run_dir)
+            took = time.monotonic() - start
+            self._due = start + max(REFRESH_S, took / REFRESH_SHARE)
+
+
+def _written(run_dir: RunDirectory) -> bool:
+    try:
+        write_report(RunData(run_dir.path))
+    except Exception as error:  # a report must never end a run
+        _log.warning("the report was not written: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+    )
+    environment.filters["advice"] = _advice
+    return environment
+
+
+def _advice(text: str) -> Markup:
+    """Text with the names of options as code, which is not broken into lines."""
+    return Markup(_OPTION.sub(r"<code>\1</code>", str(escape(_visible(text)))))
+
+
+def _visible(value: Any) -> Any:
+    """Text with control characters, bidirectional marks and the like in visible form; markup as it is."""
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return printable(value)

@@ -1,0 +1,312 @@
+"""What the sections of a report show, as plain data and charts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from areno.reports.problems import RunProblem
+from areno.reports.run_data import RunData
+from areno.reports.run_samples import RunSamples
+from areno.reports.sample_views import SampleView, SampleViews, bounded, number
+from areno.reports.svg import Line, line_chart, short, stacked_bar
+from areno.reports.trends import finite
+from areno.storage.json_lines import as_float
+from areno.storage.metric_columns import Series
+
+EXTREMES = 4
+"""Best and worst samples that are shown, of each."""
+CHANGES = 2
+"""Prompts whose early and late answers are shown token by token."""
+COMPARED = 8
+"""Prompts whose answers are compared before and after."""
+ANSWER_CHARS = 800
+"""Characters of each of these answers."""
+MAX_PARTS = 8
+"""Parts of a reward, or phases of a step, in one chart."""
+MAX_LINES = 500
+"""Warnings, and settings of the configuration, that are listed."""
+VALUE_CHARS = 300
+"""Characters of a setting's value."""
+WARNING_CHARS = 1000
+"""Characters of a warning."""
+MAX_FILES = 200
+"""Files that are listed."""
+_WIDTH, _HEIGHT = 460, 240  # chart size in px: labels stay readable at 360 px
+_TYPICAL = 1000  # steps at the end, of which a typical one is the median
+_BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are no part of a step
+_OVERLAPPING = ("step", "rollout_pause")  # the whole step, and what happens during another phase
+_SINGLE = (
+    ("Loss", "loss"),
+    ("Entropy, in nats", "entropy"),
+    ("Gradient norm", "grad_norm"),
+    ("Clipped fraction", "clip_fraction"),
+    ("Log-prob gap of sampling and training", "logprob_gap"),
+    ("Tokens per answer", "response_length"),
+    ("Truncated answers, as a fraction", "truncated"),
+    ("Prompts whose answers have equal rewards, as a fraction", "zero_std_groups"),
+    ("Staleness, in updates", "staleness"),
+    ("Learning rate", "learning_rate"),
+)
+_FILES = {
+    "config.yaml": "the configuration",
+    "metrics.jsonl": "the numbers of each step",
+    "samples.jsonl": "samples, token by token",
+    "samples.index": "where each sample is in samples.jsonl",
+    "eval_samples.jsonl": "answers in evaluations",
+    "warnings.jsonl": "health warnings",
+    "environment.json": "versions and machine",
+    "status.json": "how the run ended",
+    "summary.json": "the summary of a finished run",
+    "log.txt": "the log",
+    "main.log": "the log",
+    "events": "scalars for TensorBoard",
+    "checkpoints": "models and states to resume from",
+    "report.html": "this report",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart with what it shows and the metrics' names."""
+
+    title: str
+    names: str
+    svg: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSamples:
+    """Samples shown under one heading; those shown before are only linked."""
+
+    title: str
+    note: str
+    samples: list[SampleView]
+    links: list[SampleView]
+
+
+def curves(run: RunData) -> Iterator[Chart]:
+    """The curves of a run's metrics, those that it recorded."""
+    if name := run.metric_of("reward"):
+        yield _chart(
+            "Reward"
+            + (" (band: one standard deviation)" if run.metric_of("reward_std") else " (band: lowest to highest)"),
+            name,
+            [_reward(run)],
+        )
+    if parts := _lines(run.reward_parts()):
+        yield _chart("Parts of the reward", "", parts)
+    yield from _evaluations(run)
+    for title, key in _SINGLE:
+        if name := run.metric_of(key):
+            yield _chart(title, name, [_line(name, run.series(key))])
+
+
+def _evaluations(run: RunData) -> Iterator[Chart]:
+    for title, key in (
+        ("Evaluation: reward", "eval_reward"),
+        ("Evaluation: accuracy", "eval_accuracy"),
+        ("Evaluation: loss", "eval_loss"),
+    ):
+        if name := run.metric_of(key):
+            yield _chart(title, name, [_line(name, run.series(key))])
+
+
+def _reward(run: RunData) -> Line:
+    """The mean reward with a band."""
+    series, bounds = run.series("reward"), [run.series(key) for key in ("reward_std", "reward_min", "reward_max")]
+    steps, mean = series.arrays()
+    deviation, low, high = (bound.arrays()[1] if len(bound.steps) == len(steps) else None for bound in bounds)
+    if deviation is not None:
+        low, high = mean - deviation, mean + deviation
+    return Line("reward", steps, mean, low, high)
+
+
+def _line(name: str, series: Series) -> Line:
+    return Line(name, *series.arrays())
+
+
+def _lines(series: Mapping[str, Series]) -> list[Line]:
+    return [_line(name, values) for name, values in list(series.items())[:MAX_PARTS]]
+
+
+def _chart(title: str, names: str, lines: Sequence[Line]) -> Chart:
+    return Chart(title, names, Markup(line_chart(lines, title=title, width=_WIDTH, height=_HEIGHT)))
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Where the time of a run went.
+
+    Attributes:
+        bar: the phases of a typical step.
+        phases: name, seconds in a typical step, seconds in all, and their fraction of the run.
+        charts: time, throughput and memory over the run.
+    """
+
+    bar: Markup | None
+    phases: list[tuple[str, str, str, str]]
+    charts: list[Chart]
+
+
+def times(run: RunData) -> Times:
+    """Where the time of a run went, and its memory if it was recorded."""
+    phases = {name: series for name, series in run.phases().items() if name not in _OVERLAPPING}
+    typical = {
+        name: float(np.median(values[-_TYPICAL:]))
+        for name, series in phases.items()
+        if len(values := finite(series)[1])
+    }
+    whole = finite(run.series("step_seconds"))[1]
+    in_step = [(name, seconds) for name, seconds in typical.items() if name not in _BESIDE_STEPS]
+    if len(whole) and (rest := float(np.median(whole[-_TYPICAL:])) - sum(seconds for _, seconds in in_step)) > 0:
+        in_step.append(("other", rest))
+    status = run.status
+    total = float(status.get("ended") or time.time()) - float(status.get("started") or 0.0) if status else 0.0
+    table = []
+    for name, series in phases.items():
+        spent = float(finite(series)[1].sum())
+        share = f"{spent / total:.0%}" if total > spent else ""
+        table.append((name, "" if name in _BESIDE_STEPS else short(typical.get(name, 0.0)), short(spent), share))
+    if total > (steps := float(whole.sum())):
+        table.append(("outside of steps", "", short(total - steps), f"{1 - steps / total:.0%}"))
+    charts = [_chart("Seconds per phase", "", _lines(phases))] if phases else []
+    memory = {name: run.metrics[name] for name in run.metrics.names if "memory" in name}
+    charts += [_chart("Memory", "", _lines(memory))] if memory else []
+    if rate := run.metric_of("tokens_per_second"):
+        charts.append(_chart("Tokens per second", rate, [_line(rate, run.series("tokens_per_second"))]))
+    bar = Markup(stacked_bar(in_step, title="Phases of a typical step", width=_WIDTH)) if in_step else None
+    return Times(bar, table, charts)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The answers to one prompt at two points of a run."""
+
+    prompt: str
+    steps: tuple[int, int]
+    rewards: tuple[str, str]
+    answers: tuple[str, str]
+    change: float
+
+
+def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison]]:
+    """The same prompts before and after, with a sentence on what is compared."""
+    answers: dict[int, dict[int, dict[str, Any]]] = {}
+    for record in run.eval_samples:
+        answers.setdefault(record["step"], {})[record.get("prompt_index", 0)] = record
+    if len(answers) > 1:
+        first, last = answers[min(answers)], answers[max(answers)]
+        pairs = [(first[index], last[index]) for index in first if index in last]
+        note = f"Held-out prompts in the first and in the last evaluation, at steps {min(answers)} and {max(answers)}."
+    else:
+        pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
+        note = "Training prompts that were sampled in several steps: the first answer in the first and in the last of them."
+    return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
+
+
+def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
+    return Comparison(
+        bounded(after.get("prompt"), ANSWER_CHARS),
+        (before["step"], after["step"]),
+        (number(before.get("reward")), number(after.get("reward"))),
+        (bounded(before.get("completion"), ANSWER_CHARS), bounded(after.get("completion"), ANSWER_CHARS)),
+        as_float(after.get("reward")) - as_float(before.get("reward")),
+    )
+
+
+def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
+    """The samples of a report: those that problems name, the best, the worst, and those that changed most."""
+    names = dict.fromkeys(name for problem in problems for name in problem.samples)
+    named = [index for name in names if (index := samples.position(name)) is not None]
+    changed = [index for pair in samples.changes(CHANGES) for index in pair]
+    chosen = (
+        ("Named in the verdict", "", named),
+        (
+            "Best",
+            "The highest rewards of the run; among equal ones the latest.",
+            samples.extremes(EXTREMES, highest=True),
+        ),
+        (
+            "Worst",
+            "The lowest rewards of the run; among equal ones the latest.",
+            samples.extremes(EXTREMES, highest=False),
+        ),
+        ("Most changed", "The same prompt early and late, where the reward changed most.", changed),
+    )
+    views, shown, groups = SampleViews(), dict[int, SampleView](), []
+    for title, note, indices in chosen:
+        indices = list(dict.fromkeys(indices))
+        links = [shown[index] for index in indices if index in shown]
+        new = {index: views.view(samples.record(index)) for index in indices if index not in shown}
+        shown |= new
+        if indices:
+            groups.append(ShownSamples(title, note, list(new.values()), links))
+    return groups
+
+
+def settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings of a configuration, those with a value, by dotted name."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from settings(value, f"{prefix}{name}.")
+        elif value not in (None, "", [], {}):
+            yield bounded(f"{prefix}{name}", VALUE_CHARS), bounded(value, VALUE_CHARS)
+
+
+def warnings(run: RunData) -> list[tuple[str, str]]:
+    """The last health warnings: step and text."""
+    return [
+        (str(warning["step"]), bounded(warning.get("text"), WARNING_CHARS)) for warning in run.warnings[-MAX_LINES:]
+    ]
+
+
+def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The environment as names and values."""
+    for name, value in environment.items():
+        if name == "packages" and isinstance(value, dict):
+            yield from ((str(package), str(version)) for package, version in value.items())
+        elif name == "memory_bytes":
+            yield "memory", f"{as_float(value) / 2**30:.1f} GiB"
+        elif name == "recorded":
+            yield "recorded", date(as_float(value))
+        else:
+            text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
+            yield bounded(name, VALUE_CHARS), bounded(text, VALUE_CHARS)
+
+
+def files(run: RunData) -> Iterator[tuple[str, str, str]]:
+    """The files of a run directory: name, size, content."""
+    for path in sorted(run.path.iterdir())[:MAX_FILES]:
+        if not path.name.startswith(".") and not path.name.endswith(".tmp"):
+            yield path.name, _size(path), _FILES.get(path.name, "")
+
+
+def _size(path: Path) -> str:
+    if path.is_dir():
+        return "folder"
+    size = float(path.stat().st_size)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def date(seconds: float) -> str:
+    """A point in time, local, from Unix seconds."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units."""
+    for size, unit, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {small}"
+    return f"{seconds:.3g} s"

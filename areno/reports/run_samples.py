@@ -1,0 +1,154 @@
+"""Chooses samples of a run to show or to check; reads only those it chooses, through the index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.reports.run_data import RunData
+from areno.reports.trends import window
+from areno.storage.sample_index import FLAGS
+
+CHECKED = 64
+"""Samples of each end of a run whose texts are checked."""
+COMPARED = 400
+"""Samples of each end of a run that are searched for recurring prompts."""
+
+Indices = NDArray[np.int64]
+
+
+def sample_id(sample: Any) -> str:
+    """``STEP/PROMPT/SAMPLE`` of a record or of an index entry, as `areno inspect` takes it."""
+    names = ("step", "prompt_index", "sample_index") if isinstance(sample, dict) else ("step", "prompt", "sample")
+    return "/".join(str(sample[name]) for name in names)
+
+
+class RunSamples:
+    """The recorded samples of a run, by their position in the index."""
+
+    def __init__(self, run: RunData) -> None:
+        self._run = run
+        self.entries = run.entries
+        self._texts: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """Step of each sample."""
+        return self.entries["step"].astype(np.int64)
+
+    @cached_property
+    def rewards(self) -> NDArray[np.float64]:
+        """Reward of each sample."""
+        return np.array(self.entries["reward"])
+
+    @cached_property
+    def early(self) -> Indices:
+        """Samples of the first tenth of the steps."""
+        return np.flatnonzero(self.steps < self.steps[0] + self._width) if len(self) else np.zeros(0, np.int64)
+
+    @cached_property
+    def late(self) -> Indices:
+        """Samples of the last tenth of the steps."""
+        return np.flatnonzero(self.steps > self.steps[-1] - self._width) if len(self) else np.zeros(0, np.int64)
+
+    @property
+    def _width(self) -> int:
+        return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
+
+    def flagged(self, flag: str, among: Indices) -> Indices:
+        """Those of some samples that were recorded for a reason of ``FLAGS``, or have that attribute."""
+        return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
+
+    def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
+        """Samples with the highest or lowest reward; among equals, those with recorded tokens, then the latest."""
+        among = np.arange(len(self)) if among is None else among
+        among = among[np.isfinite(self.rewards[among])]
+        keys = self.rewards[among] * (1 if highest else -1)
+        has_rows = (self.entries["flags"][among] & FLAGS["rows"]) > 0
+        if len(among) > count:  # sorting a million samples, most of them equal, would take a second
+            last = np.partition(keys, -count)[-count]
+            ties = [np.flatnonzero((keys == last) & (has_rows == flag))[-count:] for flag in (False, True)]
+            kept = np.concatenate([np.flatnonzero(keys > last), *ties])
+            among, keys, has_rows = among[kept], keys[kept], has_rows[kept]
+        return [int(index) for index in among[np.lexsort((among, has_rows, keys))][::-1][:count]]
+
+    def spread(self, among: Indices, count: int = CHECKED) -> list[int]:
+        """At most ``count`` samples, evenly spaced."""
+        return (
+            [int(index) for index in among[np.unique(np.linspace(0, len(among) - 1, count).astype(int))]]
+            if len(among)
+            else []
+        )
+
+    def texts(self, index: int) -> dict[str, Any]:
+        """The record of a sample without its tokens."""
+        if index not in self._texts:
+            self._texts[index] = self._run.sample(self.entries[index], tokens=False)
+        return self._texts[index]
+
+    def record(self, index: int) -> dict[str, Any]:
+        """The record of a sample."""
+        return self._run.sample(self.entries[index])
+
+    def ids(self, indices: Iterable[int]) -> tuple[str, ...]:
+        """Ids of samples."""
+        return tuple(sample_id(self.entries[index]) for index in indices)
+
+    def position(self, name: str) -> int | None:
+        """The sample with an id; None if there is none."""
+        step, prompt, sample = map(int, name.split("/"))
+        first, end = np.searchsorted(self.steps, [step, step + 1])
+        entries = self.entries[first:end]
+        matches = np.flatnonzero((entries["prompt"] == prompt) & (entries["sample"] == sample))
+        return int(first + matches[0]) if len(matches) else None
+
+    def tied(self, among: Indices) -> tuple[float, Indices]:
+        """Fraction of groups whose answers all have the same reward, and the first sample of each of them.
+
+        The best and the worst answer of a group are recorded, so they decide; groups of one answer count as tied.
+        """
+        if not len(among):
+            return 0.0, among
+        keys = self.steps[among] << 32 | self.entries["prompt"][among].astype(np.int64)
+        order = np.argsort(keys, kind="stable")
+        starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+        rewards = self.rewards[among][order]
+        tied = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
+        return float(tied.mean()), among[order][starts][tied]
+
+    @cached_property
+    def recurring(self) -> list[tuple[int, int]]:
+        """For prompts that were sampled in several steps the first answer in the first and in the last of these steps.
+
+        Prompts are compared by their text, in the first and the last samples of a run only.
+        """
+        first = self.flagged("first", np.arange(len(self)))
+        pairs: dict[str, list[int]] = {}
+        for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
+            pairs.setdefault(str(self.texts(index).get("prompt")), []).append(index)
+        return [(same[0], same[-1]) for same in pairs.values() if self.steps[same[0]] < self.steps[same[-1]]]
+
+    def changes(self, count: int) -> list[tuple[int, int]]:
+        """The pairs of :attr:`recurring` with the largest difference of their rewards."""
+        pairs = [pair for pair in self.recurring if self.rewards[pair[0]] != self.rewards[pair[1]]]
+        return sorted(pairs, key=lambda pair: -abs(self.rewards[pair[1]] - self.rewards[pair[0]]))[:count]
+
+
+def distinct_share(text: str) -> float:
+    """Distinct sequences of four characters in the end of a text, as a fraction of all; 1 for a text that is too short."""
+    text = re.sub(r"\s+", " ", text)[-1000:]
+    pieces = [text[start : start + 4] for start in range(len(text) - 3)]
+    return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0
+
+
+def completions(samples: RunSamples, indices: Sequence[int]) -> list[str]:
+    """Answers of samples."""
+    return [str(samples.texts(index).get("completion", "")) for index in indices]

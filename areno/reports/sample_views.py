@@ -1,0 +1,188 @@
+"""Samples as a report shows them: bounded texts, and tokens with what training did with each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.reports.run_samples import sample_id
+from areno.reports.svg import short
+from areno.storage.json_lines import as_float
+
+MAX_TOKENS = 6000
+"""Tokens of a report that are shown one by one, in all samples together."""
+SAMPLE_TOKENS = 400
+"""Tokens of a sample that are; of a longer one the first and the last half of them."""
+CONTEXT_CHARS = 600
+"""Characters of context, such as a prompt, that are shown."""
+MAX_SEGMENTS = 60
+"""Segments of a row that are shown."""
+TEXT_CHARS = 2000
+"""Characters of an answer whose tokens are not shown."""
+NAME_CHARS = 200
+"""Characters of a name, such as that of a role or of a part of the reward."""
+GAP = 0.1
+"""Difference of the log-probs in sampling and training, in nats, from which a token is marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """A token: its text, its numbers in words, and its marks."""
+
+    text: str
+    numbers: str
+    marks: str
+
+
+@dataclass(slots=True)
+class SegmentView:
+    """Consecutive tokens with equal attributes: described in ``label``, with ``tokens``, or with their ``text`` only."""
+
+    label: str
+    tokens: list[TokenView] = field(default_factory=list)
+    text: str = ""
+    omitted: int = 0
+
+
+@dataclass(slots=True)
+class SampleView:
+    """A sample with its numbers in words; ``rows`` is empty if its tokens were not recorded or are too many."""
+
+    id: str
+    numbers: list[tuple[str, str]]
+    parts: list[tuple[str, str]]
+    prompt: str
+    answer: str
+    rows: list[list[SegmentView]]
+    reward: float
+
+    @property
+    def anchor(self) -> str:
+        """Id of its element in the page."""
+        return f"sample-{self.id.replace('/', '-')}"
+
+
+class SampleViews:
+    """Makes the views of a page's samples, within its budget of tokens."""
+
+    def __init__(self) -> None:
+        self._left = MAX_TOKENS
+
+    def view(self, record: Mapping[str, Any]) -> SampleView:
+        """The view of a record of ``samples.jsonl``."""
+        rows = [self._row(row) for row in record.get("rows", ()) if self._left > 0]
+        return SampleView(
+            id=sample_id(record),
+            numbers=list(_numbers(record)),
+            parts=[
+                (bounded(name, NAME_CHARS), number(value)) for name, value in record.get("reward_parts", {}).items()
+            ],
+            prompt=bounded(record.get("prompt"), CONTEXT_CHARS),
+            answer=bounded(record.get("completion"), TEXT_CHARS),
+            rows=rows,
+            reward=as_float(record.get("reward")),
+        )
+
+    def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
+        """A training row: sampled and trained tokens one by one, other segments as text."""
+        left_out, row = len(row) - MAX_SEGMENTS, row[:MAX_SEGMENTS]
+        shown = sum(len(segment["tokens"]) for segment in row if _is_detailed(segment))
+        most = min(SAMPLE_TOKENS, self._left)
+        self._left -= min(shown, most)
+        omitted = range(most // 2, shown - most // 2) if shown > most else range(0)
+        views, position = [], 0
+        for segment in row:
+            view = SegmentView(_label(segment))
+            if _is_detailed(segment):
+                end = position + len(segment["tokens"])
+                kept = [place - position for place in range(position, end) if place not in omitted]
+                view.tokens = [_token(segment, place) for place in kept]
+                view.omitted, position = end - position - len(kept), end
+            else:
+                view.text = bounded("".join(segment["texts"]), CONTEXT_CHARS)
+            views.append(view)
+        return views if left_out <= 0 else [*views, SegmentView(f"and {left_out} more segments")]
+
+
+def _is_detailed(segment: Mapping[str, Any]) -> bool:
+    return segment["trained"] or segment["version"] >= 0 or segment["role"] in ("text", "call")
+
+
+def _label(segment: Mapping[str, Any]) -> str:
+    """The shared attributes of a segment in words."""
+    parts = [bounded(segment["role"], NAME_CHARS)]
+    parts += [f"turn {segment['turn']}"] if segment["turn"] >= 0 else []
+    parts.append("trained" if segment["trained"] else "not trained")
+    parts += [f"weights of version {segment['version']}"] if segment["version"] >= 0 else []
+    count = len(segment["tokens"])
+    parts.append(f"{count} token" + ("" if count == 1 else "s"))
+    if segment["trained"] and count:
+        advantages = [*map(as_float, segment["advantages"])]
+        low, high = min(advantages), max(advantages)
+        parts.append(f"advantage {_signed(low)}" + (f" to {_signed(high)}" if high != low else ""))
+    return ", ".join(parts)
+
+
+def _token(segment: Mapping[str, Any], place: int) -> TokenView:
+    """A token of a segment; ``train_logprobs`` and ``clipped`` exist if the run recorded them."""
+    sampled, trained = (
+        as_float((segment.get(name) or {place: None})[place]) for name in ("logprobs", "train_logprobs")
+    )
+    numbers, marks = [f"token {segment['tokens'][place]}", f"log-prob {sampled:.4f}"], "m"
+    if segment["trained"]:
+        advantage = as_float(segment["advantages"][place])
+        marks = "p" if advantage > 0 else "n" if advantage < 0 else "z"
+        numbers.append(f"advantage {_signed(advantage)}")
+    else:
+        numbers.append("not trained")
+    numbers += [f"version {segment['version']}"] if segment["version"] >= 0 else []
+    if not math.isnan(gap := trained - sampled):
+        numbers.append(f"in training {trained:.4f} (gap {_signed(gap)})")
+        marks += " g" if abs(gap) > GAP else ""
+    if segment.get("clipped") and segment["clipped"][place]:
+        numbers.append("clipped")
+        marks += " c"
+    return TokenView(bounded(segment["texts"][place], NAME_CHARS).replace("\n", "↵\n"), ", ".join(numbers), marks)
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "Reward", number(record.get("reward"))
+    if record.get("advantage") is not None:
+        yield "Advantage", _signed(as_float(record["advantage"]))
+    yield (
+        "Length",
+        f"{record.get('response_len', '?')} tokens"
+        + (" (truncated)" if record.get("finish_reason") == "length" else ""),
+    )
+    if record.get("logprob_mean") is not None:
+        yield "Mean log-prob", number(record["logprob_mean"])
+    segments = [segment for row in record.get("rows", ()) for segment in row]
+    gaps = [
+        abs(gap)
+        for segment in segments
+        for sampled, trained in zip(segment["logprobs"], segment.get("train_logprobs") or (), strict=False)
+        if not math.isnan(gap := as_float(trained) - as_float(sampled))
+    ]
+    if gaps:
+        yield "Log-prob gap", f"{short(sum(gaps) / len(gaps))} on average, at most {short(max(gaps))}"
+    if clipped := sum(bool(flag) for segment in segments for flag in segment.get("clipped") or ()):
+        yield "Clipped", f"{clipped} of {sum(len(segment['tokens']) for segment in segments)} tokens"
+
+
+def number(value: Any) -> str:
+    """Format a number of a record."""
+    return short(as_float(value))
+
+
+def bounded(text: Any, limit: int) -> str:
+    """The head and the tail of a text."""
+    text = "" if text is None else str(text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[… {len(text) - limit // 2 * 2:,} characters omitted …]\n{text[-(limit // 2) :]}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}"

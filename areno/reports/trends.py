@@ -1,0 +1,117 @@
+"""Whether a metric changed over a run by more than its noise."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.reports.svg import short
+from areno.storage.metric_columns import Series
+
+CLEAR = 3.0
+"""Standard errors that a clear change has at least; noise alone reaches that in one of 700 runs."""
+SHARE = 10
+"""The ends that are compared are a tenth of a run each, ..."""
+AT_LEAST = 5
+"""... and at least five steps (half of a shorter run): a mean of fewer is dominated by single batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesTrend:
+    """The two ends of a series.
+
+    Attributes:
+        first: mean over the first ``width`` finite values.
+        last: mean over the last ones.
+        noise: standard error of ``last - first``, from the differences of successive values.
+        peak: highest mean over ``width`` successive values, which end at ``peak_step``.
+        low: lowest such mean, which ends at ``low_step``.
+    """
+
+    first: float
+    last: float
+    noise: float
+    width: int
+    count: int
+    peak: float
+    peak_step: int
+    low: float
+    low_step: int
+
+    @property
+    def change(self) -> float:
+        """``last - first``."""
+        return self.last - self.first
+
+    @property
+    def rises(self) -> bool:
+        """Whether the rise is clear."""
+        return self.clear(self.change)
+
+    @property
+    def falls(self) -> bool:
+        """Whether the fall is clear."""
+        return self.clear(-self.change)
+
+    def clear(self, change: float) -> bool:
+        """Whether a change of such a mean is larger than noise."""
+        return change > max(CLEAR * self.noise, 1e-9 * max(abs(self.first), abs(self.last)), 1e-12)
+
+    def __str__(self) -> str:
+        unit = "value" if self.width == 1 else f"{self.width} steps"
+        return f"{short(self.first)} (first {unit}) to {short(self.last)} (last {unit})"
+
+
+def window(count: int) -> int:
+    """Number of values at each end of ``count`` values that are compared; 0 if there are fewer than two."""
+    return max(count // SHARE, min(AT_LEAST, count // 2))
+
+
+def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
+    """The trend of a series; None with fewer than two finite values.
+
+    Args:
+        noise: standard error of the difference of two means; None estimates it, which needs four values: with fewer, no
+            change is clear.
+        width: number of values at each end; None chooses it.
+    """
+    steps, values = finite(series)
+    width = min(width or window(len(values)), len(values) // 2)
+    if not width:
+        return None
+    means = np.convolve(values, np.ones(width) / width, "valid")
+    noise = _noise(values, width) if noise is None else noise
+    peak, low = int(means.argmax()), int(means.argmin())
+    return SeriesTrend(
+        first=float(means[0]),
+        last=float(means[-1]),
+        noise=noise,
+        width=width,
+        count=len(values),
+        peak=float(means[peak]),
+        peak_step=int(steps[peak + width - 1]),
+        low=float(means[low]),
+        low_step=int(steps[low + width - 1]),
+    )
+
+
+def _noise(values: NDArray[np.float64], width: int) -> float:
+    """Standard error of the difference of the means of two windows; infinite with fewer than four values.
+
+    The standard deviation of a value is that of successive differences, in which a trend does not count, or that within the
+    two windows if it is larger: an estimate from few values may be too small, for which the last factor allows as well.
+    """
+    if len(values) < 4:
+        return math.inf
+    ends = np.stack([values[:width], values[-width:]])
+    within = math.sqrt(float(ends.var(1).sum()) / 2 * width / max(width - 1, 1))
+    deviation = max(float(np.std(np.diff(values))) / math.sqrt(2), within)
+    return deviation * math.sqrt(2 / width) * (1 + 3 / len(values))
+
+
+def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Steps and values without those that are not finite."""
+    steps, values = series.arrays()
+    kept = np.isfinite(values)
+    return steps[kept], values[kept]

@@ -1,0 +1,66 @@
+"""Saved rollouts: ``rollouts/step_000012.safetensors`` holds the arrays of the rows that step 12 trained on.
+
+A file is complete or absent. Steps count from 0, as in ``metrics.jsonl``.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from areno.errors import ArenoError
+
+_NAME = re.compile(r"step_(\d{6,})\.safetensors")
+_FORMAT = {"format": "areno rollouts 1"}
+Arrays = dict[str, NDArray[Any]]
+
+
+class RolloutFiles:
+    """The saved rollouts of a run below ``folder``, which is created on first use; writing keeps the newest ``keep`` steps."""
+
+    def __init__(self, folder: Path, keep: float) -> None:
+        self.folder, self.keep = folder, keep
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"step_{step:06d}.safetensors"
+
+    def steps(self) -> list[int]:
+        """The saved steps, ascending."""
+        names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+    def write(self, step: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Save the arrays of a step, and delete those of old steps; ArenoError on failure."""
+        path = self.path(step)
+        partial = path.with_suffix(".partial")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            save_file(dict(arrays), partial, _FORMAT)
+            partial.replace(path)
+            steps = self.steps()
+            for old in steps[: max(len(steps) - int(min(self.keep, len(steps))), 0)]:
+                self.path(old).unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise ArenoError(
+                f"cannot write {path}: {error}; check free disk space, or save fewer steps with --save-rollouts "
+                "(rollout.save_rollouts)"
+            ) from error
+
+    def read(self, step: int) -> Arrays:
+        """The arrays of a step; ArenoError if the file is missing or damaged."""
+        path = self.path(step)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ArenoError(f"{path} cannot be read: {error}") from error
+
+    def drop_after(self, step: int) -> None:
+        """Delete the files of later steps."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink(missing_ok=True)

@@ -1,0 +1,115 @@
+"""What a replay trains on and starts from: the recorded rows of a step, and the checkpoint before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areno.errors import UsageError
+from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.rollout_files import RolloutFiles
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import checkpoints_of
+from areno.storage.sample_index import FLAGS, read_entries, read_sample
+from areno.training.saved_rows import SavedRows, rows_of_arrays, rows_of_samples
+from areno.types import RewardParts, TrainSequence, parts_of
+
+STATISTICS = ("train/", "ppo_actor/update/", "ppo_critic/")
+"""Prefixes of the statistics of an update."""
+_MEASURED = ("_time_s", "/tokens_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step to train on again.
+
+    Attributes:
+        complete: whether ``saved`` has all rows of the step.
+        start: completed steps of the weights to start from; those of the step are exact if it equals ``step``.
+        checkpoint: the checkpoint with them; None for the initial model.
+        reshapes: compute advantages from the rewards instead of using the recorded ones.
+    """
+
+    step: int
+    updates: int
+    saved: SavedRows
+    complete: bool
+    start: int
+    checkpoint: Path | None
+    reshapes: bool = False
+
+    def firsts(self) -> list[TrainSequence]:
+        """The first row of each sample, which has its reward and group."""
+        by_sample = dict(zip(reversed(self.saved.samples), reversed(self.saved.rows), strict=True))
+        return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
+
+    def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
+        """Replace rewards by weighted sums of their parts. Raises UsageError: they have none."""
+        if not all(parts_of(row.reward) for row in self.saved.rows):
+            raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
+        parts = RewardParts(weights)
+        for row in self.saved.rows:
+            row.reward = parts.weigh(dict(parts_of(row.reward)))
+        return self
+
+    def forget(self, column: str) -> None:
+        """Empty a per-token list of all rows, so that it is scored again."""
+        for row in self.saved.rows:
+            setattr(row, column, [])
+
+    def reshaped(self, because: str, by_group: bool) -> RecordedStep:
+        """Compute advantages. Raises UsageError: they compare the samples of a group, and some were not recorded."""
+        if by_group and not self.complete:
+            raise UsageError(
+                f"{because}: advantages compare all samples of a prompt, and only some were recorded; train with "
+                "--save-rollouts (rollout.save_rollouts) to keep all"
+            )
+        return replace(self, reshapes=True)
+
+    def described(self, base: str) -> list[str]:
+        """Sentences on rows and weights; ``base`` is the initial model."""
+        kind = (
+            "all rows of the step"
+            if self.complete
+            else "recorded samples, a selection: statistics differ from the run's"
+        )
+        weights = f"{base}, the initial model" if self.checkpoint is None else str(self.checkpoint)
+        missing = self.step - self.start
+        behind = "those that the step began with" if not missing else f"{missing} steps older than those of the step"
+        return [
+            f"step {self.step}: {len(self.saved.rows)} rows ({kind})",
+            f"weights: {weights} ({behind})",
+            f"advantages: {'computed from the recorded rewards' if self.reshapes else 'as recorded'}",
+        ]
+
+
+def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) -> RecordedStep:
+    """Read the rows of a step, and find the newest checkpoint up to it.
+
+    Raises:
+        UsageError: nothing was recorded of that step.
+        ArenoError: the saved rows cannot be read.
+    """
+    files = RolloutFiles(run.rollouts_path, 0)
+    complete = step in files.steps()
+    if complete:
+        saved = rows_of_arrays(files.read(step))
+    else:
+        entries = read_entries(run.samples_path)
+        samples = (read_sample(run.samples_path, entry) for entry in entries[entries["step"] == step])
+        saved = rows_of_samples(samples, temperature)
+        if not saved.rows:
+            with_rows = sorted({*files.steps(), *entries["step"][(entries["flags"] & FLAGS["rows"]) > 0].tolist()})
+            known = f"steps {with_rows[0]} to {with_rows[-1]}" if with_rows else "none"
+            raise UsageError(f"--step {step}: {run.path} has no rows of that step; recorded are {known}")
+    newest = CheckpointFolder(checkpoints_of(run.path, "areno replay")).newest_until(step)
+    start, checkpoint = newest if newest is not None else (0, None)
+    return RecordedStep(step, updates, saved, complete, start, checkpoint)
+
+
+def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
+    """The statistics of an update: recorded (None if they were not) and replayed, by name; without times."""
+    names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
+    return {name: (recorded.get(name), replayed[name]) for name in names}

@@ -1,0 +1,133 @@
+"""Training rows as flat arrays, and rows from recorded samples, so that a step can be trained on again.
+
+Per-token lists of all rows are concatenated; ``lengths`` divides them. Numbers are stored so that nothing is lost: in 32 bits
+where that is exact, else in 64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.storage.rollout_files import Arrays
+from areno.types import PARTS, TrainSequence, WeightedReward, part_columns
+from areno.types.routing import no_expert
+
+_FLAGS = ("prompt_mask", "loss_mask", "keep")
+_INTEGERS = ("tokens", "versions")
+_NUMBERS = ("logprobs", "advantages", "returns", "values", "ref_logprobs", "prox_logprobs", "teacher_logprobs")
+_PER_ROW = {"group": np.int32, "truncated": np.bool_, "eos_token_id": np.int32, "temperature": np.float64}
+_ROUTED = "routed_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """The rows of a step, and which sample each belongs to."""
+
+    rows: list[TrainSequence]
+    samples: list[int]
+
+
+def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
+    """Arrays of at least one row: ``lengths``, ``sample``, ``reward`` and its parts, other fields of rows by their names.
+
+    A per-token list is absent unless every row has it; a row without ``loss_mask`` has one that is true everywhere.
+    """
+    rewards = [row.reward for row in rows]
+    arrays: Arrays = {
+        "lengths": np.array([len(row.tokens) for row in rows], np.int32),
+        "sample": np.array(samples, np.int32),
+        "reward": np.array(rewards, np.float64),
+    }
+    arrays |= {name: np.array(part, np.float64) for name, part in part_columns(rewards, PARTS).items()}
+    arrays |= {name: np.array([getattr(row, name) for row in rows], kind) for name, kind in _PER_ROW.items()}
+    for names, convert in ((_FLAGS, _flags), (_INTEGERS, _integers), (_NUMBERS, _numbers)):
+        for name in names:
+            lists = [getattr(row, name) for row in rows]
+            if name == "loss_mask":
+                lists = [mask or [True] * len(row.tokens) for mask, row in zip(lists, rows, strict=True)]
+            if all(lists):
+                arrays[name] = convert(list(itertools.chain.from_iterable(lists)))
+    if any(row.routed_experts is not None for row in rows):
+        arrays[_ROUTED] = _routed(rows)
+    return arrays
+
+
+def _flags(values: list[bool]) -> NDArray[Any]:
+    return np.array(values, np.bool_)
+
+
+def _integers(values: list[int]) -> NDArray[Any]:
+    return np.array(values, np.int32)
+
+
+def _numbers(values: list[float]) -> NDArray[Any]:
+    exact = np.array(values, np.float64)
+    with np.errstate(over="ignore"):
+        short = exact.astype(np.float32)
+    return short if np.array_equal(short, exact, equal_nan=True) else exact
+
+
+def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
+    """Records of all tokens; those of rows without one hold the number that stands for none."""
+    like = next(row.routed_experts for row in rows if row.routed_experts is not None)
+
+    def record(row: TrainSequence) -> NDArray[Any]:
+        if row.routed_experts is not None:
+            return row.routed_experts
+        return np.full((len(row.tokens), *like.shape[1:]), no_expert(like), like.dtype)
+
+    return np.concatenate([record(row) for row in rows])
+
+
+def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
+    """The rows that :func:`arrays_of` was given."""
+    cuts = np.cumsum(arrays["lengths"])[:-1]
+    lists = {name: np.split(arrays[name], cuts) for name in (*_FLAGS, *_INTEGERS, *_NUMBERS) if name in arrays}
+    routed = np.split(arrays[_ROUTED], cuts) if _ROUTED in arrays else [None] * len(arrays["lengths"])
+    parts = {name.removeprefix(PARTS): values for name, values in arrays.items() if name.startswith(PARTS)}
+    rows = []
+    for index, reward in enumerate(arrays["reward"].tolist()):
+        fields: dict[str, Any] = {name: values[index].tolist() for name, values in lists.items()}
+        fields |= {name: arrays[name][index].item() for name in _PER_ROW}
+        if parts:
+            reward = WeightedReward(reward, {name: float(values[index]) for name, values in parts.items()})
+        rows.append(TrainSequence(**fields, reward=reward, routed_experts=routed[index]))
+    return SavedRows(rows, arrays["sample"].tolist())
+
+
+def rows_of_samples(samples: Iterable[Mapping[str, Any]], temperature: float) -> SavedRows:
+    """The rows of recorded samples (``samples.jsonl``) that have them.
+
+    Log-probs and advantages are rounded to six decimals there. ``temperature`` is that of the run.
+    """
+    rows, owners = [], []
+    for number, sample in enumerate(samples):
+        reward = float(sample["reward"])
+        if "reward_parts" in sample:
+            reward = WeightedReward(reward, {name: float(part) for name, part in sample["reward_parts"].items()})
+        for segments in sample.get("rows", ()):
+            rows.append(
+                TrainSequence(
+                    prompt_mask=[not segment["trained"] for segment in segments for _ in segment["tokens"]],
+                    tokens=_joined(segments, "tokens"),
+                    logprobs=[float(x) for x in _joined(segments, "logprobs")],
+                    advantages=[float(x) for x in _joined(segments, "advantages")],
+                    versions=[segment["version"] for segment in segments for _ in segment["tokens"]],
+                    reward=reward,
+                    temperature=temperature,
+                    group=sample["prompt_index"],
+                    truncated=sample["finish_reason"] == "length",
+                )
+            )
+            owners.append(number)
+    return SavedRows(rows, owners)
+
+
+def _joined(segments: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [value for segment in segments for value in segment[name]]
