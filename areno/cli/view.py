@@ -1,6 +1,7 @@
 """``areno view``: a local web page over run directories."""
 
 import os
+import threading
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,5 +37,7 @@ def run(argv: Sequence[str]) -> int:
     for notice in server.notices:
         print(f"areno view: {notice}")
     print(f"areno view: {server.folder} at {server.url} (stop with Ctrl-C)")
-    server.serve(lambda: webbrowser.open(server.url) if arguments.open else None)
+    if arguments.open:  # in a thread: a browser in the terminal returns when it is closed; the address is already open
+        threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()
+    server.serve()
     return 0

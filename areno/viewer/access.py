@@ -1,8 +1,6 @@
 """Who may read: an API key off loopback, known host names on it, and headers that confine the page to its own server."""
 
 import secrets
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -22,6 +20,8 @@ _HEADERS = {
 }
 LOGIN = "/api/login"
 _MAX_KEY_BYTES = 4096
+_OWN_PAGES = (b"none", b"same-origin")
+"""How a browser marks requests of the page itself, and of addresses that are typed; other programs send no mark."""
 
 
 class AccessMiddleware:
@@ -63,8 +63,12 @@ class AccessMiddleware:
     async def _refusal_or_login(self, scope: Scope, receive: Receive) -> Response | None:
         headers = dict(scope["headers"])
         self._check_host(scope, headers.get(b"host", b""))
-        if self._key is None or not scope["path"].startswith("/api/"):
+        if not scope["path"].startswith("/api/"):
             return None  # the page itself holds no data
+        if headers.get(b"sec-fetch-site", b"none") not in _OWN_PAGES:
+            raise ApiError(403, "pages of other servers cannot use this one", code="cross_site")
+        if self._key is None:
+            return None
         if scope["path"] == LOGIN and scope["method"] == "POST":
             return await self._login(Request(scope, receive))
         if not self._has_key(scope, headers):
@@ -75,11 +79,8 @@ class AccessMiddleware:
         sent = key_in_headers(headers)
         if sent:
             return self._matches(sent)
-        try:
-            cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(_cookie_name(scope))
-        except CookieError:
-            return False
-        return cookie is not None and secrets.compare_digest(cookie.value.encode(), self._session.encode())
+        cookie = Request(scope).cookies.get(_cookie_name(scope), "")  # also if other programs of this host set odd ones
+        return secrets.compare_digest(cookie.encode(), self._session.encode())
 
     def _matches(self, key: bytes) -> bool:
         """Compare in constant time, so that the key cannot be guessed byte by byte."""
@@ -107,6 +108,6 @@ class AccessMiddleware:
         raise ApiError(403, message, code="host_not_allowed")
 
 
-def _cookie_name(scope: dict[str, Any] | Any) -> str:
+def _cookie_name(scope: Scope) -> str:
     """Cookies are shared by all ports of a host, so each server has its own."""
     return f"areno_view_{(scope.get('server') or ('', 0))[1]}"

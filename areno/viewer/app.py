@@ -17,10 +17,10 @@ from areno.observability.chart import printable
 from areno.reports.compare import compare_runs
 from areno.reports.explanation import Explanation, explain
 from areno.reports.run_data import KEYS, RunData
-from areno.serving.errors import install_error_handlers
+from areno.serving.errors import ApiError, install_error_handlers
 from areno.storage.run_dir import json_safe
 from areno.viewer.access import AccessMiddleware
-from areno.viewer.catalog import OpenedRun, RunCatalog, describe
+from areno.viewer.catalog import OpenedRun, RunCatalog, completed_steps, describe
 from areno.viewer.changes import event_stream, watched
 from areno.viewer.curves import MAX_POINTS, curve
 from areno.viewer.evaluations import evaluations
@@ -44,7 +44,7 @@ class DataResponse(JSONResponse):
         """Encode the content."""
         try:
             return json.dumps(content, allow_nan=False, default=str).encode()
-        except ValueError:
+        except (ValueError, TypeError):  # the latter: a name in a configuration is a date
             return json.dumps(json_safe(content), allow_nan=False, default=str).encode()
 
 
@@ -52,6 +52,7 @@ def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event)
     """Create the application; ``stopping`` ends its event streams."""
     app = FastAPI(title="areno view", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
+    _add_file_errors(app)
     _add_runs(app, catalog)
     _add_samples(app, catalog)
     _add_events(app, catalog, stopping)
@@ -60,12 +61,22 @@ def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event)
     return app
 
 
+def _add_file_errors(app: FastAPI) -> None:
+    @app.exception_handler(OSError)
+    async def _(_: Request, error: OSError) -> JSONResponse:
+        name = PurePath(str(error.filename or "a file")).name
+        status = 404 if isinstance(error, FileNotFoundError) else 403 if isinstance(error, PermissionError) else 500
+        message = f"{name} of this run cannot be read: {error.strerror or error}"
+        return ApiError(status, message, code="file_unreadable").response()
+
+
 def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/runs")
     def runs() -> DataResponse:
         """All runs, one row each."""
         rows = catalog.rows()
-        return DataResponse({"folder": catalog.shown, "runs": rows, "outside": catalog.outside})
+        more = {"outside": catalog.outside, "has_more": catalog.has_more}
+        return DataResponse({"folder": catalog.shown, "runs": rows, **more})
 
     @app.get("/api/runs/{run_id}")
     def run(run_id: str) -> DataResponse:
@@ -73,15 +84,24 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         return DataResponse(_overview(catalog.open(run_id)))
 
     @app.get("/api/runs/{run_id}/metrics")
-    def metrics(run_id: str, name: Names, after: Counts = [], points: int = MAX_POINTS) -> DataResponse:  # noqa: B006
-        """Points of some series; ``after`` has the number of recorded values that the client has of each name."""
+    def metrics(
+        run_id: str,
+        name: Names = [],  # noqa: B006
+        after: Counts = [],  # noqa: B006
+        points: int = MAX_POINTS,
+    ) -> DataResponse:
+        """Points of some series; ``after`` has the number of recorded values that the client has of each name.
+
+        ``metrics`` is the number of all metrics, which tells a client that there are new ones.
+        """
         run = catalog.open(run_id)
         data = run.data()
         known = [*after, *[0] * (len(name) - len(after))]
         limit = min(max(points, 4), MAX_POINTS)
         series = {one: curve(data, one, count, limit) for one, count in zip(name, known, strict=False)}
         recorded = {one: points for one, points in series.items() if points is not None}
-        return DataResponse({"resets": run.resets, "last_step": data.metrics.last_step, "series": recorded})
+        state = {"resets": run.resets, "last_step": data.metrics.last_step, "metrics": len(data.metrics.names)}
+        return DataResponse({**state, "series": recorded})
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
@@ -142,7 +162,8 @@ def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> N
     async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
         """Server-sent events about new data of some runs, or of the list of runs."""
         look = await asyncio.to_thread(watched, catalog, run)
-        return StreamingResponse(event_stream(look, stopping), media_type="text/event-stream")
+        headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
+        return StreamingResponse(event_stream(look, stopping), media_type="text/event-stream", headers=headers)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -190,7 +211,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
         "warnings": data.warnings[-200:],
         "config": data.config,
         "environment": data.environment,
-        "steps": max((data.metrics[name].steps[-1] for name in last if not name.startswith("eval")), default=-1) + 1,
+        "steps": completed_steps(data),
         "updated": data.metrics.times.last if data.metrics.times.values else None,
         "metrics": last,
         "keys": {key: name for key in KEYS if (name := data.metric_of(key)) is not None},

@@ -1,7 +1,7 @@
 """The runs below a folder: searched again every few seconds, listed from the ends of their files, opened on demand.
 
 A client names a run by an id, a hash of its path, and never a path. A run counts only if it is inside the folder once symbolic
-links are resolved, and so must be its files.
+links are resolved, and so must be its files. What is in the files may be damaged: such a run never hides the others.
 """
 
 import hashlib
@@ -9,26 +9,29 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from areno.reports.run_data import KEYS, RunData, find_runs, read_config
+from areno.reports.run_data import KEYS, MAX_RUNS, RunData, find_runs, read_config
 from areno.serving.errors import ApiError
 from areno.storage.metric_columns import MetricColumns
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import CONFIG
 from areno.storage.run_lock import is_locked
 from areno.storage.run_status import RUNNING, read_status
 from areno.storage.sample_index import Entries, index_path, read_entries
-from areno.viewer.tails import file_size, last_records
+from areno.viewer.tails import file_version, last_records
 
 _OPEN_RUNS = 16
 _SEARCH_EVERY_S = 2.0
 _SEARCH_SHARE = 10
 """A search is repeated at the earliest after this many times its own duration."""
 _TAIL = 65536
-_READ_SUFFIXES = (".jsonl", ".json", ".yaml", ".index", ".log", ".txt")
+_READ_SUFFIXES = (".jsonl", ".json", ".yaml", ".index", ".log", ".txt", ".lock")
+_READ_WHOLE = (CONFIG, "environment.json", "status.json", "summary.json")
+_MOST_BYTES = 2**24
+"""Size of a file of ``_READ_WHOLE`` above which a run is not read."""
 
 
 class OpenedRun:
@@ -40,7 +43,7 @@ class OpenedRun:
         self.resets = 0
         """How often the metrics were replaced, as by a resume that repeats steps."""
         self._lock = threading.Lock()
-        self._entries: tuple[tuple[int, int], Entries] | None = None
+        self._entries: tuple[Any, Entries] | None = None
         self._metrics_file = _inode(self.files.metrics_path)
 
     @cached_property
@@ -64,7 +67,7 @@ class OpenedRun:
         """The index of the recorded samples."""
         path = self.files.samples_path
         with self._lock:
-            key = (file_size(path), file_size(index_path(path)))
+            key = (file_version(path), file_version(index_path(path)))
             if self._entries is None or self._entries[0] != key:
                 self._entries = (key, read_entries(path))
             return self._entries[1]
@@ -89,31 +92,31 @@ class RunCatalog:
         self.folder, self.shown = folder.resolve(), str(folder)
         self.outside = 0
         """Runs that are not shown, because they are links out of the folder."""
-        self._lock = threading.Lock()
+        self.has_more = False
+        """Whether there are more than ``MAX_RUNS``, which are not shown."""
+        self._searching, self._opening = threading.Lock(), threading.Lock()
         self._paths: dict[str, Path] = {}
         self._next_search = 0.0
         self._open: OrderedDict[str, OpenedRun] = OrderedDict()
         self._rows: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """The run directories by id."""
-        with self._lock:
-            if time.monotonic() >= self._next_search:
-                start = time.monotonic()
-                runs = [(path, path.resolve()) for path in find_runs(self.folder)]
-                inside = [path for path, target in runs if target.is_relative_to(self.folder)]
-                self._paths = {_id_of(path.relative_to(self.folder)): path for path in inside}
-                self.outside = len(runs) - len(inside)
-                end = time.monotonic()
-                self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
-            return self._paths
+        """The run directories by id; those of the last search while another thread searches."""
+        is_first = self._next_search == 0
+        if time.monotonic() >= self._next_search and self._searching.acquire(blocking=is_first):
+            try:
+                if time.monotonic() >= self._next_search:
+                    self._search()
+            finally:
+                self._searching.release()
+        return self._paths
 
     def open(self, run_id: str) -> OpenedRun:
         """The run with an id. Raises ApiError: there is none, or its files lead out of the folder."""
         path = self._paths.get(run_id) or self.paths().get(run_id)
         if path is None or not path.is_dir():
             raise ApiError(404, "there is no such run; reload the list of runs", code="run_not_found")
-        with self._lock:
+        with self._opening:
             run = self._open.pop(run_id, None) or OpenedRun(run_id, path, self.folder)
             self._open[run_id] = run
             while len(self._open) > _OPEN_RUNS:
@@ -122,56 +125,88 @@ class RunCatalog:
         return run
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run, without reading whole files: name, algorithm, state, steps, last reward, warnings."""
-        rows = []
-        for run_id, path in self.paths().items():
-            with suppress(FileNotFoundError):  # deleted since the search
-                rows.append(self._row(run_id, path))
-        return rows
+        """One row per run, without reading whole files: name, algorithm, state, steps, last reward, warnings.
+
+        A run that cannot be read has a ``problem`` instead.
+        """
+        rows = [self._row(run_id, path) for run_id, path in self.paths().items()]
+        return [row for row in rows if row is not None]
 
     def signature(self) -> dict[str, Any]:
         """What changes when a row does, by run id."""
-        return {run_id: (_signature(path), _state(RunDirectory(path))) for run_id, path in self.paths().items()}
+        return {run_id: (_signature(path), is_locked(path)) for run_id, path in self.paths().items()}
 
-    def _row(self, run_id: str, path: Path) -> dict[str, Any]:
-        files, signature = RunDirectory(path), _signature(path)
-        known = self._rows.get(run_id)
-        if known is None or known[0] != signature:
-            known = (signature, {"id": run_id, **self._content(path, files)})
-            self._rows[run_id] = known
-        status = read_status(files)
-        times = {name: status.get(name) for name in ("started", "ended", "error", "signal")}
-        return {**known[1], **times, "state": _state(files)}
+    def _search(self) -> None:
+        start = time.monotonic()
+        runs = [(path, path.resolve()) for path in find_runs(self.folder, MAX_RUNS + 1)]
+        self.has_more = len(runs) > MAX_RUNS
+        inside = [path for path, target in runs[:MAX_RUNS] if target.is_relative_to(self.folder)]
+        self.outside = len(runs[:MAX_RUNS]) - len(inside)
+        self._paths = {_id_of(path.relative_to(self.folder)): path for path in inside}
+        for run_id in self._rows.keys() - self._paths.keys():
+            self._rows.pop(run_id, None)
+        end = time.monotonic()
+        self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
-    def _content(self, path: Path, files: RunDirectory) -> dict[str, Any]:
-        content = {"name": path.resolve().name, "path": str(path.relative_to(self.folder))}
+    def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
+        """The row of a run; None if it was deleted since the search."""
+        row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
         try:
             _check_files(path, self.folder)
+            files, signature = RunDirectory(path), _signature(path)
+            known = self._rows.get(run_id)
+            if known is None or known[0] != signature:
+                known = self._rows[run_id] = (signature, _content(files))
+            status = read_status(files)
+            state = status.get("state") or (RUNNING if is_locked(path) else "unknown")
+            times = {name: status.get(name) for name in ("started", "ended", "error", "signal")}
+            return {**row, **known[1], **times, "state": str(state)}
+        except FileNotFoundError:
+            return None
         except ApiError as error:
-            return {**content, "problem": error.message, "warnings": 0, **describe({}), **_last_values([])}
-        warnings = sum(1 for _ in files.read_warnings())
-        return {
-            **content,
-            "warnings": warnings,
-            **describe(read_config(path)),
-            **_last_values(last_records(files.metrics_path, _TAIL)),
-        }
+            problem = error.message
+        except OSError as error:
+            problem = f"{Path(str(error.filename)).name} cannot be read: {error.strerror or error}"
+        except Exception as error:  # of whatever is damaged
+            problem = f"cannot be read: {type(error).__name__}"
+        return {**row, **describe({}), **_last_values([]), "warnings": 0, "state": "unknown", "problem": problem}
 
 
-def describe(config: dict[str, Any]) -> dict[str, Any]:
+def describe(config: dict[str, Any]) -> dict[str, str | None]:
     """The kind of a run (``train`` or ``experiment``), its algorithm and its model, from its configuration."""
     if "experiment_name" not in config:
-        return {"kind": "train", "algo": config.get("algo"), "model": config.get("ckpt")}
+        return {"kind": "train", "algo": _text(config.get("algo")), "model": _text(config.get("ckpt"))}
     actor, rows = (value if isinstance(value := config.get(name), dict) else {} for name in ("actor", "train_dataset"))
     algorithm = actor.get("algorithm") or ("ppo" if config.get("critic") else rows.get("type"))
-    return {"kind": "experiment", "algo": algorithm, "model": actor.get("path")}
+    return {"kind": "experiment", "algo": _text(algorithm), "model": _text(actor.get("path"))}
+
+
+def completed_steps(data: RunData) -> int:
+    """Steps that a run has trained for; evaluations are recorded under the number of completed steps, one higher."""
+    metrics = data.metrics
+    return max((metrics[name].steps[-1] for name in metrics.names if not _is_evaluated(name)), default=-1) + 1
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _is_evaluated(name: str) -> bool:
+    return name.startswith("eval") or "/eval/" in name
+
+
+def _content(files: RunDirectory) -> dict[str, Any]:
+    """What a row says that is kept until one of the files in :func:`_signature` changes."""
+    warnings = len(files.read_warnings())
+    values = _last_values(last_records(files.metrics_path, _TAIL))
+    return {"warnings": warnings, **describe(read_config(files.path)), **values}
 
 
 def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Completed steps, the last reward (else the last loss) and the time of the last record."""
     records = [record for record in records if isinstance(record.get("step"), int)]
     trained = [
-        record for record in records if any(not name.startswith("eval") for name in record.keys() - {"step", "time"})
+        record for record in records if not all(_is_evaluated(name) for name in record.keys() - {"step", "time"})
     ]
     steps = max((record["step"] for record in trained), default=-1) + 1
     values: dict[str, Any] = {"steps": steps, "time": records[-1].get("time") if records else None}
@@ -181,23 +216,10 @@ def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _state(files: RunDirectory) -> str:
-    state = read_status(files).get("state")
-    return str(state) if state else RUNNING if is_locked(files.path) else "unknown"
-
-
 def _signature(path: Path) -> tuple[Any, ...]:
     files = RunDirectory(path)
     parts = (files.config_path, files.metrics_path, files.warnings_path, files.status_path)
-    return tuple(_version(part) for part in parts)
-
-
-def _version(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError:
-        return (0, 0)
-    return (stat.st_size, stat.st_mtime_ns)
+    return tuple(file_version(part) for part in parts)
 
 
 def _inode(path: Path) -> int:
@@ -208,11 +230,15 @@ def _inode(path: Path) -> int:
 
 
 def _check_files(run: Path, folder: Path) -> None:
-    """Raise ApiError if a file of a run is a link out of the folder, or no regular file."""
+    """Raise ApiError if a file of a run is a link out of the folder, no regular file, or too large to read as a whole."""
     for entry in os.scandir(run):
-        if entry.name.endswith(_READ_SUFFIXES) and not _is_inside(entry, folder):
+        if not entry.name.endswith(_READ_SUFFIXES):
+            continue
+        if not _is_inside(entry, folder):
             message = f"{entry.name} of this run is not a regular file inside the viewed folder"
             raise ApiError(403, message, code="outside_folder")
+        if entry.name in _READ_WHOLE and entry.stat().st_size > _MOST_BYTES:
+            raise ApiError(403, f"{entry.name} of this run has more than {_MOST_BYTES} bytes", code="file_too_large")
 
 
 def _is_inside(entry: os.DirEntry[str], folder: Path) -> bool:

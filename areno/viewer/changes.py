@@ -5,9 +5,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from areno.storage.run_status import read_status
+from areno.storage.run_lock import is_locked
 from areno.viewer.catalog import OpenedRun, RunCatalog
-from areno.viewer.tails import file_size
+from areno.viewer.tails import file_size, file_version
 
 INTERVAL_S = 0.5
 _COMMENT_EVERY = 30
@@ -22,7 +22,7 @@ def sizes_of(run: OpenedRun) -> dict[str, Any]:
         "samples": file_size(files.samples_path),
         "evaluations": file_size(files.eval_samples_path),
         "warnings": file_size(files.warnings_path),
-        "status": read_status(files),
+        "status": (file_version(files.status_path), is_locked(run.path)),
         "log": [file_size(path) for path in run.logs()],
         "timeline": [file_size(path) for path in (*run.traces("session_tracer"), *run.traces("perf_tracer"))],
     }

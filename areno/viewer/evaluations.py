@@ -22,8 +22,9 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
     first, last = steps[0] if before is None else before, steps[-1] if after is None else after
     answers: dict[Any, dict[int, dict[str, Any]]] = {first: {}, last: {}}
     for record in stream_records(path):
-        if record.get("step") in answers and isinstance(record.get("prompt_index"), int):
-            answers[record["step"]][record["prompt_index"]] = record
+        step, index = record.get("step"), record.get("prompt_index")
+        if isinstance(step, int) and isinstance(index, int) and step in answers:
+            answers[step][index] = record
     old, new = answers[first], answers[last]
     prompts = [
         {
@@ -34,4 +35,4 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
         }
         for index in sorted(old.keys() | new.keys())
     ]
-    return {"steps": list(steps), "before": first, "after": last, "prompts": prompts}
+    return {"steps": steps, "before": first, "after": last, "prompts": prompts}

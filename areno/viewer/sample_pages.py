@@ -140,39 +140,38 @@ def _records(
 
 
 def _read(file: BinaryIO, entry: Any, needle: str = "") -> dict[str, Any] | None:
-    """The record of an entry; None if its line cannot contain ``needle``, or was rewritten."""
-    file.seek(int(entry["offset"]))
-    line = file.read(int(entry["length"])).decode("utf-8", errors="replace")
-    if needle and needle not in line.casefold():
-        return None
+    """The record of an entry; None if its line cannot contain ``needle``, was rewritten, or is damaged."""
     try:
+        file.seek(int(entry["offset"]))
+        line = file.read(int(entry["length"])).decode("utf-8", errors="replace")
+        if needle and needle not in line.casefold():
+            return None
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, OverflowError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
 def _texts(record: dict[str, Any]) -> Iterator[str]:
     yield from (str(record[name]) for name in ("completion", "prompt") if record.get(name))
-    for message in record.get("messages") or ():
-        yield from _strings(message)
+    yield from _strings(record.get("messages"))
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    """The strings in a nested value, in order, however deep it is."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict | list):
+            pending.extend(reversed(list(item.values() if isinstance(item, dict) else item)))
 
 
 def _match(record: dict[str, Any], needle: str) -> tuple[str, int] | None:
     """The first text of a record that contains ``needle``, and where; None if none does."""
     if not needle:
-        return str(record.get("completion", "")), 0
+        return str(record.get("completion") or ""), 0
     return next(((text, place) for text in _texts(record) if (place := text.casefold().find(needle)) >= 0), None)
 
 

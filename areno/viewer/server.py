@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from areno.viewer.app import create_viewer
 from areno.viewer.catalog import RunCatalog
 
 PORT = 6333
+_LAST_PORT = 65535
 _MAX_CONNECTIONS = 256
 _THREADS = 8
 """Threads that read files; more would only use more memory."""
@@ -32,7 +33,7 @@ class ViewerServer:
         key: API key; required if ``host`` is not loopback.
 
     Raises:
-        UsageError: the folder does not exist, the address is unavailable, or the key is missing.
+        UsageError: the folder does not exist, the address is unavailable or out of range, or the key is missing.
     """
 
     folder: Path
@@ -43,7 +44,7 @@ class ViewerServer:
     """What the user should know about the start."""
 
     def __post_init__(self) -> None:
-        Problems.raise_all(key_problems(self.host, self.key))
+        Problems.raise_all(self._problems())
         if not self.folder.is_dir():
             raise UsageError(f"{self.folder} is not a folder; pass a folder with runs, such as runs/")
         self._socket = self._listen()
@@ -71,6 +72,11 @@ class ViewerServer:
         await self._stopping.wait()
         server.should_exit = True
         await serving
+
+    def _problems(self) -> Iterator[str]:
+        yield from key_problems(self.host, self.key)
+        if self.port is not None and not 0 <= self.port <= _LAST_PORT:
+            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; 0 picks a free one"
 
     def _listen(self) -> socket.socket:
         if self.port is not None:

@@ -16,13 +16,22 @@ def file_size(path: Path) -> int:
         return 0
 
 
+def file_version(path: Path) -> tuple[int, int]:
+    """Size of a file and time of its last change; zeros if there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return (0, 0)
+    return (stat.st_size, stat.st_mtime_ns)
+
+
 def lines_between(path: Path, start: int, stop: int) -> tuple[int, list[bytes]]:
     """The complete lines between two byte positions, and the position of the first; none if the file is missing."""
     try:
         with open(path, "rb") as file:
             if start > 0:
                 file.seek(start - 1)
-                start += len(file.readline()) - 1  # to the next begin of a line
+                start += len(file.readline(max(stop - start, 0) + 1)) - 1  # to the next line
             file.seek(start)
             content = file.read(max(stop - start, 0))
     except OSError:
@@ -35,7 +44,7 @@ def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record

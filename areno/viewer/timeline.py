@@ -7,13 +7,14 @@ read, by bisection of the files, however long the run is.
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from areno.viewer.catalog import OpenedRun
+from areno.viewer.catalog import OpenedRun, completed_steps
 from areno.viewer.tails import file_size, json_records, lines_between, position_of
 
 MAX_SESSIONS, MAX_SPANS = 400, 2000
 _READ = 4 * 2**20
+_LATEST = 1e18
 _UPDATE = "update_weights"
 _NO_PHASES = ("step",)
 """Events that only contain others."""
@@ -58,7 +59,7 @@ def _sessions(files: list[Path], until: float | None) -> tuple[list[dict[str, An
     """The last sessions that ended before a time, and the time to continue at."""
     sessions, more = [], False
     for path in files:
-        stop = file_size(path) if until is None else position_of(path, until, lambda record: record.get("finalized_ts"))
+        stop = file_size(path) if until is None else position_of(path, until, _ended)
         start, lines = lines_between(path, max(stop - _READ, 0), stop)
         more = more or start > 0
         sessions += [_session(record) for record in json_records(lines) if _is_session(record)]
@@ -70,8 +71,28 @@ def _sessions(files: list[Path], until: float | None) -> tuple[list[dict[str, An
     return kept, kept[0]["end"] if more and kept else None
 
 
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value can be a time; NaN and infinities cannot."""
+    return isinstance(value, int | float) and abs(value) < _LATEST
+
+
+def _ended(record: dict[str, Any]) -> float | None:
+    value = record.get("finalized_ts")
+    return float(value) if _is_number(value) else None
+
+
 def _is_session(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("submit_ts"), float) and isinstance(record.get("phases"), dict)
+    """Whether a record has what the tracer writes; a damaged one is left out."""
+    phases = record.get("phases")
+    return (
+        _is_number(record.get("submit_ts"))
+        and isinstance(phases, dict)
+        and all(isinstance(spans, list) and all(map(_is_span, spans)) for spans in phases.values())
+    )
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, dict) and _is_number(span.get("start_ts")) and _is_number(span.get("end_ts"))
 
 
 def _session(record: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +107,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
         "session": record.get("session_id"),
         "role": f"{record.get('role', '')} {record.get('rank', 0)}",
         "begin": begin,
-        "end": record.get("finalized_ts") or max((span["end"] for span in phases), default=begin),
+        "end": _ended(record) or max((span["end"] for span in phases), default=begin),
         "status": record.get("status"),
         "reason": record.get("reason"),
         "phases": phases,
@@ -94,8 +115,11 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """When an event of a trace was written: its end."""
-    return (event["ts"] + event.get("dur", 0)) / 1e6 if event.get("ph") in ("X", "i") else None
+    """When an event of a trace was written: its end; None for other records."""
+    begin, duration = event.get("ts"), event.get("dur", 0)
+    if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
+        return None
+    return float(begin + duration) / 1e6
 
 
 def _last_event(files: list[Path]) -> float:
@@ -121,21 +145,27 @@ def _phases(files: list[Path], begin: float, end: float) -> Iterator[dict[str, A
             ):
                 continue
             if begin <= seconds and event["ts"] / 1e6 <= end:
-                args = event.get("args") or {}
+                labels = event.get("args")
+                args = labels if isinstance(labels, dict) else {}
+                step = args.get("global_step")
                 yield {
                     "name": event.get("name"),
                     "role": f"{args.get('role', '')} {args.get('rank', 0)}",
                     "begin": event["ts"] / 1e6,
                     "end": seconds,
-                    "step": args.get("global_step"),
+                    "step": step if isinstance(step, int) else None,
                 }
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """When weights became available; a step's metrics are recorded right after its update, and replace a missing trace."""
-    times = run.data().metrics.times
-    count = len(times.values)
-    recorded = {step + 1: time for step, time in zip(times.steps[:count], times.values[:count], strict=True)}
+    """When weights became available; a step's metrics are recorded right after its update, and replace a missing trace.
+
+    An evaluation is recorded under the number of completed steps, at which no weights have become available yet.
+    """
+    data = run.data()
+    times, trained = data.metrics.times, completed_steps(data)
+    records = zip(times.steps[:], times.values[:], strict=False)  # another thread may append
+    recorded = {step + 1: time for step, time in records if step < trained}
     recorded |= {one["step"] + 1: one["end"] for one in phases if one["name"] == _UPDATE and one["step"] is not None}
     ordered = sorted(recorded.items(), key=lambda pair: pair[1])
     first = max(bisect_right([time for _, time in ordered], begin) - 1, 0)

@@ -79,6 +79,7 @@ def test_the_key_can_come_from_the_environment(tmp_path):
         (["nowhere"], "nowhere is not a folder"),
         ([".", "--host", "0.0.0.0"], "needs an API key"),
         ([".", "--port", "http"], "--port"),
+        ([".", "--port", "70000"], "--port 70000 is not between 0 and 65535"),
         ([".", "--hots", "x"], "--hots"),
     ],
 )

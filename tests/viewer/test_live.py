@@ -31,6 +31,7 @@ def listening(url: str, runs: list[str]) -> Iterator[Callable[[], dict[str, Any]
         try:
             with session.stream("GET", "/api/events", params={"run": runs}) as stream:
                 assert stream.headers["content-type"].startswith("text/event-stream")
+                assert stream.headers["x-accel-buffering"] == "no"
                 for line in stream.iter_lines():
                     if line == "data: {}":
                         begun.set()

@@ -135,6 +135,23 @@ def test_data_needs_the_key_in_a_header_or_the_cookie_of_a_login(folder):
         assert session.get("/api/runs", cookies=stolen).status_code == 401
 
 
+def test_odd_cookies_of_other_programs_do_not_undo_the_login(folder):
+    with client(folder, KEY) as session:
+        session.post("/api/login", content=KEY).raise_for_status()
+        ((name, value),) = dict(session.cookies).items()
+        session.cookies.clear()
+        odd = f'path=1; settings={{"a": [1, "b"]}}; {name}={value}'  # browsers send those of all ports of a host
+        assert session.get("/api/runs", headers={"Cookie": odd}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
+)
+def test_pages_of_other_servers_cannot_make_this_one_work(session, site, status):
+    assert session.get("/api/runs", headers={"Sec-Fetch-Site": site}).status_code == status
+    assert session.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200, "a link to the page"
+
+
 @pytest.mark.parametrize(
     ("host", "key"), [("0.0.0.0", None), ("::", None), ("127.0.0.1", "two words"), ("127.0.0.1", "")]
 )
