@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from tests.support.browser import Page, browser
+from tests.support.browser import Page
 from tests.viewer.stage import HOSTILE, agent_sample, lines_of, run_id, serving, write_run
 
 pytestmark = pytest.mark.long
@@ -45,23 +45,6 @@ def folder(tmp_path_factory):
 def url(folder):
     with serving(folder) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def page(tab):
-    """The tab without a page, at a desktop's size; a test fails if its pages reported errors."""
-    tab.open("about:blank")
-    tab.size(1280)
-    tab.dark(False)
-    tab.problems.clear()
-    yield tab
-    assert tab.problems == []
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import { announce, el } from "./dom.js";
 
+const RETRY_MS = 3000;
+
 let asking = null;
 
 function url(path, params) {
@@ -39,12 +41,12 @@ function askKey() {
     const dialog = el("dialog", { "aria-label": "API key", on: { cancel: (event) => event.preventDefault() } }, form);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
-      const response = await fetch("/api/login", { method: "POST", body: input.value });
-      if (response.ok) {
+      const response = await fetch("/api/login", { method: "POST", body: input.value }).catch(() => null);
+      if (response?.ok) {
         dialog.close();
         dialog.remove();
         resolve();
-      } else problem.textContent = "This is not the API key of the server.";
+      } else problem.textContent = response ? "This is not the API key of the server." : "The server does not answer.";
     });
     document.body.append(dialog);
     dialog.showModal();
@@ -53,10 +55,10 @@ function askKey() {
 
 /**
  * Call `change({run, changed})` on new data of runs (none: the list of runs), and with `{changed: null}` on each connection.
- * The connection is closed while the tab is hidden, as browsers allow few of them. Returns a function that ends it.
+ * The connection is closed while the tab is hidden, because browsers allow only a few. Returns a function that ends it.
  */
 export function follow(runs, change) {
-  let source = null;
+  let source = null, retry = null, ended = false;
   const live = document.getElementById("live");
   const state = (text) => {
     if (live.textContent !== text && text === "disconnected") announce("The connection to the server is lost");
@@ -64,13 +66,26 @@ export function follow(runs, change) {
     live.className = text === "live" ? "connected" : text;
   };
   const open = () => {
-    source = new EventSource(url("/api/events", { run: runs }));
-    source.onmessage = (event) => {
+    const opened = (source = new EventSource(url("/api/events", { run: runs })));
+    opened.onmessage = (event) => {
       const data = JSON.parse(event.data);
       state("live");
       change(data.run ? data : { changed: null });
     };
-    source.onerror = () => state("disconnected");
+    opened.onerror = () => {
+      if (opened !== source) return;
+      state("disconnected");
+      if (opened.readyState === EventSource.CLOSED) refused();
+    };
+  };
+  /** The browser does not retry a refused connection: the server has restarted and wants its key, or a run is gone. */
+  const refused = () => {
+    source = null;
+    clearTimeout(retry);
+    retry = setTimeout(async () => {
+      await get("/api/runs").catch(() => {}); // asks for the key
+      if (!ended) visible();
+    }, RETRY_MS);
   };
   const visible = () => {
     if (document.hidden) {
@@ -81,13 +96,15 @@ export function follow(runs, change) {
   document.addEventListener("visibilitychange", visible);
   visible();
   return () => {
+    ended = true;
+    clearTimeout(retry);
     document.removeEventListener("visibilitychange", visible);
     source?.close();
     state("");
   };
 }
 
-/** Run an asynchronous function again while it was asked to meanwhile, but never twice at once, and `gap` ms apart. */
+/** A function that runs asynchronous work: never twice at once, `gap` ms apart, and again if it is called meanwhile. */
 export function coalesced(work, gap = 0) {
   let running = false, again = false;
   return async function run() {

@@ -27,10 +27,18 @@ export const chosen = {
   },
 };
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // a percent sign that encodes nothing
+  }
+}
+
 /** The parts of the URL's hash: `#/run/ID/samples?order=best`. */
 export function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const parts = path.split("/").map(decodeURIComponent);
+  const parts = path.split("/").map(decoded);
   return { parts, run: parts[0] === "run" ? parts[1] : null, params: new URLSearchParams(query ?? "") };
 }
 
@@ -46,9 +54,9 @@ export function link(path, params = {}) {
   return `#/${path}${text ? `?${text}` : ""}`;
 }
 
-/** Keep the state of a page in the URL, without a new entry in the history. */
+/** Keep the state of a page in the URL, without a new entry in the history; not if another page is shown by now. */
 export function keep(path, params) {
-  history.replaceState(null, "", link(path, params));
+  if (location.hash.split("?")[0] === link(path)) history.replaceState(null, "", link(path, params));
 }
 
 function drawNavigation({ parts, run }) {

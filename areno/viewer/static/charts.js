@@ -2,38 +2,53 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
-import { announce, el, field, fill, select } from "./dom.js";
+import { announce, el, field, fill, plural, select } from "./dom.js";
 import { chart, style } from "./plot.js";
 
 const FIRST = ["reward", "eval_reward", "loss", "entropy", "response_length", "grad_norm", "logprob_gap", "staleness"];
-const MOST_POINTS = 3000;
-/** Points of a series that grew beyond this are requested again as a whole. */
+const MOST_CHARTS = 12; // unless more are chosen
+const MOST_POINTS = 3000; // a series that grew beyond this is requested again as a whole
+const MOST_RUNS = 16; // as many as the server keeps open
 
 export async function show(page, here) {
   const { run, params } = here;
-  const ids = run ? [run] : params.getAll("run");
+  const ids = run ? [run] : [...new Set(params.getAll("run"))];
   if (!ids.length) throw new Error("Choose runs in the list first.");
+  if (ids.length > MOST_RUNS) throw new Error(`At most ${MOST_RUNS} runs can be overlaid; choose fewer in the list.`);
   const path = run ? `run/${run}/curves` : "curves";
-  const runs = await Promise.all(ids.map((id) => get(`/api/runs/${id}`)));
+  const answers = await Promise.allSettled(ids.map((id) => get(`/api/runs/${id}`)));
+  const lost = answers.filter((one) => one.status === "rejected").map((one) => one.reason);
+  let runs = answers.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  if (!runs.length) throw lost[0];
   const store = new Map(); // "run name" -> points
   const resets = new Map();
   const charts = new Map();
   let names = params.getAll("name"), smooth = Number(params.get("smooth") ?? 0), log = params.get("log") === "1";
+  let automatic = !names.length, keys = [], metrics = [], grown = false, drawList = () => {};
   let unit = params.get("x") === "minute" ? "minute" : "step";
   const hidden = new Set();
-  const keys = [...new Set(runs.flatMap((one) => Object.keys(one.keys)))];
-  const metrics = [...new Set(runs.flatMap((one) => Object.keys(one.metrics)))].sort();
-  if (!names.length) {
+  const refresh = coalesced(load, 300);
+  list();
+
+  const grid = el("div", { class: "charts" }), empty = el("p", { hidden: true });
+  const title = runs.length === 1 ? `Curves of ${runs[0].name}` : `Curves of ${runs.length} runs`;
+  const problem = `${plural(lost.length, "run")} cannot be shown: ${lost[0]?.message}`;
+  fill(page, el("h1", {}, title), lost.length > 0 && el("p", { class: "problem", role: "alert" }, problem), controls(),
+    runs.length > 1 && legend(), picker(), empty, grid);
+
+  /** List all metrics, and choose the first ones unless the user has. */
+  function list() {
+    keys = [...new Set(runs.flatMap((one) => Object.keys(one.keys)))];
+    metrics = [...new Set(runs.flatMap((one) => Object.keys(one.metrics)))].sort();
+    if (!automatic) return;
     const parts = metrics.filter((name) => /^rollout\/reward_parts?\//.test(name) && !/\/(min|max)$/.test(name));
-    names = [...FIRST.filter((key) => keys.includes(key)), ...parts].slice(0, 12);
+    const usual = [...FIRST.filter((key) => keys.includes(key)), ...parts];
+    names = (usual.length ? usual : metrics).slice(0, MOST_CHARTS);
   }
 
-  const grid = el("div", { class: "charts" });
-  const title = runs.length === 1 ? `Curves of ${runs[0].name}` : `Curves of ${runs.length} runs`;
-  fill(page, el("h1", {}, title), controls(), runs.length > 1 && legend(), picker(), grid);
-
   function save() {
-    keep(path, { run: run ? null : ids, name: names, smooth: smooth || null, log: log ? 1 : null, x: unit === "step" ? null : unit });
+    const state = { name: automatic ? null : names, smooth: smooth || null, log: log ? 1 : null, x: unit === "step" ? null : unit };
+    keep(path, { run: run ? null : ids, ...state });
   }
 
   function controls() {
@@ -71,33 +86,37 @@ export async function show(page, here) {
   }
 
   function picker() {
-    const list = el("div", { class: "picker" });
+    const choices = el("div", { class: "picker" });
     const search = el("input", { type: "search", on: { input: () => drawList() } });
     const count = el("p", { class: "muted small" });
-    function drawList() {
-      const words = search.value.toLowerCase();
+    drawList = () => {
+      const words = search.value.toLowerCase(), focused = document.activeElement?.id;
       const some = [...keys, ...metrics].filter((name) => name.toLowerCase().includes(words));
-      count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`;
-      fill(list, some.map((name) => {
-        const box = el("input", { type: "checkbox", on: { change: async () => {
+      const describe = () => (count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`);
+      describe();
+      fill(choices, some.map((name) => {
+        const box = el("input", { type: "checkbox", id: `metric-${name}`, on: { change: async () => {
+          automatic = false;
           names = box.checked ? [...names, name] : names.filter((one) => one !== name);
-          count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`;
+          describe();
           announce(`${name} ${box.checked ? "shown" : "hidden"}`);
           save();
-          await load();
+          await refresh();
         } } });
         box.checked = names.includes(name);
         return el("label", { class: "check" }, box, name);
       }));
-    }
+      if (focused?.startsWith("metric-")) document.getElementById(focused)?.focus();
+    };
     drawList();
-    return el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Search metrics", search), count, list);
+    return el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Search metrics", search), count, choices);
   }
 
   /** Request what is new of a run; whether there was anything. */
   async function loadRun(one) {
-    const after = names.map((name) => store.get(`${one.id} ${name}`)?.count ?? 0);
-    const answer = await get(`/api/runs/${one.id}/metrics`, { name: names, after });
+    const wanted = names, after = wanted.map((name) => store.get(`${one.id} ${name}`)?.count ?? 0);
+    const answer = await get(`/api/runs/${one.id}/metrics`, { name: wanted, after });
+    grown ||= answer.metrics !== Object.keys(one.metrics).length;
     if (resets.has(one.id) && resets.get(one.id) !== answer.resets) {
       for (const key of [...store.keys()]) if (key.startsWith(`${one.id} `)) store.delete(key);
       resets.set(one.id, answer.resets);
@@ -112,9 +131,9 @@ export async function show(page, here) {
         for (const part of ["steps", "values", "minutes", "not_finite"]) old[part].push(...points[part]);
         old.count = points.count;
         if (old.steps.length > MOST_POINTS) store.delete(key);
-      } else store.set(key, points);
+      } else if (points.start === 0) store.set(key, points);
     }
-    if (names.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) return loadRun(one);
+    if (wanted.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) return loadRun(one);
     return changed;
   }
 
@@ -158,19 +177,26 @@ export async function show(page, here) {
   }
 
   async function load() {
+    grown = false;
     const changed = await Promise.all(runs.map(loadRun));
-    if (changed.includes(true) || charts.size !== names.length) draw();
+    if (grown) { // a metric that was not recorded before, as after the first evaluation
+      runs = await Promise.all(runs.map((one) => get(`/api/runs/${one.id}`)));
+      list();
+      drawList();
+      changed.push(...await Promise.all(runs.map(loadRun)));
+    }
+    empty.hidden = names.length > 0;
+    empty.textContent = metrics.length ? "No metrics are chosen." : "No metrics are recorded yet.";
+    if (changed.includes(true) || charts.size !== names.length || names.some((name) => !charts.has(name))) draw();
   }
 
   await load();
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", draw);
-  const refresh = coalesced(load, 300);
-  const end = follow(ids, ({ changed }) => (!changed || changed.includes("metrics")) && refresh());
+  const end = follow(runs.map((one) => one.id), ({ changed }) => (!changed || changed.includes("metrics")) && refresh());
   return () => {
     end();
     dark.removeEventListener("change", draw);
     for (const one of charts.values()) one.close();
   };
 }
-

@@ -10,7 +10,7 @@ export async function show(page, { params }) {
   let left = params.get("left") ?? runs[0]?.id, right = params.get("right") ?? runs[1]?.id;
   if (!left || !right) throw new Error("Two runs are needed to show what differs.");
   const name = (id) => names.find(([key]) => key === id)?.[1] ?? id;
-  const body = el("div");
+  const body = el("div"), curvesLink = el("a", { class: "button", href: link("curves", { run: [left, right] }) }, "Curves");
 
   fill(
     page,
@@ -18,7 +18,7 @@ export async function show(page, { params }) {
     el("div", { class: "bar" },
       field("Left", select(names, left, (id) => ((left = id), load()))),
       field("Right", select(names, right, (id) => ((right = id), load()))),
-      el("a", { class: "button", href: link("curves", { run: [left, right] }) }, "Curves")),
+      curvesLink),
     body,
   );
 
@@ -47,13 +47,18 @@ export async function show(page, { params }) {
 
   function curves(list) {
     const rows = list.map((one) => [one.key.replaceAll("_", " "), ...[...one.first, ...one.last, ...one.mean, one.difference].map(number)]);
-    const heads = ["Metric", "first left", "right", "last left", "right", "mean left", "right", "difference of means"];
+    const heads = ["Metric", ...["First", "Last", "Mean"].flatMap((which) => [`${which}, left`, `${which}, right`]), "Difference of means"];
     return [el("h2", {}, "Curves over the steps of both"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
   }
 
+  let turn = 0;
   async function load() {
+    const mine = ++turn;
     keep("diff", { left, right });
-    const answer = await get("/api/diff", { left, right });
+    const answer = await get("/api/diff", { left, right }).catch((error) => ({ error }));
+    if (mine !== turn) return; // other runs were chosen meanwhile
+    if (answer.error) return fill(body, el("p", { role: "alert", class: "problem" }, answer.error.message));
+    curvesLink.setAttribute("href", link("curves", { run: [left, right] }));
     fill(
       body,
       el("h2", {}, "First difference"), firstDifference(answer),

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function attribute(element, name, value) {
   if (/^on/i.test(name)) throw new Error(`${name}: pass event handlers in "on"`);
-  if (name === "href" && !/^[#/]/.test(value)) throw new Error(`${value}: links stay on this server`);
+  if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error(`${value}: links stay on this server`);
   if (value === true) element.setAttribute(name, "");
   else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
 }
@@ -51,8 +51,13 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/** A number of things: "1 step", "2 steps". */
+export function plural(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
+}
+
 export function duration(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+  if (typeof seconds !== "number" || !(seconds >= 0)) return "–";
   if (seconds < 60) return `${number(Math.round(seconds * 10) / 10)} s`;
   const minutes = Math.floor(seconds / 60);
   if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;

@@ -2,7 +2,8 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep } from "./app.js";
-import { el, field, fill, number, select } from "./dom.js";
+import { el, field, fill, number, plural, select } from "./dom.js";
+import { visibleText } from "./tokens.js";
 
 export async function show(page, { run, params }) {
   let before = params.get("before"), after = params.get("after");
@@ -14,9 +15,9 @@ export async function show(page, { run, params }) {
     const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => ` · ${name} ${number(value)}`);
     return el("section", { class: "answer" },
       el("h3", {}, title),
-      el("p", { class: "muted" }, `reward ${number(record.reward)}`, parts, ` · ${record.response_len} tokens`,
+      el("p", { class: "muted" }, `reward ${number(record.reward)}`, parts, ` · ${number(record.response_len)} tokens`,
         record.finish_reason === "length" && " · truncated"),
-      el("pre", { class: "text" }, record.completion ?? ""));
+      el("pre", { class: "text" }, visibleText(record.completion)));
   }
 
   async function load() {
@@ -26,8 +27,8 @@ export async function show(page, { run, params }) {
       return;
     }
     keep(`run/${run}/evaluations`, { before, after });
-    const steps = data.steps.map((step) => [String(step), step ? `after ${step} steps` : "before training"]);
-    const label = (step) => (step ? `After ${step} steps` : "Before training");
+    const steps = data.steps.map((step) => [String(step), step ? `after ${plural(step, "step")}` : "before training"]);
+    const label = (step) => (step ? `After ${plural(step, "step")}` : "Before training");
     fill(
       body,
       el("div", { class: "bar" },
@@ -35,13 +36,14 @@ export async function show(page, { run, params }) {
         field("After", select(steps, String(data.after), (step) => ((after = step), load())))),
       data.prompts.map((one) => el("article", { class: "card" },
         el("h2", {}, `Prompt ${one.prompt_index}`),
-        el("pre", { class: "text prompt" }, one.prompt ?? ""),
+        el("pre", { class: "text prompt" }, visibleText(one.prompt)),
         el("div", { class: "pair" }, answer(label(data.before), one.before), answer(label(data.after), one.after)))),
     );
   }
 
   await load();
-  return follow([run], coalesced(async () => {
+  const refresh = coalesced(async () => {
     if (!after) await load();
-  }, 1000));
+  }, 1000);
+  return follow([run], ({ changed }) => (!changed || changed.includes("evaluations")) && refresh());
 }

@@ -5,18 +5,21 @@ import { keep } from "./app.js";
 import { el, field, fill, select } from "./dom.js";
 
 const MOST_LINES = 5000;
+const MOST_BEHIND = 2 ** 20; // bytes that are skipped, not followed, as after a night in the background
 const LEVELS = ["all", "WARNING", "ERROR"];
 
 export async function show(page, { run, params }) {
-  let file = Number(params.get("file") ?? 0), level = "all", words = "";
+  let file = Number(params.get("file")) || 0, files = [], level = "all", words = "";
   let start = 0, end = 0, lines = [], cut = false;
   const log = el("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log" });
   const earlier = el("button", { on: { click: older } }, "Earlier lines");
-  const box = el("input", { type: "checkbox" });
+  const follows = coalesced(newer, 300);
+  const box = el("input", { type: "checkbox", on: { change: () => box.checked && follows() } });
   box.checked = true;
   const search = el("input", { type: "search", on: { input: () => ((words = search.value.toLowerCase()), draw()) } });
   const bar = el("div", { class: "bar" });
-  fill(page, el("h1", {}, "Log"), bar, earlier, log);
+  const missing = el("p", { hidden: true }, "This run has no log yet.");
+  fill(page, el("h1", {}, "Log"), missing, bar, earlier, log);
 
   const kind = (line) => (/\b(ERROR|CRITICAL)\b/.test(line) ? "error" : /\bWARNING\b/.test(line) ? "warning" : "");
   const rank = { all: 0, WARNING: 1, ERROR: 2 };
@@ -34,16 +37,16 @@ export async function show(page, { run, params }) {
   }
 
   async function open() {
-    const answer = await get(`/api/runs/${run}/log`, { file });
-    ({ start, end, lines } = answer);
+    const asked = file, answer = await get(`/api/runs/${run}/log`, { file });
+    if (asked !== file) return; // another file was chosen meanwhile
+    ({ start, end, lines, files } = answer);
+    cut = false;
     keep(`run/${run}/log`, { file: file || null });
-    if (!answer.files.length) {
-      fill(page, el("h1", {}, "Log"), el("p", {}, "This run has no log."));
-      return;
-    }
+    missing.hidden = files.length > 0;
+    bar.hidden = log.hidden = !files.length;
     fill(
       bar,
-      field("File", select(answer.files.map((name, place) => [String(place), name]), String(file), (value) => {
+      field("File", select(files.map((name, place) => [String(place), name]), String(file), (value) => {
         file = Number(value);
         open();
       })),
@@ -56,8 +59,8 @@ export async function show(page, { run, params }) {
 
   async function older() {
     if (cut) await open(); // where the first kept line begins is not known
-    cut = false;
-    const answer = await get(`/api/runs/${run}/log`, { file, before: start });
+    const asked = file, answer = await get(`/api/runs/${run}/log`, { file, before: start });
+    if (asked !== file) return;
     box.checked = false;
     start = answer.start;
     lines = [...answer.lines, ...lines];
@@ -65,8 +68,15 @@ export async function show(page, { run, params }) {
   }
 
   async function newer() {
-    const answer = await get(`/api/runs/${run}/log`, { file, after: end });
-    if (answer.size < end) return open(); // the file was replaced
+    if (!box.checked && lines.length >= MOST_LINES) return undefined; // read when it follows again
+    const asked = file, answer = await get(`/api/runs/${run}/log`, { file, after: end });
+    if (asked !== file) return undefined;
+    if (answer.files.join("\n") !== files.join("\n")) { // their numbers may have changed
+      file = Math.max(answer.files.indexOf(files[file]), 0);
+      return open();
+    }
+    const replaced = answer.size < end, behind = box.checked && answer.size - answer.end > MOST_BEHIND;
+    if (replaced || behind) return open();
     if (!answer.lines.length) return undefined;
     end = answer.end;
     lines = [...lines, ...answer.lines];
@@ -79,5 +89,5 @@ export async function show(page, { run, params }) {
   }
 
   await open();
-  return follow([run], coalesced(newer, 300));
+  return follow([run], ({ changed }) => (!changed || changed.includes("log")) && follows());
 }

@@ -12,12 +12,13 @@ export async function show(page, { run }) {
   function facts(data) {
     const { status, keys, metrics } = data;
     const end = status.ended ?? (status.state === "running" ? Date.now() / 1000 : data.updated);
+    const seconds = status.started && end ? end - status.started : null;
     const values = [
       ["State", [badge(status.state ?? "unknown"), status.error && ` ${status.error}`, status.signal && ` ${status.signal}`]],
       ["Algorithm", data.algo],
       ["Model", data.model],
       ["Started", when(status.started)],
-      ["Duration", status.started ? duration(end - status.started) : "–"],
+      ["Duration", duration(seconds)],
       ["Steps", number(data.steps)],
       ["Recorded samples", el("a", { href: link(`run/${run}/samples`) }, number(data.samples))],
       ...["reward", "eval_reward", "loss", "tokens_per_second", "step_seconds"]
@@ -60,5 +61,7 @@ export async function show(page, { run }) {
   }
 
   await load();
-  return follow([run], coalesced(load, 500));
+  const refresh = coalesced(load, 500);
+  const shownParts = ["metrics", "samples", "status", "warnings"];
+  return follow([run], ({ changed }) => (!changed || changed.some((part) => shownParts.includes(part))) && refresh());
 }

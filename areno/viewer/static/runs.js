@@ -2,7 +2,7 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { chosen, link } from "./app.js";
-import { announce, badge, duration, el, field, fill, number, when } from "./dom.js";
+import { announce, badge, duration, el, field, fill, number, plural, when } from "./dom.js";
 
 const COLUMNS = [
   ["name", "Run"],
@@ -35,10 +35,14 @@ export async function show(page) {
 
   function visible() {
     const match = (row) => `${row.path} ${row.algo} ${row.model} ${row.state}`.toLowerCase().includes(words);
-    const key = (row) => row[sort] ?? (typeof row[sort] === "string" ? "" : -Infinity);
-    const order = (a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : a.path < b.path ? -1 : 1);
-    const sorted = rows.filter(match).sort(order);
-    return descending ? sorted.reverse() : sorted;
+    const isMissing = (value) => value === null || value === undefined || value === "NaN";
+    const order = (a, b) => {
+      const [x, y] = [a[sort], b[sort]];
+      if (isMissing(x) !== isMissing(y)) return isMissing(x) ? 1 : -1; // last in both directions
+      const sign = x === y || isMissing(x) ? 0 : x < y ? -1 : 1;
+      return (sign || (a.path < b.path ? -1 : 1)) * (descending ? -1 : 1);
+    };
+    return rows.filter(match).sort(order);
   }
 
   function draw() {
@@ -49,7 +53,8 @@ export async function show(page) {
         el("button", { class: "sort", id: `sort-${name}`, on: { click: () => sortBy(name) } }, text))));
     fill(body, list.map((row) => rowOf(row, picked)));
     if (!list.length) {
-      fill(body, el("tr", {}, el("td", { colspan: COLUMNS.length + 1 }, rows.length ? "No run matches." : "No runs yet.")));
+      fill(body, el("tr", {}, el("td", { colspan: COLUMNS.length + 1 }, rows.length
+        ? "No run matches." : "No runs yet: a run is a folder with a config.yaml. Links to other folders are not followed.")));
     }
     drawActions(list, picked);
     if (focused) document.getElementById(focused)?.focus();
@@ -72,7 +77,7 @@ export async function show(page) {
       el("td", { class: "number" }, row.warnings ? el("strong", { class: "warning" }, `⚠ ${row.warnings}`) : "0"),
       el("td", {}, when(row.started)),
       el("td", {}, duration(row.seconds)),
-      el("td", { class: "path" }, (row.model ?? "–").split("/").slice(-2).join("/")));
+      el("td", { class: "path" }, String(row.model ?? "–").split("/").slice(-2).join("/")));
   }
 
   function drawActions(list, picked) {
@@ -103,14 +108,14 @@ export async function show(page) {
   async function load() {
     const answer = await get("/api/runs");
     const now = Date.now() / 1000;
-    rows = answer.runs.map((row) => ({
-      ...row,
-      seconds: row.started ? (row.ended ?? (row.state === "running" ? now : row.time ?? now)) - row.started : null,
-    }));
+    rows = answer.runs.map((row) => {
+      const end = row.ended ?? (row.state === "running" ? now : row.time);
+      return { ...row, seconds: row.started && end ? end - row.started : null };
+    });
     const known = new Set(rows.map((row) => row.id));
     if (chosen.get().some((id) => !known.has(id))) chosen.set(chosen.get().filter((id) => known.has(id)));
-    note.textContent = `${rows.length} in ${answer.folder}` +
-      (answer.outside ? `; ${answer.outside} are links out of this folder and are not shown` : "");
+    note.textContent = `${plural(rows.length, "run")} in ${answer.folder}` + (answer.has_more ? "; there are more, which are not listed" : "") +
+      (answer.outside ? `; ${plural(answer.outside, "link")} out of this folder ${answer.outside === 1 ? "is" : "are"} not followed` : "");
     draw();
   }
 

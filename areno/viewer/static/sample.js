@@ -14,7 +14,8 @@ export async function show(page, { run, parts, params }) {
   const answer = await get(`/api/runs/${run}/samples/${index}`);
   const { record } = answer;
   const rows = rowsOf(record.rows ?? []), forks = forksOf(rows);
-  let branch = Math.min(Number(params.get("row") ?? rows.length - 1), rows.length - 1);
+  const asked = Number(params.get("row") ?? rows.length - 1);
+  let branch = asked in rows ? asked : rows.length - 1;
   let colour = params.get("colour") ?? "advantage";
   const body = el("div");
   const around = neighbours();
@@ -37,6 +38,7 @@ export async function show(page, { run, parts, params }) {
   }
 
   function facts() {
+    const picked = [record.picked ?? []].flat().join(", ") || null;
     const values = [
       ["Reward", number(record.reward)],
       ...Object.entries(record.reward_parts ?? {}).map(([name, value]) => [`part ${name}`, number(value)]),
@@ -44,7 +46,7 @@ export async function show(page, { run, parts, params }) {
       ["Tokens", number(record.response_len)],
       ["Ended by", record.finish_reason === "length" ? "the token limit" : record.finish_reason],
       ["Mean log-prob", number(record.logprob_mean)],
-      ["Recorded as", (record.picked ?? []).join(", ") + " of its prompt"],
+      ["Recorded as", picked && `${picked} of its prompt`],
     ];
     return el("dl", { class: "facts" }, values.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
   }
@@ -103,10 +105,10 @@ export async function show(page, { run, parts, params }) {
     const turns = structured ? record.messages.map(fromMessage) : rows.length ? fromRow(rows[branch], forks[branch]) : [
       { role: "prompt", text: record.prompt }, { role: "assistant", text: record.completion }];
     return el("ol", { class: "turns" }, turns.map((turn) => el("li", { class: `turn ${turn.role}` },
-      el("div", { class: "role" }, turn.role, turn.name && ` · ${turn.name}`, turn.edited && el("strong", {}, " · edited")),
+      el("div", { class: "role" }, visibleText(turn.role), turn.name && ` · ${visibleText(turn.name)}`, turn.edited && el("strong", {}, " · edited")),
       turn.text && el("pre", { class: "text" }, visibleText(turn.text)),
-      (turn.calls ?? []).map((call) => el("div", { class: "call" }, el("div", { class: "role" }, `calls ${call.name}`),
-        el("pre", { class: "text" }, call.text))))));
+      (turn.calls ?? []).map((call) => el("div", { class: "call" }, el("div", { class: "role" }, `calls ${visibleText(call.name)}`),
+        el("pre", { class: "text" }, visibleText(call.text)))))));
   }
 
   function keys(event) {

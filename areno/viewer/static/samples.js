@@ -2,7 +2,8 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
-import { announce, el, field, fill, number, select } from "./dom.js";
+import { announce, el, field, fill, number, plural, select } from "./dom.js";
+import { visibleText } from "./tokens.js";
 
 const ORDERS = [
   ["newest", "newest first"],
@@ -26,7 +27,7 @@ export function nameOf(sample) {
 export async function show(page, { run, params }) {
   const query = Object.fromEntries(FIELDS.map((name) => [name, params.get(name) ?? ""]));
   query.order ||= "newest";
-  let flags = params.getAll("flag"), offset = 0, until = null, recorded = 0, taken = 0;
+  let flags = params.getAll("flag"), offset = 0, until = null, recorded = 0, taken = 0, isOpen = false;
   const list = el("ol", { class: "samples", "aria-label": "Samples" });
   const count = el("p", { "aria-live": "polite" });
   const more = el("button", { on: { click: () => next() } }, "More");
@@ -55,7 +56,7 @@ export async function show(page, { run, params }) {
       input("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
       input("reward_max", "Reward to", { type: "number", step: "any", class: "short" }),
       field("Order", select(ORDERS, query.order, (value) => ((query.order = value), restart()))),
-      el("fieldset", {}, el("legend", {}, "Only"), boxes)),
+      el("fieldset", {}, el("legend", {}, "Only (any of)"), boxes)),
     el("p", { class: "muted small" }, "The best, worst and first answer to the first prompts of each step are recorded. ",
       el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
     fresh, count, list, more,
@@ -68,9 +69,9 @@ export async function show(page, { run, params }) {
       el("span", { class: "head" }, el("strong", {}, nameOf(sample)),
         el("span", {}, `reward ${number(sample.reward)}`, parts && ` (${parts})`),
         el("span", {}, `advantage ${number(sample.advantage)}`),
-        el("span", {}, `${sample.tokens} tokens`),
+        el("span", {}, plural(sample.tokens, "token")),
         marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
-      el("span", { class: "excerpt" }, sample.excerpt || "(empty)")));
+      el("span", { class: "excerpt" }, visibleText(sample.excerpt) || "(empty)")));
   }
 
   function describe(answer) {
@@ -87,8 +88,15 @@ export async function show(page, { run, params }) {
     more.disabled = true;
     const wanted = taken + 50;
     do {
-      const answer = await get(`/api/runs/${run}/samples`, { ...query, flag: flags, offset, until });
+      const answer = await get(`/api/runs/${run}/samples`, { ...query, flag: flags, offset, until }).catch((error) => ({ error }));
       if (mine !== turn) return;
+      if (answer.error && !isOpen) throw answer.error;
+      if (answer.error) {
+        count.textContent = answer.error.message;
+        more.disabled = false; // tries again
+        more.hidden = false;
+        return;
+      }
       const first = list.children.length;
       list.append(...answer.samples.map(item));
       listed.indices.push(...answer.samples.map((sample) => sample.index));
@@ -109,8 +117,9 @@ export async function show(page, { run, params }) {
     until = null;
     taken = 0;
     fresh.hidden = true;
-    keep(`run/${run}/samples`, { ...query, order: query.order === "newest" ? null : query.order, flag: flags });
-    Object.assign(listed, { run, hash: location.hash, indices: [] });
+    const path = `run/${run}/samples`, state = { ...query, order: query.order === "newest" ? null : query.order, flag: flags };
+    keep(path, state);
+    Object.assign(listed, { run, hash: link(path, state), indices: [] });
     fill(list);
     await next();
   }
@@ -127,15 +136,17 @@ export async function show(page, { run, params }) {
   document.addEventListener("keydown", keys);
   const back = listed.run === run && listed.hash === location.hash ? listed.opened : null;
   await restart();
+  isOpen = true;
   document.getElementById(`sample-${back}`)?.focus();
-  const end = follow([run], coalesced(async () => {
+  const look = coalesced(async () => {
     const answer = await get(`/api/runs/${run}/samples`, { limit: 1 });
     const added = answer.recorded - recorded;
     if (added < 0) return restart();
     fresh.hidden = added === 0;
-    fresh.textContent = `Show ${added} new samples`;
+    fresh.textContent = `Show ${plural(added, "new sample")}`;
     return undefined;
-  }, 500));
+  }, 500);
+  const end = follow([run], ({ changed }) => (!changed || changed.includes("samples")) && look());
   return () => {
     turn++;
     document.removeEventListener("keydown", keys);

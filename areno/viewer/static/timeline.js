@@ -28,7 +28,10 @@ export async function show(page, { run }) {
   const staleness = chart("staleness (weight versions)", "timeline");
   const lanes = el("section", { "aria-label": "Lanes" }, el("div", { class: "bar" }, earlierButton, laterButton), note, legend, drawing, rows);
   const curve = el("section", { "aria-label": "Staleness" }, el("h2", {}, "Staleness per step"), staleness.figure);
-  fill(page, el("h1", {}, "Timeline"), lanes, curve);
+  const missing = el("p", { hidden: true }, "This run has no traces yet. Sessions appear after they have ended, if the run was started with ",
+    el("code", {}, "--trace"), " (areno train) or ",
+    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run).");
+  fill(page, el("h1", {}, "Timeline"), missing, lanes, curve);
 
   function bar(item, x, y, name, title) {
     const left = x(item.begin), width = Math.max(x(item.end) - left, 1);
@@ -91,11 +94,12 @@ export async function show(page, { run }) {
   }
 
   async function load() {
-    const data = (latest = await get(`/api/runs/${run}/timeline`, { until }));
-    if (!data.traced) {
-      fill(lanes, el("p", {}, "This run has no traces. Start one with ", el("code", {}, "--trace"), " (areno train) or ",
-        el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run) to see its sessions here."));
-    } else {
+    const asked = until, data = await get(`/api/runs/${run}/timeline`, { until });
+    if (asked !== until) return; // another window was chosen meanwhile
+    latest = data;
+    missing.hidden = data.traced;
+    lanes.hidden = !data.traced;
+    if (data.traced) {
       draw(data);
       describe(data);
       earlierButton.disabled = data.earlier === null;

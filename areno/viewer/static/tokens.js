@@ -19,7 +19,9 @@ export function rowsOf(rows) {
     id,
     text: segment.texts[place],
     logprob: segment.logprobs[place],
+    inTraining: segment.train_logprobs?.[place] ?? null,
     advantage: segment.advantages[place],
+    clipped: Boolean(segment.clipped?.[place]),
     role: segment.role,
     turn: segment.turn,
     trained: segment.trained,
@@ -108,8 +110,10 @@ export function tokenView(row, fork, { colour, change }) {
     const span = box.querySelector(`[data-place="${place}"]`);
     span.classList.add("current");
     span.scrollIntoView({ block: "nearest" });
+    const training = token.inTraining === null ? "" : `, in training ${number(token.inTraining)} (gap ${number(token.inTraining - token.logprob)})`;
     const numbers = token.sampled || token.trained
-      ? `, log-prob ${number(token.logprob)} (probability ${number(Math.exp(token.logprob))}), advantage ${number(token.advantage)}, version ${token.version}`
+      ? `, log-prob ${number(token.logprob)} (probability ${number(Math.exp(token.logprob))})${training}, advantage ${number(token.advantage)}` +
+        `${token.clipped ? ", clipped" : ""}, version ${token.version}`
       : "";
     details.textContent = `Token ${place + 1} of ${row.length}: “${text(token)}” (id ${token.id}), ${token.role}, turn ${token.turn + 1}, ` +
       `${token.trained ? "trained" : token.sampled ? "sampled, not trained" : "context"}${numbers}`;
@@ -132,10 +136,11 @@ export function tokenView(row, fork, { colour, change }) {
 }
 
 function tokenTable(row, text) {
-  const heads = ["Token", "Text", "Role", "Turn", "Trained", "Log-prob", "Advantage", "Version"];
+  const heads = ["Token", "Text", "Role", "Turn", "Trained", "Log-prob", "In training", "Advantage", "Clipped", "Version"];
   return table("Tokens", heads, row.map((token, place) => {
     const sampled = token.sampled || token.trained;
     return [String(place + 1), el("code", {}, text(token)), token.role, String(token.turn + 1), token.trained ? "yes" : "no",
-      sampled ? number(token.logprob) : "–", sampled ? number(token.advantage) : "–", token.version < 0 ? "–" : String(token.version)];
+      sampled ? number(token.logprob) : "–", number(token.inTraining), sampled ? number(token.advantage) : "–", token.clipped ? "yes" : "no",
+      token.version < 0 ? "–" : String(token.version)];
   }));
 }
