@@ -34,6 +34,7 @@ COMMANDS = {
     "scale": "Change the number of rollout replicas of a running experiment.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
+    "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
 }
 """Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code;
 ``main`` reports an `ArenoError` that ``run`` raises.

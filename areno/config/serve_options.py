@@ -202,19 +202,23 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
     )
     if options.served_model_name == "":
         yield "--served-model-name must not be empty; pass a name, or omit it"
-    yield from _key_problems(options)
+    yield from key_problems(options.host, options.api_key)
+    yield from _origin_problems(options)
 
 
-def _key_problems(options: ServeOptions) -> Iterator[str]:
-    key = options.api_key
+def key_problems(host: str, key: str | None) -> Iterator[str]:
+    """Yield what is wrong with the API key of a server on ``host``: all but loopback need one."""
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
         yield "--api-key must be printable ASCII without spaces; create one with `openssl rand -hex 24`"
-    if key is None and not is_loopback(options.host):
+    if key is None and not is_loopback(host):
         yield (
-            f"--host {options.host} is reachable from other machines and needs an API key; pass --api-key, set "
+            f"--host {host} is reachable from other machines and needs an API key; pass --api-key, set "
             f"{API_KEY_VARIABLE}, or use --host 127.0.0.1"
         )
-    if options.allowed_host and key is not None:
+
+
+def _origin_problems(options: ServeOptions) -> Iterator[str]:
+    if options.allowed_host and options.api_key is not None:
         yield "--allowed-host has no effect with an API key, which allows any host name; use only one of them"
     for host in options.allowed_host:
         if not host or {"/", " "} & set(host) or (":" in host and not _is_address(host)):

@@ -146,13 +146,14 @@ def compare_runs(a: RunData, b: RunData) -> RunComparison:
 
 def _described(run: RunData) -> dict[str, Any]:
     config = run.config
+    actor = config.get("actor")
     return {
         "name": run.name,
         "path": str(run.path),
         "command": "areno run" if run.is_experiment else "areno train",
         "last_step": run.metrics.last_step,
         "state": run.status.get("state", "unknown"),
-        "algorithm": config.get("algo") or (config.get("actor") or {}).get("algorithm") or "",
+        "algorithm": config.get("algo") or (actor.get("algorithm") if isinstance(actor, dict) else None) or "",
     }
 
 

@@ -4,7 +4,9 @@ Both kinds of run directory are read alike: ``KEYS`` maps what every run has (re
 ``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
 """
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
 """What every run has, and its metric names; the first that was recorded counts."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times as fast
 REWARD_PARTS = (f"rollout/{PARTS}",)
 """Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
 """Prefixes of the seconds of a step's phases."""
+MAX_RUNS = 1000
+"""Run directories that a search stops at."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, where libyaml is
+_CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
+"""Bounds of a configuration: its size, how deep its text can nest, and its values, which aliases of YAML multiply."""
 
 
 class RunData:
@@ -79,11 +85,7 @@ class RunData:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration, without secrets."""
-        try:
-            loaded = yaml.load((self.path / CONFIG).read_text(encoding="utf-8"), Loader=_LOADER)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            return {}
-        return dict(without_secrets(loaded)) if isinstance(loaded, dict) else {}
+        return read_config(self.path)
 
     @property
     def is_experiment(self) -> bool:
@@ -165,13 +167,42 @@ class RunData:
         return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 
 
-def find_runs(folder: Path, limit: int = 1000) -> Iterator[Path]:
-    """Yield the run directories at or below ``folder``, up to four folders down."""
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run directory, without secrets; {} if it is missing, unreadable or far too large."""
+    path = run / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8") if path.stat().st_size <= _CONFIG_BYTES else ""
+        loaded = yaml.load(text, Loader=_LOADER) if text.count("[") + text.count("{") <= _CONFIG_BRACKETS else None
+        if not isinstance(loaded, dict) or _count(loaded, {}) > _CONFIG_VALUES:
+            return {}
+        return dict(without_secrets(loaded))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        return {}  # a tag such as `!!int` raises any of them for a value that does not fit
+
+
+def _count(value: Any, counts: dict[int, int]) -> int:
+    """Values in a nested value: those of an alias at each place, and too many for a value that contains itself."""
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = _CONFIG_VALUES + 1
+        items = value.values() if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count(item, counts) for item in items)
+    return counts[id(value)]
+
+
+def find_runs(folder: Path, limit: int = MAX_RUNS) -> Iterator[Path]:
+    """Yield the run directories at or below ``folder``, up to four folders down.
+
+    A run may be a symbolic link, but links to other folders are not followed: they may lead anywhere, and in circles.
+    """
     pending = [(folder, 0)]
     while pending and limit:
         path, depth = pending.pop()
         if is_run(path):
             limit -= 1
             yield path
-        elif depth < 4 and path.is_dir():
-            pending += [(child, depth + 1) for child in sorted(path.iterdir(), reverse=True) if child.is_dir()]
+        elif depth < 4 and (depth == 0 or not os.path.islink(path)):
+            with suppress(OSError):  # a folder of another user
+                children = [child for child in sorted(path.iterdir(), reverse=True) if os.path.isdir(child)]
+                pending += [(child, depth + 1) for child in children]

@@ -63,7 +63,7 @@ class RequestMiddleware:
         """Whether the API key is valid; with a recorder, stores its tape in ``scope[TAPE]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
-        client_key = client_key or _key_in_headers(headers)
+        client_key = client_key or key_in_headers(headers)
         if scope["path"] in _OPEN_PATHS:
             return True
         if recorder is not None:
@@ -81,7 +81,7 @@ class RequestMiddleware:
         keyless = self._service.recorder is None and config.api_key is None
         if not (header and keyless and server and is_loopback(server[0])) or scope["path"] in _OPEN_PATHS:
             return
-        host = _host_name(header)
+        host = host_name(header)
         if is_loopback(host) or host.endswith(".localhost") or {host, "*"} & set(config.allowed_hosts):
             return
         message = (
@@ -91,13 +91,13 @@ class RequestMiddleware:
         raise ApiError(403, message, code="host_not_allowed")
 
 
-def _host_name(header: bytes) -> str:
+def host_name(header: bytes) -> str:
     """The host of a ``Host`` header, without its port."""
     host = header.decode("latin-1").strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
 
 
-def _key_in_headers(headers: dict[bytes, bytes]) -> bytes:
+def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
     """The API key in OpenAI's or Anthropic's header."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from areno.errors import ArenoError, EngineError, UsageError
 from areno.serving.app import create_app
@@ -50,7 +51,7 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """``asyncio.run`` with uvloop if available (not on Windows)."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
@@ -59,14 +60,14 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers."""
+class AppServer(uvicorn.Server):
+    """uvicorn without its signal handlers, with a limit of connections (None: unlimited)."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(service),
-                http=functools.partial(BoundedProtocol, service.config.max_connections),  # type: ignore[arg-type]
+                app,
+                http=functools.partial(BoundedProtocol, max_connections),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 log_level="warning",
@@ -92,9 +93,9 @@ class ServerThread:
         self._socket = listen(host, port)
         self.url = address_of(self._socket)
         self.base_url = f"{self.url}/v1"  # for OpenAI clients
-        self._server = _Server(service)
+        self._server = AppServer(create_app(service), service.config.max_connections)
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: _run(self._serve()), name="areno-serving", daemon=True)
+        self._thread = threading.Thread(target=lambda: run_loop(self._serve()), name="areno-serving", daemon=True)
         self._thread.start()
         self._started.wait()
 
@@ -141,7 +142,7 @@ class ForegroundServer:
 
         Raises ArenoError if the engine failed.
         """
-        _run(self._serve())
+        run_loop(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.
             sys.stdout.flush()
@@ -154,7 +155,7 @@ class ForegroundServer:
 
     def __post_init__(self) -> None:
         self._loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
-        self._server = _Server(self.service)
+        self._server = AppServer(create_app(self.service), self.service.config.max_connections)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

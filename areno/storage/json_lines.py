@@ -6,22 +6,24 @@ from typing import Any
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, by the strings that stand for them."""
+_STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if the line is incomplete, malformed, or has no integer ``step``."""
+    """The record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and -_STEPS <= step < _STEPS else None
 
 
 def as_float(value: Any) -> float:
-    """A value of a record as a float; NaN if it is not a number."""
+    """A value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from areno.storage.json_lines import NON_FINITE, parse_record
+from areno.storage.json_lines import NON_FINITE, as_float, parse_record
 
 
 @dataclass(slots=True)
@@ -86,12 +86,15 @@ class MetricColumns:
             return
         step = record.pop("step")
         self.times.steps.append(step)
-        self.times.values.append(float(record.pop("time", math.nan)))
+        self.times.values.append(as_float(record.pop("time", math.nan)))
         for name, value in record.items():
             number = NON_FINITE.get(value) if isinstance(value, str) else value
-            if isinstance(number, int | float):
-                series = self.series.get(name)
-                if series is None:
-                    series = self.series[name] = Series()
+            if not isinstance(number, int | float):
+                continue
+            number = number if isinstance(number, float) else as_float(number)
+            series = self.series.get(name)
+            if series is None:  # stored with its first value, because other threads may read the series meanwhile
+                self.series[name] = Series(array("q", [step]), array("d", [number]))
+            else:
                 series.steps.append(step)
                 series.values.append(number)

@@ -132,7 +132,7 @@ class RunDirectory:
         """Content of ``summary.json``, ``status.json`` or ``environment.json``; {} if it is missing or unreadable."""
         try:
             content = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

@@ -10,6 +10,7 @@
 Settings may place checkpoints elsewhere, so the lookup reads ``config.yaml``.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ EXPERIMENT = RunLayout("main.log", "recover", "{role}", "epoch{epoch}epochstep{e
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory."""
-    return (path / CONFIG).is_file()
+    """Whether ``path`` is a run directory; False for a folder that this user may not search."""
+    return os.path.isfile(path / CONFIG)
 
 
 def is_experiment(run: Path, option: str) -> bool:

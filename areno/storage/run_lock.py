@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = ".lock"
 _HELD = (errno.EAGAIN, errno.EACCES)
+_TRIES, _PAUSE_S = 10, 0.02
 _descriptors: set[int] = set()
 
 
@@ -59,7 +61,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder; also True where the file system does not support locks."""
     try:
-        descriptor = os.open(folder / _NAME, os.O_RDONLY)
+        descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name does not block
     except OSError:
         return False
     try:
@@ -74,7 +76,7 @@ def is_locked(folder: Path) -> bool:
 def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
     """Acquire the lock and record its holder; False if the file system does not support locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(descriptor)
     except OSError as error:
         if error.errno in _HELD:
             holder = os.pread(descriptor, 500, 0).decode(errors="replace").strip() or "another process"
@@ -87,3 +89,16 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def _take(descriptor: int) -> None:
+    """Take the lock, or raise OSError; tries for a moment, because `is_locked` of another process holds it briefly."""
+    for _ in range(_TRIES - 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in _HELD:
+                raise
+        time.sleep(_PAUSE_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ The writer appends to ``samples.index`` after each append to ``samples.jsonl``. 
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def _scan(samples: Path, start: int, stop: int) -> Entries:
         while file.tell() < stop:
             offset, line = file.tell(), file.readline()
             if record := parse_record(line):
-                parts.append(_entries([record], [line], offset))
+                with suppress(TypeError, ValueError, OverflowError):  # values that areno does not write
+                    parts.append(_entries([record], [line], offset))
     return np.concatenate([np.zeros(0, ENTRY), *parts])
 
 

@@ -18,6 +18,7 @@ REPO = Path(__file__).parents[2]
 # A room may import itself and those below it.
 ROOMS = [
     "cli",
+    "viewer",  # a server over what runs wrote
     "tools",  # programs of their own, like commands: they read what a run wrote, and nothing imports them
     "quickstart",
     "experiments",

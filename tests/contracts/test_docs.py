@@ -41,6 +41,7 @@ OTHER_FLAGS = {
         ("--metric", "--out", "--x", "--smooth", "--mean-over", "--samples", "--title", "--height"), "areno plot"
     ),
     "--add": "areno scale",
+    "--open": "areno view",
     "--engine": "benchmarks/gpu.sh",
     "--kind": "areno convert",
     **dict.fromkeys(("--updates", "--out"), "areno replay"),

@@ -1,0 +1,113 @@
+"""Who may read: an API key off loopback, known host names on it, and headers that confine the page to its own server."""
+
+import secrets
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areno.config.serve_options import is_loopback
+from areno.serving.errors import ApiError, unexpected
+from areno.serving.middleware import host_name, key_in_headers
+
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+LOGIN = "/api/login"
+_MAX_KEY_BYTES = 4096
+_OWN_PAGES = (b"none", b"same-origin")
+"""How a browser marks requests of the page itself, and of addresses that are typed; other programs send no mark."""
+
+
+class AccessMiddleware:
+    """ASGI middleware: rejects foreign hosts and requests for data without the key, and sets the headers of all responses.
+
+    A browser sends the key once, to ``LOGIN``, and keeps a cookie that is valid until the server ends.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app, self._key, self._session = app, key, secrets.token_urlsafe(32)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                names = {name for name, _ in message["headers"]}
+                added = {"cache-control": "no-store", **_HEADERS}
+                more = [(name.encode(), value.encode()) for name, value in added.items() if name.encode() not in names]
+                message["headers"] = [*message["headers"], *more]
+            await send(message)
+
+        try:
+            response = await self._refusal_or_login(scope, receive)
+            await (response or self._app)(scope, receive, with_headers)
+        except ApiError as error:
+            await error.response()(scope, receive, with_headers)
+        except Exception as error:
+            if started:
+                raise
+            await unexpected(error).response()(scope, receive, with_headers)
+
+    async def _refusal_or_login(self, scope: Scope, receive: Receive) -> Response | None:
+        headers = dict(scope["headers"])
+        self._check_host(scope, headers.get(b"host", b""))
+        if not scope["path"].startswith("/api/"):
+            return None  # the page itself holds no data
+        if headers.get(b"sec-fetch-site", b"none") not in _OWN_PAGES:
+            raise ApiError(403, "pages of other servers cannot use this one", code="cross_site")
+        if self._key is None:
+            return None
+        if scope["path"] == LOGIN and scope["method"] == "POST":
+            return await self._login(Request(scope, receive))
+        if not self._has_key(scope, headers):
+            raise ApiError(401, "missing or invalid API key", code="invalid_api_key")
+        return None
+
+    def _has_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        sent = key_in_headers(headers)
+        if sent:
+            return self._matches(sent)
+        cookie = Request(scope).cookies.get(_cookie_name(scope), "")  # also if other programs of this host set odd ones
+        return secrets.compare_digest(cookie.encode(), self._session.encode())
+
+    def _matches(self, key: bytes) -> bool:
+        """Compare in constant time, so that the key cannot be guessed byte by byte."""
+        return secrets.compare_digest(key, (self._key or "").encode())
+
+    async def _login(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_KEY_BYTES:
+                raise ApiError(413, "the key is too long")
+        if not self._matches(body.strip()):
+            raise ApiError(401, "this is not the API key of the server", code="invalid_api_key")
+        response = JSONResponse({"status": "ok"})
+        response.set_cookie(_cookie_name(request.scope), self._session, httponly=True, samesite="strict")
+        return response
+
+    def _check_host(self, scope: Scope, header: bytes) -> None:
+        """Without a key, reject host names other than this machine's, which DNS rebinding would use."""
+        host = host_name(header)
+        if self._key is not None or is_loopback(host) or host.endswith(".localhost"):
+            return
+        port = (scope.get("server") or ("", ""))[1]
+        message = f"the host {host!r} is not allowed; use http://127.0.0.1:{port}, or start areno view with --api-key"
+        raise ApiError(403, message, code="host_not_allowed")
+
+
+def _cookie_name(scope: Scope) -> str:
+    """Cookies are shared by all ports of a host, so each server has its own."""
+    return f"areno_view_{(scope.get('server') or ('', 0))[1]}"

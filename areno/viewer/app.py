@@ -1,0 +1,246 @@
+"""The application of ``areno view``: JSON endpoints, which only read, and the page's files, which are kept in memory."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.resources import files as package_files
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from areno import __version__
+from areno.observability.chart import printable
+from areno.reports.compare import compare_runs
+from areno.reports.explanation import Explanation, explain
+from areno.reports.run_data import KEYS, RunData
+from areno.serving.errors import ApiError, install_error_handlers
+from areno.storage.run_dir import json_safe
+from areno.viewer.access import AccessMiddleware
+from areno.viewer.catalog import OpenedRun, RunCatalog, completed_steps, describe
+from areno.viewer.changes import event_stream, watched
+from areno.viewer.curves import MAX_POINTS, curve
+from areno.viewer.evaluations import evaluations
+from areno.viewer.sample_pages import SampleQuery, read_one, sample_page
+from areno.viewer.tails import file_size
+from areno.viewer.timeline import timeline
+
+_LOG_BYTES = 2**16
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_MAX_RUNS, _MAX_NAMES, _MAX_PAGE = 50, 100, 200
+
+RunIds = Annotated[list[str], Query(alias="run", max_length=_MAX_RUNS)]
+Names = Annotated[list[str], Query(alias="name", max_length=_MAX_NAMES)]
+Counts = Annotated[list[int], Query(max_length=_MAX_NAMES)]
+
+
+class DataResponse(JSONResponse):
+    """JSON in ASCII, which incomplete characters of a model's output cannot break; numbers that are not finite are strings."""
+
+    def render(self, content: Any) -> bytes:
+        """Encode the content."""
+        try:
+            return json.dumps(content, allow_nan=False, default=str).encode()
+        except (ValueError, TypeError):  # the latter: a name in a configuration is a date
+            return json.dumps(json_safe(content), allow_nan=False, default=str).encode()
+
+
+def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event) -> FastAPI:
+    """Create the application; ``stopping`` ends its event streams."""
+    app = FastAPI(title="areno view", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    _add_file_errors(app)
+    _add_runs(app, catalog)
+    _add_samples(app, catalog)
+    _add_events(app, catalog, stopping)
+    _add_page(app)
+    app.add_middleware(AccessMiddleware, key=key)
+    return app
+
+
+def _add_file_errors(app: FastAPI) -> None:
+    @app.exception_handler(OSError)
+    async def _(_: Request, error: OSError) -> JSONResponse:
+        name = PurePath(str(error.filename or "a file")).name
+        status = 404 if isinstance(error, FileNotFoundError) else 403 if isinstance(error, PermissionError) else 500
+        message = f"{name} of this run cannot be read: {error.strerror or error}"
+        return ApiError(status, message, code="file_unreadable").response()
+
+
+def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
+    @app.get("/api/runs")
+    def runs() -> DataResponse:
+        """All runs, one row each."""
+        rows = catalog.rows()
+        more = {"outside": catalog.outside, "has_more": catalog.has_more}
+        return DataResponse({"folder": catalog.shown, "runs": rows, **more})
+
+    @app.get("/api/runs/{run_id}")
+    def run(run_id: str) -> DataResponse:
+        """What a run is and how it goes."""
+        return DataResponse(_overview(catalog.open(run_id)))
+
+    @app.get("/api/runs/{run_id}/metrics")
+    def metrics(
+        run_id: str,
+        name: Names = [],  # noqa: B006
+        after: Counts = [],  # noqa: B006
+        points: int = MAX_POINTS,
+    ) -> DataResponse:
+        """Points of some series; ``after`` has the number of recorded values that the client has of each name.
+
+        ``metrics`` is the number of all metrics, which tells a client that there are new ones.
+        """
+        run = catalog.open(run_id)
+        data = run.data()
+        known = [*after, *[0] * (len(name) - len(after))]
+        limit = min(max(points, 4), MAX_POINTS)
+        series = {one: curve(data, one, count, limit) for one, count in zip(name, known, strict=False)}
+        recorded = {one: points for one, points in series.items() if points is not None}
+        state = {"resets": run.resets, "last_step": data.metrics.last_step, "metrics": len(data.metrics.names)}
+        return DataResponse({**state, "series": recorded})
+
+    @app.get("/api/diff")
+    def diff(left: str, right: str) -> DataResponse:
+        """What differs between two runs, as ``areno diff --json`` prints it, except for their paths."""
+        comparison = compare_runs(*(RunData(catalog.open(run).path) for run in (left, right))).as_data()
+        return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
+
+    @app.get("/api/explain")
+    def explained(name: str) -> DataResponse:
+        """What a metric is, what is normal and what to do, in each front end."""
+        return DataResponse([_explanation(one) for one in explain(name)])
+
+    @app.get("/api/runs/{run_id}/timeline")
+    def timeline_of(run_id: str, until: float | None = None) -> DataResponse:
+        """Sessions, phases and weight versions over time."""
+        return DataResponse(timeline(catalog.open(run_id), until))
+
+    @app.get("/api/runs/{run_id}/log")
+    def log(run_id: str, file: int = 0, after: int | None = None, before: int | None = None) -> DataResponse:
+        """Lines of a log: the last ones, those after a byte position, or those before one."""
+        return DataResponse(_log_part(catalog.open(run_id), file, after, before))
+
+
+def _add_samples(app: FastAPI, catalog: RunCatalog) -> None:
+    @app.get("/api/runs/{run_id}/samples")
+    def samples(
+        run_id: str,
+        step_from: int | None = None,
+        step_to: int | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
+        flag: Annotated[list[str], Query()] = [],  # noqa: B006
+        text: str = "",
+        order: str = "newest",
+        offset: Annotated[int, Query(ge=0)] = 0,
+        until: Annotated[int | None, Query(ge=0)] = None,
+        limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 50,
+    ) -> DataResponse:
+        """One page of samples."""
+        bounds = {"step_from": step_from, "step_to": step_to, "reward_min": reward_min, "reward_max": reward_max}
+        page: dict[str, Any] = {"text": text, "order": order, "offset": offset, "until": until, "limit": limit}
+        query = SampleQuery(**bounds, **page, flags=tuple(flag))  # type: ignore[arg-type]
+        return DataResponse(sample_page(catalog.open(run_id), query))
+
+    @app.get("/api/runs/{run_id}/samples/{index}")
+    def sample(run_id: str, index: int) -> DataResponse:
+        """One sample in full."""
+        return DataResponse(read_one(catalog.open(run_id), index))
+
+    @app.get("/api/runs/{run_id}/evaluations")
+    def evaluated(run_id: str, before: int | None = None, after: int | None = None) -> DataResponse:
+        """The answers to the same held-out prompts in two evaluations."""
+        return DataResponse(evaluations(catalog.open(run_id), before, after))
+
+
+def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> None:
+    @app.get("/api/events")
+    async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
+        """Server-sent events about new data of some runs, or of the list of runs."""
+        look = await asyncio.to_thread(watched, catalog, run)
+        headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
+        return StreamingResponse(event_stream(look, stopping), media_type="text/event-stream", headers=headers)
+
+
+def _add_page(app: FastAPI) -> None:
+    static = {f"/{path}": content for path, content in _files(package_files("areno.viewer") / "static")}
+    static["/"] = static["/index.html"]
+    tags = {path: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for path, content in static.items()}
+
+    @app.get("/{path:path}")
+    async def page(path: str, request: Request) -> Response:
+        """A file of the page."""
+        name = f"/{path}"
+        if name not in static:
+            return JSONResponse({"error": {"message": "there is no such page"}}, 404)
+        headers = {"cache-control": "no-cache", "etag": tags[name]}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        kind = _KINDS.get(PurePath(path or "index.html").suffix, "text/plain")
+        return Response(static[name], media_type=kind, headers=headers)
+
+
+def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files(entry, f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry.read_bytes()
+
+
+def _explanation(one: Explanation) -> dict[str, str]:
+    advice = one.advice
+    known = {"normal": advice.text, "remedy": advice.remedy} if advice else {}
+    return {"name": one.name, "unit": one.unit, "meaning": one.meaning, "command": one.front_end, **known}
+
+
+def _overview(run: OpenedRun) -> dict[str, Any]:
+    data = run.data()
+    last = {name: data.metrics[name].last for name in data.metrics.names}
+    return {
+        "id": run.id,
+        "name": data.name,
+        "path": str(run.path.relative_to(run.folder)),
+        **describe(data.config),
+        "status": data.status,
+        "summary": data.summary,
+        "warnings": data.warnings[-200:],
+        "config": data.config,
+        "environment": data.environment,
+        "steps": completed_steps(data),
+        "updated": data.metrics.times.last if data.metrics.times.values else None,
+        "metrics": last,
+        "keys": {key: name for key in KEYS if (name := data.metric_of(key)) is not None},
+        "samples": len(run.entries()),
+        "evaluations": file_size(run.files.eval_samples_path) > 0,
+        "traced": bool(run.traces("session_tracer") or run.traces("perf_tracer")),
+        "logs": [path.name for path in run.logs()],
+    }
+
+
+def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
+    """A part of a log of at most ``_LOG_BYTES``: ``lines``, and the byte positions ``start`` and ``end``."""
+    logs = run.logs()
+    names = [path.name for path in logs]
+    if not 0 <= number < len(logs):
+        return {"files": names, "start": 0, "end": 0, "size": 0, "lines": []}
+    size = file_size(logs[number])
+    if after is not None and 0 <= after <= size:
+        start, stop = after, min(after + _LOG_BYTES, size)
+    else:
+        stop = size if before is None else min(max(before, 0), size)
+        start = max(stop - _LOG_BYTES, 0)
+    with open(logs[number], "rb") as file:
+        file.seek(start)
+        content = file.read(stop - start)
+    if start and after is None:  # begins in the middle of a line
+        cut = content.find(b"\n") + 1
+        start, content = start + cut, content[cut:]
+    if b"\n" in content or len(content) < _LOG_BYTES:
+        content = content[: content.rfind(b"\n") + 1]
+    lines = [printable(line) for line in content.decode("utf-8", errors="replace").splitlines()]
+    return {"files": names, "start": start, "end": start + len(content), "size": size, "lines": lines}

@@ -1,0 +1,69 @@
+"""Metrics for charts: at most a thousand points of each series, which keep its extremes."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.reports.run_data import KEYS, RunData
+from areno.storage.metric_columns import Series
+
+MAX_POINTS = 1000
+_SHOWN_STEPS = 100
+
+
+def metric_name(data: RunData, name: str) -> str | None:
+    """The metric behind a name, which may be one of ``KEYS``; None if the run has not recorded it."""
+    return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
+
+
+def curve(data: RunData, name: str, after: int = 0, points: int = MAX_POINTS) -> dict[str, Any] | None:
+    """The points of a series for a chart; None if it was not recorded.
+
+    ``after``: leave out this many recorded values, which the client has; if the series is shorter, it is sent from the start.
+
+    Returns:
+        ``metric`` (the recorded name), ``count`` (recorded values), ``start`` (the first one that is covered), and the lists
+        ``steps``, ``values`` (null if not finite) and ``minutes`` since the first record; ``not_finite``: steps of such values.
+    """
+    metric = metric_name(data, name)
+    if metric is None:
+        return None
+    series = data.metrics[metric]
+    count = len(series.values)
+    start = after if 0 <= after <= count else 0
+    steps, values = np.array(series.steps[start:count]), np.array(series.values[start:count])
+    finite = np.isfinite(values)
+    shown = extremes(values, points)
+    return {
+        "metric": metric,
+        "count": count,
+        "start": start,
+        "steps": steps[shown].tolist(),
+        "values": [value if flag else None for value, flag in zip(values[shown].tolist(), finite[shown], strict=True)],
+        "minutes": np.round(_minutes(data.metrics.times, steps[shown]), 3).tolist(),
+        "not_finite": steps[~finite][:_SHOWN_STEPS].tolist(),
+    }
+
+
+def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
+    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the least and the greatest of equal parts."""
+    if len(values) <= limit:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    kept = {0, len(values) - 1}
+    for start, stop in itertools.pairwise(edges):
+        kept.update((int(start + low[start:stop].argmin()), int(start + high[start:stop].argmax())))
+    return np.array(sorted(kept))
+
+
+def _minutes(times: Series, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    count = len(times.values)
+    recorded, seconds = np.array(times.steps[:count]), np.array(times.values[:count])  # another thread may append
+    known = np.isfinite(seconds)
+    if not known.any():
+        return np.zeros(len(steps))
+    return np.interp(steps, recorded[known], seconds[known] - seconds[known][0]) / 60

@@ -1,0 +1,38 @@
+"""The answers to the same held-out prompts in two evaluations of a run."""
+
+from typing import Any
+
+from areno.viewer.catalog import OpenedRun
+from areno.viewer.tails import stream_records
+
+
+def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[str, Any]:
+    """The answers to the same held-out prompts in two evaluations, by default the first and the last.
+
+    Returns:
+        ``steps`` (completed steps of all evaluations), ``before``, ``after``, and ``prompts``: each with ``prompt_index``,
+        ``prompt``, and the records ``before`` and ``after``, null if the evaluation lacks the prompt.
+    """
+    path = run.files.eval_samples_path
+    steps = list(
+        dict.fromkeys(record["step"] for record in stream_records(path) if isinstance(record.get("step"), int))
+    )
+    if not steps:
+        return {"steps": [], "before": None, "after": None, "prompts": []}
+    first, last = steps[0] if before is None else before, steps[-1] if after is None else after
+    answers: dict[Any, dict[int, dict[str, Any]]] = {first: {}, last: {}}
+    for record in stream_records(path):
+        step, index = record.get("step"), record.get("prompt_index")
+        if isinstance(step, int) and isinstance(index, int) and step in answers:
+            answers[step][index] = record
+    old, new = answers[first], answers[last]
+    prompts = [
+        {
+            "prompt_index": index,
+            "prompt": (new.get(index) or old[index]).get("prompt"),
+            "before": old.get(index),
+            "after": new.get(index),
+        }
+        for index in sorted(old.keys() | new.keys())
+    ]
+    return {"steps": steps, "before": first, "after": last, "prompts": prompts}

@@ -1,0 +1,182 @@
+"""Pages of recorded samples: filters on the index, and a text search that reads a bounded part of the file per request."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.serving.errors import ApiError, bad_field
+from areno.storage.sample_index import FLAGS, Entries
+from areno.viewer.catalog import OpenedRun
+
+ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
+_SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
+_EXCERPT = 200
+_NEIGHBOURS = 256
+"""Entries around a sample among which those of the same prompt are searched; a step records at most 24."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleQuery:
+    """What to list; None does not filter. Steps and rewards are inclusive bounds, ``flags`` alternatives."""
+
+    step_from: int | None = None
+    step_to: int | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    flags: tuple[str, ...] = ()
+    text: str = ""
+    order: str = "newest"
+    offset: int = 0  # of the first sample, among those that pass the filters on the index
+    until: int | None = None  # ignore samples recorded after this many, so that pages do not shift
+    limit: int = 50
+
+
+def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
+    """One page of the samples of a run.
+
+    Returns:
+        ``recorded`` (all samples), ``matching`` (those that pass the filters on the index), ``samples`` (see
+        :func:`describe_entry`, with an ``excerpt``), ``until``, and ``next``: the offset to continue at, None at the end. With
+        a text a page may hold less than ``limit`` samples, or none, and still have a ``next``.
+
+    Raises:
+        ApiError: an unknown flag or order.
+    """
+    every = run.entries()
+    until = len(every) if query.until is None else min(query.until, len(every))
+    entries = every[:until]
+    chosen = _ordered(entries, _filtered(entries, query), query.order)
+    samples: list[dict[str, Any]] = []
+    following, needle = query.offset, query.text.casefold()
+    for position, record in _records(run, entries, chosen, query):
+        following = position + 1
+        if (match := _match(record, needle)) is not None:
+            index = int(chosen[position])
+            samples.append({**describe_entry(index, entries[index]), **_excerpt(record, *match)})
+            if len(samples) == query.limit:
+                break
+    return {
+        "recorded": len(every),
+        "matching": len(chosen),
+        "until": until,
+        "next": following if following < len(chosen) else None,
+        "samples": samples,
+    }
+
+
+def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
+    """The whole record of a sample, with ``index``, ``recorded``, and ``same_prompt``: the others of its step and prompt.
+
+    Raises:
+        ApiError: there is no such sample.
+    """
+    entries = run.entries()
+    if not 0 <= index < len(entries):
+        raise ApiError(404, f"there is no sample {index}; {len(entries)} are recorded", code="sample_not_found")
+    start = max(index - _NEIGHBOURS, 0)
+    near, entry = entries[start : index + _NEIGHBOURS], entries[index]
+    same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
+    with open(run.files.samples_path, "rb") as file:
+        record = _read(file, entry)
+    if record is None:
+        raise ApiError(404, "the samples were rewritten by a resumed run; reload the page", code="sample_not_found")
+    others = [describe_entry(int(place), entries[place]) for place in same]
+    return {"index": index, "recorded": len(entries), "same_prompt": others, "record": record}
+
+
+def describe_entry(index: int, entry: Any) -> dict[str, Any]:
+    """An entry of the index as plain data; ``index`` is its place in the file."""
+    numbers = {name: int(entry[name]) for name in ("step", "prompt", "sample", "tokens")}
+    floats = {name: float(entry[name]) if np.isfinite(entry[name]) else None for name in ("reward", "advantage")}
+    return {"index": index, **numbers, **floats, "flags": [name for name, bit in FLAGS.items() if entry["flags"] & bit]}
+
+
+def _filtered(entries: Entries, query: SampleQuery) -> NDArray[np.intp]:
+    mask = np.ones(len(entries), bool)
+    bounds = (("step", query.step_from, query.step_to), ("reward", query.reward_min, query.reward_max))
+    for name, low, high in bounds:
+        if low is not None:
+            mask &= entries[name] >= low
+        if high is not None:
+            mask &= entries[name] <= high
+    if unknown := set(query.flags) - FLAGS.keys():
+        raise bad_field("flag", f"{', '.join(sorted(unknown))} is unknown; use {', '.join(FLAGS)}")
+    if query.flags:
+        mask &= (entries["flags"] & sum(FLAGS[name] for name in set(query.flags))) > 0
+    return np.flatnonzero(mask)
+
+
+def _ordered(entries: Entries, chosen: NDArray[np.intp], order: str) -> NDArray[np.intp]:
+    if order not in ORDERS:
+        raise bad_field("order", f"{order!r} is unknown; use {', '.join(ORDERS)}")
+    if order in ("newest", "oldest"):
+        return chosen[::-1] if order == "newest" else chosen
+    values = entries["reward" if order in ("best", "worst") else "tokens"][chosen].astype(float)
+    if order in ("best", "longest"):
+        values = -values
+    return chosen[np.argsort(values, kind="stable")]  # samples without a reward come last
+
+
+def _records(
+    run: OpenedRun, entries: Entries, chosen: NDArray[np.intp], query: SampleQuery
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records from ``query.offset`` on, with their places in ``chosen``, until the bounds of a request are reached."""
+    if query.offset >= len(chosen):
+        return
+    needle = json.dumps(query.text.casefold(), ensure_ascii=False)[1:-1].casefold()
+    size, deadline = 0, time.monotonic() + _SEARCH_S
+    with open(run.files.samples_path, "rb") as file:
+        for position in range(query.offset, len(chosen)):
+            entry = entries[chosen[position]]
+            size += int(entry["length"])
+            yield position, _read(file, entry, needle) or {}
+            if size > _SEARCH_BYTES or time.monotonic() > deadline:
+                return
+
+
+def _read(file: BinaryIO, entry: Any, needle: str = "") -> dict[str, Any] | None:
+    """The record of an entry; None if its line cannot contain ``needle``, was rewritten, or is damaged."""
+    try:
+        file.seek(int(entry["offset"]))
+        line = file.read(int(entry["length"])).decode("utf-8", errors="replace")
+        if needle and needle not in line.casefold():
+            return None
+        record = json.loads(line)
+    except (ValueError, OverflowError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _texts(record: dict[str, Any]) -> Iterator[str]:
+    yield from (str(record[name]) for name in ("completion", "prompt") if record.get(name))
+    yield from _strings(record.get("messages"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in a nested value, in order, however deep it is."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict | list):
+            pending.extend(reversed(list(item.values() if isinstance(item, dict) else item)))
+
+
+def _match(record: dict[str, Any], needle: str) -> tuple[str, int] | None:
+    """The first text of a record that contains ``needle``, and where; None if none does."""
+    if not needle:
+        return str(record.get("completion") or ""), 0
+    return next(((text, place) for text in _texts(record) if (place := text.casefold().find(needle)) >= 0), None)
+
+
+def _excerpt(record: dict[str, Any], text: str, place: int) -> dict[str, Any]:
+    start = max(place - _EXCERPT // 4, 0)
+    cut = text[start : start + _EXCERPT]
+    marked = ("…" if start else "") + cut + ("…" if len(text) > start + _EXCERPT else "")
+    return {"excerpt": marked, "reward_parts": record.get("reward_parts") or {}}

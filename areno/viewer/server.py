@@ -1,0 +1,89 @@
+"""The process of ``areno view``: its address, the event loop, and a prompt end on a signal."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio.to_thread
+
+from areno.config.parser import Problems
+from areno.config.serve_options import key_problems
+from areno.errors import UsageError
+from areno.serving.server import AppServer, address_of, listen, run_loop
+from areno.viewer.app import create_viewer
+from areno.viewer.catalog import RunCatalog
+
+PORT = 6333
+_LAST_PORT = 65535
+_MAX_CONNECTIONS = 256
+_THREADS = 8
+"""Threads that read files; more would only use more memory."""
+
+
+@dataclass
+class ViewerServer:
+    """Serves the runs below a folder.
+
+    Args:
+        port: None is ``PORT``, or a free one if that is taken.
+        key: API key; required if ``host`` is not loopback.
+
+    Raises:
+        UsageError: the folder does not exist, the address is unavailable or out of range, or the key is missing.
+    """
+
+    folder: Path
+    host: str = "127.0.0.1"
+    port: int | None = None
+    key: str | None = None
+    notices: list[str] = field(default_factory=list, init=False)
+    """What the user should know about the start."""
+
+    def __post_init__(self) -> None:
+        Problems.raise_all(self._problems())
+        if not self.folder.is_dir():
+            raise UsageError(f"{self.folder} is not a folder; pass a folder with runs, such as runs/")
+        self._socket = self._listen()
+        self.url = address_of(self._socket)
+
+    def serve(self, started: Callable[[], object] = lambda: None) -> None:
+        """Serve until SIGTERM or SIGINT, or :meth:`stop`; ``started`` is called once connections are accepted."""
+        run_loop(self._serve(started))
+
+    def stop(self) -> None:
+        """End :meth:`serve`, which runs in another thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _serve(self, started: Callable[[], object]) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        anyio.to_thread.current_default_thread_limiter().total_tokens = _THREADS
+        with contextlib.suppress(RuntimeError, ValueError):  # not the main thread
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._stopping.set)
+        app = create_viewer(RunCatalog(self.folder), self.key, self._stopping)
+        server = AppServer(app, _MAX_CONNECTIONS)
+        serving = asyncio.create_task(server.serve([self._socket]))
+        started()
+        await self._stopping.wait()
+        server.should_exit = True
+        await serving
+
+    def _problems(self) -> Iterator[str]:
+        yield from key_problems(self.host, self.key)
+        if self.port is not None and not 0 <= self.port <= _LAST_PORT:
+            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; 0 picks a free one"
+
+    def _listen(self) -> socket.socket:
+        if self.port is not None:
+            return listen(self.host, self.port)
+        try:
+            return listen(self.host, PORT)
+        except UsageError:
+            sock = listen(self.host, 0)
+            self.notices.append(f"port {PORT} is in use; using {sock.getsockname()[1]}")
+            return sock

@@ -1,0 +1,93 @@
+"""The page of a run that has just begun: what is not there yet appears, and what the user does is left alone."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+
+from tests.viewer.stage import run_id, serving, write_run
+from tests.viewer.test_browser import PROMISED_S, show
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", steps=0)
+
+
+@pytest.fixture
+def address(run):
+    with serving(run.path.parent) as url, httpx.Client(base_url=url) as session:
+        yield f"{url}/#/run/{run_id(session, 'run')}"
+
+
+def test_curves_appear_with_the_first_metrics_and_later_ones(page, run, address):
+    run.metrics_path.unlink()
+    show(page, f"{address}/curves")
+    assert "No metrics are recorded yet" in page.text()
+    run.append_metrics(0, {"rollout/rewards_mean": 0.25})
+    page.wait("document.querySelectorAll('figure canvas').length === 1", PROMISED_S)
+    run.append_metrics(1, {"rollout/rewards_mean": 0.5, "eval/rewards_mean": 0.75})
+    page.wait("document.querySelectorAll('figure canvas').length === 2", PROMISED_S)
+    page.run("document.querySelector('details.metrics').open = true")
+    names = page.run("[...document.querySelectorAll('.picker label')].map(label => label.innerText)")
+    assert {"eval_reward", "eval/rewards_mean"} <= set(names)
+    page.open("about:blank")
+
+
+def test_a_log_appears_once_it_is_written(page, run, address):
+    run.log_path.unlink()
+    show(page, f"{address}/log")
+    assert "no log yet" in page.text()
+    run.log_path.write_text("the first line\n")
+    page.wait("document.querySelector('.log').innerText.includes('the first line')", PROMISED_S)
+    assert "no log yet" not in page.text()
+    page.open("about:blank")
+
+
+def test_sessions_appear_once_they_are_written(page, run, address):
+    show(page, f"{address}/timeline")
+    assert "no traces yet" in page.text()
+    path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
+    path.parent.mkdir(parents=True)
+    session = {"task_id": 0, "session_id": 0, "submit_ts": 1.0, "finalized_ts": 2.0, "status": "accepted", "phases": {}}
+    path.write_text(json.dumps(session) + "\n")
+    page.wait("document.querySelectorAll('rect.session').length === 1", 2 * PROMISED_S)
+    assert "no traces yet" not in page.text()
+    page.open("about:blank")
+
+
+def test_answers_are_not_drawn_again_because_of_a_line_of_the_log(page, run, address):
+    run.append_eval_samples([{"step": 0, "prompt_index": 0, "prompt": "Q", "completion": "A"}])
+    show(page, f"{address}/evaluations")
+    page.wait("document.getElementById('live').innerText === 'live'")
+    time.sleep(1.5)  # what the connection asks for is drawn
+    page.run("document.querySelector('main select').dataset.mark = 'kept'")
+    with open(run.log_path, "a") as file:
+        file.write("another line\n")
+    time.sleep(2.5)
+    assert page.run("document.querySelector('main select').dataset.mark") == "kept"
+    assert "undefined" not in page.text()
+    page.open("about:blank")
+
+
+def test_a_page_that_was_left_does_not_change_the_address(page, run, address):
+    show(page, f"{address}/samples")
+    before = page.run("location.hash")
+    page.run("import('/app.js').then(app => app.keep('curves', { run: 'other' }))")
+    assert page.run("location.hash") == before
+    page.open("about:blank")
+
+
+def test_a_run_that_is_gone_does_not_hide_the_others(page, run, address):
+    run.append_metrics(0, {"rollout/rewards_mean": 0.25})
+    url, shown = address.split("/#/run/")
+    show(page, f"{url}/#/curves?run={shown}&run=0000000000000000")
+    page.wait("document.querySelectorAll('figure canvas').length >= 1")
+    assert "1 run cannot be shown: there is no such run" in page.text()
+    page.open("about:blank")
+    page.problems[:] = [text for text in page.problems if "404" not in text]  # the browser notes the refusal

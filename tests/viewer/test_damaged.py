@@ -1,0 +1,234 @@
+"""Runs whose files are damaged, hostile, unreadable or missing: they hide no other run, and the rest is shown."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+
+import pytest
+
+from areno.storage.run_lock import run_lock
+from tests.viewer.stage import CONFIG, client, run_id, serving, write_run
+from tests.viewer.test_live import listening
+
+DEEP = "[" * 200_000
+HUGE = 10**400
+PARTS = ("", "/metrics?name=reward", "/samples", "/samples?text=x", "/evaluations", "/timeline", "/log")
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def append(path, *lines):
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+CONFIGS = {
+    "date": "day: 2026-13-45\n",
+    "bool": "flag: !!bool maybe\n",
+    "int": "number: !!int ''\n",
+    "timestamp": "time: !!timestamp soon\n",
+    "contains itself": "self: &a [*a]\n",
+    "deep": f"deep: {DEEP}\n",
+    "nested": f"algo: grpo\nmany: {'[' * 300}{']' * 300}\n",
+    "mapping": "ckpt: {a: 1}\nalgo: [1]\n",
+    "number": "ckpt: 5\n",
+    "large number": f"algo: 0x{'f' * 5000}\n",
+    "aliases": BOMB,
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_that_cannot_be_read_hides_no_run(tmp_path, config):
+    write_run(tmp_path / "bad", steps=1, config=CONFIGS[config])
+    write_run(tmp_path / "good", steps=1)
+    with client(tmp_path) as session:
+        rows = {row["name"]: row for row in session.get("/api/runs").raise_for_status().json()["runs"]}
+    assert rows.keys() == {"bad", "good"}
+    assert rows["bad"]["steps"] == 1
+    assert all(value is None or isinstance(value, str) for value in (rows["bad"]["algo"], rows["bad"]["model"]))
+    assert rows["good"]["algo"] == "grpo"
+
+
+def test_names_of_settings_that_are_dates_are_text(tmp_path):
+    write_run(tmp_path / "run", steps=1, config=CONFIG + "2026-01-01: {2026-01-02: x}\n")
+    with client(tmp_path) as session:
+        config = session.get(f"/api/runs/{run_id(session, 'run')}").raise_for_status().json()["config"]
+    assert config["2026-01-01"] == {"2026-01-02": "x"}
+
+
+def test_a_configuration_of_another_kind_does_not_prevent_a_comparison(tmp_path):
+    write_run(tmp_path / "one", steps=1, config="experiment_name: e\nactor: text\n")
+    write_run(tmp_path / "two", steps=1)
+    with client(tmp_path) as session:
+        ids = {side: run_id(session, name) for side, name in (("left", "one"), ("right", "two"))}
+        assert session.get("/api/diff", params=ids).status_code == 200
+
+
+def test_hostile_lines_are_left_out_and_the_others_are_read(tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    deep = f'{{"step": 1, "x": {DEEP}'
+    append(run.metrics_path, f'{{"step": {HUGE}, "train/loss": 1}}', deep)
+    append(run.metrics_path, '{"step": 3, "time": "noon", "train/loss": 5.0}')
+    append(run.metrics_path, f'{{"step": 4, "time": null, "train/loss": {HUGE}}}')
+    append(run.samples_path, deep, '{"step": -1, "prompt_index": 0}', '{"step": 3, "picked": null}')
+    append(run.samples_path, '{"step": 3, "picked": [[1]], "messages": 5}', f'{{"step": 3, "response_len": {HUGE}}}')
+    nested = json.dumps("needle")
+    for _ in range(400):
+        nested = f"[{nested}]"
+    append(run.samples_path, f'{{"step": 3, "prompt_index": 7, "completion": null, "messages": {nested}}}')
+    append(run.samples_path, '{"step": 3, "prompt_index": 8, "completion": "x", "messages": 5, "reward_parts": 3}')
+    append(run.eval_samples_path, '{"step": [1], "prompt_index": 0}', '{"step": 3, "prompt_index": []}', deep)
+    append(run.warnings_path, deep)
+    run.summary_path.write_text(DEEP)
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}"
+        for part in PARTS:
+            assert session.get(path + part).status_code == 200, part
+        loss = session.get(f"{path}/metrics", params={"name": "train/loss"}).json()["series"]["train/loss"]
+        assert (loss["steps"], loss["values"][-2:]) == ([0, 1, 2, 3, 4], [5.0, None])
+        newest = session.get(f"{path}/samples", params={"limit": 2}).json()["samples"]
+        assert [(sample["prompt"], sample["excerpt"]) for sample in newest] == [(8, "x"), (7, "")]
+        searched = session.get(f"{path}/samples", params={"text": "needle"}).json()["samples"]
+        assert [sample["prompt"] for sample in searched] == [7]
+
+
+def test_an_index_that_points_anywhere_is_no_error_of_the_list(tmp_path):
+    run = write_run(tmp_path / "run", steps=2, prompts=1)
+    index = run.samples_path.with_suffix(".index")
+    content = bytearray(index.read_bytes())
+    content[:8] = b"\xff" * 8  # the position of the first sample
+    index.write_bytes(content)
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}/samples"
+        page = session.get(path, params={"order": "oldest"}).json()
+        assert [sample["excerpt"] for sample in page["samples"]][:2] == ["", "It is 0.\nStraße 1"]
+        assert session.get(f"{path}/0").status_code == 404
+
+
+def test_damaged_traces_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    sessions = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
+    events = run.path / "perf_tracer" / "trainer" / "traces-r0.jsonl"
+    for path in (sessions, events):
+        path.parent.mkdir(parents=True)
+    good = {"task_id": 3, "session_id": 0, "submit_ts": 100.0, "finalized_ts": 101.0, "phases": {}}
+    phases = [{"generate": [{"start_ts": 1.0}]}, {"a": 1}, [1]]
+    bad = [{"submit_ts": "x"}, {"finalized_ts": "noon"}, *({"phases": each} for each in phases)]
+    append(sessions, *(json.dumps({**good, **change}) for change in bad), json.dumps(good), DEEP)
+    append(events, '{"ph": "X", "name": "update_weights"}', '{"ph": "X", "ts": "x"}', '{"ph": ["X"], "ts": 1}')
+    append(events, '{"ph": "X", "name": "update_weights", "ts": 100500000.0, "dur": 1.0, "args": {"global_step": "x"}}')
+    append(events, '{"ph": "X", "name": "train_step", "ts": 100600000.0, "dur": 1.0, "args": [1]}')
+    with client(tmp_path) as session:
+        answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").raise_for_status().json()
+    assert [one["task"] for one in answer["sessions"]] == [3, 3], "one of the damaged ones only lacks its end"
+    assert [phase["name"] for phase in answer["phases"]] == ["update_weights", "train_step"]
+
+
+def test_an_evaluation_is_no_new_version_of_the_weights(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    for step in range(3):
+        run.append_metrics(step, {"train/loss": 1.0})
+    run.append_metrics(3, {"eval/rewards_mean": 1.0})
+    path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
+    path.parent.mkdir(parents=True)
+    times = {"submit_ts": 1.0, "finalized_ts": 4e9}  # around all of them
+    append(path, json.dumps({"task_id": 0, "session_id": 0, **times, "phases": {}}))
+    with client(tmp_path) as session:
+        answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").json()
+    assert [one["version"] for one in answer["versions"]] == [1, 2, 3]
+
+
+# -- what is no plain file ---------------------------------------------------------------------------------------------
+
+
+def test_a_status_outside_of_the_folder_is_not_read(tmp_path):
+    (tmp_path / "secret.json").write_text('{"state": "TOP", "error": "SECRET"}')
+    run = write_run(tmp_path / "runs" / "run", steps=1)
+    run.status_path.unlink()
+    os.symlink(tmp_path / "secret.json", run.status_path)
+    with client(tmp_path / "runs") as session:
+        answer = session.get("/api/runs")
+    assert "SECRET" not in answer.text
+    assert "status.json" in answer.json()["runs"][0]["problem"]
+
+
+@pytest.mark.parametrize("name", ["status.json", ".lock", "environment.json"])
+def test_a_pipe_blocks_neither_the_list_nor_its_events(tmp_path, name):
+    run = write_run(tmp_path / "piped", steps=1)
+    if name == ".lock":
+        run.status_path.unlink()  # then the lock alone tells the state
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    other = write_run(tmp_path / "other", steps=1)
+    with serving(tmp_path) as url, listening(url, []) as next_event:
+        other.append_warning(1, "new")
+        assert next_event()["changed"] == ["row"]
+    with client(tmp_path) as session:
+        rows = {row["name"]: row for row in session.get("/api/runs").json()["runs"]}
+    assert name in rows["piped"]["problem"]
+    assert "problem" not in rows["other"]
+
+
+def test_a_file_that_is_read_as_a_whole_has_a_limit(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    with open(run.summary_path, "wb") as file:
+        file.truncate(2**30)
+    with client(tmp_path) as session:
+        (row,) = session.get("/api/runs").json()["runs"]
+        assert "summary.json" in row["problem"]
+        assert session.get(f"/api/runs/{row['id']}").status_code == 403
+
+
+def test_links_to_folders_are_not_searched(tmp_path):
+    write_run(tmp_path / "elsewhere" / "run", steps=1)
+    write_run(tmp_path / "runs" / "run", steps=1)
+    os.symlink(tmp_path / "elsewhere", tmp_path / "runs" / "linked")
+    os.symlink(tmp_path / "runs", tmp_path / "runs" / "circle")
+    with client(tmp_path / "runs") as session:
+        assert [row["path"] for row in session.get("/api/runs").json()["runs"]] == ["run"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_what_another_user_keeps_private_hides_no_run(tmp_path):
+    write_run(tmp_path / "good", steps=1)
+    (tmp_path / "private").mkdir(mode=0)
+    run = write_run(tmp_path / "unreadable", steps=1)
+    run.warnings_path.chmod(0)
+    try:
+        with client(tmp_path) as session:
+            rows = {row["name"]: row for row in session.get("/api/runs").raise_for_status().json()["runs"]}
+            assert rows.keys() == {"good", "unreadable"}
+            assert "warnings.jsonl" in rows["unreadable"]["problem"]
+            answer = session.get(f"/api/runs/{rows['unreadable']['id']}")
+            assert (answer.status_code, "warnings.jsonl" in answer.json()["error"]["message"]) == (403, True)
+    finally:
+        (tmp_path / "private").chmod(0o700)
+
+
+def test_a_look_at_the_lock_does_not_keep_a_run_from_being_resumed(tmp_path):
+    with run_lock(tmp_path, "wait"):
+        pass
+    looking = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.03, os.close, [looking]).start()
+    with run_lock(tmp_path, "wait"):
+        assert (tmp_path / ".lock").read_text().startswith("process ")
+
+
+# -- what is not there yet ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_just_begun_has_no_metrics_and_says_how_many_it_gets(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    run.metrics_path.unlink()
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}/metrics"
+        before = session.get(path).raise_for_status().json()
+        run.append_metrics(0, {"train/loss": 1.0, "rollout/rewards_mean": 0.5})
+        after = session.get(path).json()
+    assert (before["metrics"], before["series"]) == (0, {})
+    assert after["metrics"] == 2

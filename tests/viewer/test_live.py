@@ -1,0 +1,144 @@
+"""New data of a run reaches a client within two seconds, as a server-sent event."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from queue import Queue
+from typing import Any
+
+import httpx
+import pytest
+
+from areno.storage.run_lock import run_lock
+from tests.viewer.stage import run_id, serving, write_run
+
+PROMISED_S = 2.0
+
+
+@contextmanager
+def listening(url: str, runs: list[str]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Returns a function that waits for the next event, after the one that tells that events begin."""
+    events: Queue[dict[str, Any]] = Queue()
+    session = httpx.Client(base_url=url, timeout=30)
+    begun = threading.Event()
+
+    def read() -> None:
+        try:
+            with session.stream("GET", "/api/events", params={"run": runs}) as stream:
+                assert stream.headers["content-type"].startswith("text/event-stream")
+                assert stream.headers["x-accel-buffering"] == "no"
+                for line in stream.iter_lines():
+                    if line == "data: {}":
+                        begun.set()
+                    elif line.startswith("data: "):
+                        events.put(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError:
+            return
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert begun.wait(10)
+    yield lambda: events.get(timeout=PROMISED_S)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "runs" / "run", steps=3)
+
+
+@pytest.fixture
+def url(run):
+    with serving(run.path.parent) as address:
+        yield address
+
+
+def append(run, part):
+    match part:
+        case "metrics":
+            run.append_metrics(3, {"rollout/rewards_mean": 0.875})
+        case "samples":
+            run.append_samples([{"step": 3, "prompt_index": 0, "reward": 1.0, "prompt": "p", "completion": "c"}])
+        case "evaluations":
+            run.append_eval_samples([{"step": 3, "prompt_index": 0, "completion": "c"}])
+        case "warnings":
+            run.append_warning(3, "new")
+        case "status":
+            run.write_status({"state": "failed", "error": "gone"})
+        case "log":
+            with open(run.log_path, "a") as file:
+                file.write("another line\n")
+        case "timeline":
+            path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
+            path.parent.mkdir(parents=True)
+            path.write_text("{}\n")
+
+
+@pytest.mark.parametrize("part", ["metrics", "samples", "evaluations", "warnings", "status", "log", "timeline"])
+def test_an_event_tells_which_part_of_a_run_is_new(run, url, part):
+    with httpx.Client(base_url=url) as session:
+        watched = run_id(session, "run")
+    with listening(url, [watched]) as next_event:
+        append(run, part)
+        assert next_event() == {"run": watched, "changed": [part]}
+
+
+def test_after_an_event_the_new_values_can_be_read(run, url):
+    with httpx.Client(base_url=url) as session:
+        path = f"/api/runs/{run_id(session, 'run')}"
+        assert session.get(f"{path}/metrics", params={"name": "reward"}).json()["series"]["reward"]["count"] == 3
+        with listening(url, [path.rsplit("/", 1)[1]]) as next_event:
+            begin = time.monotonic()
+            append(run, "metrics")
+            next_event()
+            series = session.get(f"{path}/metrics", params={"name": "reward", "after": 3}).json()["series"]["reward"]
+            assert (series["steps"], series["values"]) == ([3], [0.875])
+            assert time.monotonic() - begin < PROMISED_S
+
+
+def test_a_killed_process_changes_the_status(run, url):
+    with httpx.Client(base_url=url) as session:
+        watched = run_id(session, "run")
+    run.write_status({"state": "running"})
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(run.path, "wait"))
+        next_event = stack.enter_context(listening(url, [watched]))
+        stack.close()  # what remains of the process is its status
+        assert next_event() == {"run": watched, "changed": ["status"]}
+
+
+def test_the_list_of_runs_follows_new_runs_and_their_steps(run, url):
+    with listening(url, []) as next_event:
+        append(run, "metrics")
+        assert next_event()["changed"] == ["row"]
+    with listening(url, []) as next_event, httpx.Client(base_url=url) as session:
+        begin = time.monotonic()
+        write_run(run.path.parent / "second", steps=1)
+        while not any(row["path"] == "second" for row in session.get("/api/runs").json()["runs"]):
+            assert time.monotonic() - begin < 2 * PROMISED_S
+            time.sleep(0.1)
+
+
+def test_a_deleted_run_is_no_longer_there(run, url):
+    with httpx.Client(base_url=url) as session:
+        path = f"/api/runs/{run_id(session, 'run')}"
+        shutil.rmtree(run.path)
+        assert session.get(path).status_code == 404
+
+
+def test_a_renamed_run_does_not_end_the_stream(run, url):
+    with httpx.Client(base_url=url) as session:
+        watched = run_id(session, "run")
+    with listening(url, [watched]) as next_event:
+        saved = run.path.with_name("hidden")
+        run.path.rename(saved)
+        time.sleep(0.8)
+        saved.rename(run.path)
+        append(run, "warnings")
+        changed = next_event()["changed"]
+        while "warnings" not in changed:
+            changed = next_event()["changed"]
