@@ -16,7 +16,7 @@ from areno.viewer.catalog import OpenedRun
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT = 200
-_NEIGHBOURS = 256
+_NEIGHBORS = 256
 """Entries around a sample among which those of the same prompt are searched; a step records at most 24."""
 
 
@@ -78,8 +78,8 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     entries = run.entries()
     if not 0 <= index < len(entries):
         raise ApiError(404, f"there is no sample {index}; {len(entries)} are recorded", code="sample_not_found")
-    start = max(index - _NEIGHBOURS, 0)
-    near, entry = entries[start : index + _NEIGHBOURS], entries[index]
+    start = max(index - _NEIGHBORS, 0)
+    near, entry = entries[start : index + _NEIGHBORS], entries[index]
     same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
     with open(run.files.samples_path, "rb") as file:
         record = _read(file, entry)

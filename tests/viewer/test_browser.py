@@ -257,10 +257,10 @@ def test_a_conversation_without_messages_comes_from_the_roles_of_its_tokens(page
     ]
 
 
-@pytest.mark.parametrize("colour", ["advantage", "logprob", "trained", "version", "role"])
-def test_colours_of_tokens_have_a_legend_in_words(page, url, ids, colour):
-    show(page, f"{url}/#/run/{ids['one']}/sample/180?colour={colour}")
-    legend = page.wait("document.querySelector('ul[aria-label=Colours]')?.innerText")
+@pytest.mark.parametrize("color", ["advantage", "logprob", "trained", "version", "role"])
+def test_colors_of_tokens_have_a_legend_in_words(page, url, ids, color):
+    show(page, f"{url}/#/run/{ids['one']}/sample/180?color={color}")
+    legend = page.wait("document.querySelector('ul[aria-label=Colors]')?.innerText")
     words = {
         "advantage": "less likely",
         "logprob": "log-prob below",
@@ -268,7 +268,7 @@ def test_colours_of_tokens_have_a_legend_in_words(page, url, ids, colour):
         "version": "version 21",
         "role": "assistant",
     }
-    assert words[colour] in legend
+    assert words[color] in legend
     assert "underlined: trained" in legend
     backgrounds = page.run(
         "[...document.querySelectorAll('.token[data-place]')].map(token => getComputedStyle(token).backgroundColor)"
@@ -329,7 +329,7 @@ def hostile(tmp_path_factory):
 def test_hostile_text_stays_text(page, hostile):
     url, run, other = hostile
     addresses = [f"{url}/", f"{url}/#/diff?left={run}&right={other}", f"{url}/#/curves?run={run}&run={other}"]
-    addresses += [f"{url}/#/run/{run}{part}" for part in (*PAGES, "/sample/18", "/sample/18?row=0&colour=role")]
+    addresses += [f"{url}/#/run/{run}{part}" for part in (*PAGES, "/sample/18", "/sample/18?row=0&color=role")]
     for address in addresses:
         show(page, address)
         time.sleep(0.3)
@@ -413,8 +413,8 @@ def test_nothing_is_wider_than_a_small_phone(page, url, ids):
         assert page.run("document.documentElement.clientWidth") == 360
 
 
-def luminance(colour: str) -> float:
-    channels = [float(value) / 255 for value in re.findall(r"[\d.]+", colour)[:3]]
+def luminance(color: str) -> float:
+    channels = [float(value) / 255 for value in re.findall(r"[\d.]+", color)[:3]]
     red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

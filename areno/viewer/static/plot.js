@@ -5,15 +5,15 @@ import { el, fill, number, table } from "./dom.js";
 
 const HEIGHT = 190;
 const DASHES = [[], [6, 3], [2, 3]];
-const COLOURS = 8;
+const COLORS = 8;
 const TABLE_ROWS = 50;
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** The class of the n-th run's swatch, and its colour and dashes. */
+/** The class of the n-th run's swatch, and its color and dashes. */
 export function style(place) {
-  const colour = place % COLOURS, dash = Math.floor(place / COLOURS) % DASHES.length;
-  return { name: `run-${colour}`, colour: css(`--run-${colour}`), dash: DASHES[dash] };
+  const color = place % COLORS, dash = Math.floor(place / COLORS) % DASHES.length;
+  return { name: `run-${color}`, color: css(`--run-${color}`), dash: DASHES[dash] };
 }
 
 /** Ticks are multiples of a round number, so that all their digits count. */
@@ -34,7 +34,7 @@ function average(values, weight) {
 }
 
 /**
- * A chart with `draw(lines, options)` and `close()`. Each line has `label`, `place` (of its colour), `x`, `y` and `missing` (steps
+ * A chart with `draw(lines, options)` and `close()`. Each line has `label`, `place` (of its color), `x`, `y` and `missing` (steps
  * of values that are not finite); options are `smooth` (0 to below 1), `log`, `unit` of x.
  */
 export function chart(title, sync) {
@@ -61,8 +61,8 @@ export function chart(title, sync) {
     plot?.destroy();
     const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
     const series = lines.flatMap((line) => {
-      const { colour, dash } = style(line.place);
-      const raw = { stroke: colour, dash, width: 1.5, points: { show: line.x.length < 3 } };
+      const { color, dash } = style(line.place);
+      const raw = { stroke: color, dash, width: 1.5, points: { show: line.x.length < 3 } };
       return options.smooth > 0 ? [{ ...raw, width: 1, alpha: 0.3 }, { ...raw, width: 2 }] : [raw];
     });
     plot = new uPlot(

@@ -16,9 +16,9 @@ export async function show(page, { run, parts, params }) {
   const rows = rowsOf(record.rows ?? []), forks = forksOf(rows);
   const asked = Number(params.get("row") ?? rows.length - 1);
   let branch = asked in rows ? asked : rows.length - 1;
-  let colour = params.get("colour") ?? "advantage";
+  let color = params.get("color") ?? "advantage";
   const body = el("div");
-  const around = neighbours();
+  const around = neighbors();
 
   fill(
     page,
@@ -31,7 +31,7 @@ export async function show(page, { run, parts, params }) {
   );
   if (listed.run === run) listed.opened = index;
 
-  function neighbours() {
+  function neighbors() {
     const at = listed.run === run ? listed.indices.indexOf(index) : -1;
     if (at >= 0) return { before: listed.indices[at - 1] ?? null, after: listed.indices[at + 1] ?? null };
     return { before: index ? index - 1 : null, after: index + 1 < answer.recorded ? index + 1 : null };
@@ -58,7 +58,7 @@ export async function show(page, { run, parts, params }) {
   }
 
   function draw() {
-    keep(`run/${run}/sample/${index}`, { row: branch === rows.length - 1 ? null : branch, colour: colour === "advantage" ? null : colour });
+    keep(`run/${run}/sample/${index}`, { row: branch === rows.length - 1 ? null : branch, color: color === "advantage" ? null : color });
     fill(
       body,
       rows.length > 1 && tree(),
@@ -66,7 +66,7 @@ export async function show(page, { run, parts, params }) {
       conversation(),
       el("h2", {}, "Tokens"),
       rows.length
-        ? tokenView(rows[branch], forks[branch], { colour, change: (value) => ((colour = value), draw()) })
+        ? tokenView(rows[branch], forks[branch], { color, change: (value) => ((color = value), draw()) })
         : el("p", { class: "muted" }, "The tokens of this sample were not recorded: a step records those of its first samples only."),
     );
   }

@@ -1,4 +1,4 @@
-// Sessions of an asynchronous run as lanes, coloured by the weight version they began with; staleness per step.
+// Sessions of an asynchronous run as lanes, colored by the weight version they began with; staleness per step.
 
 import { coalesced, follow, get } from "./api.js";
 import { duration, el, fill, number, svg, table, when } from "./dom.js";
@@ -22,7 +22,7 @@ export async function show(page, { run }) {
   let until = null, latest = null;
   const later = [];
   const drawing = el("div", { class: "wide timeline", tabindex: "0", role: "region", "aria-label": "Timeline" });
-  const note = el("p"), legend = el("ul", { class: "legend", "aria-label": "Colours" }), rows = el("details");
+  const note = el("p"), legend = el("ul", { class: "legend", "aria-label": "Colors" }), rows = el("details");
   const earlierButton = el("button", { on: { click: () => (later.push(until), (until = latest.earlier), load()) } }, "Earlier");
   const laterButton = el("button", { on: { click: () => ((until = later.pop() ?? null), load()) } }, "Later");
   const staleness = chart("staleness (weight versions)", "timeline");

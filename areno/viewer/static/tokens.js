@@ -1,8 +1,8 @@
-// The tokens of a training row, coloured by a number of each; and where rows of one sample fork.
+// The tokens of a training row, colored by a number of each; and where rows of one sample fork.
 
 import { el, field, fill, number, select, table } from "./dom.js";
 
-const COLOURS = [
+const COLORS = [
   ["advantage", "advantage"],
   ["logprob", "log-prob"],
   ["trained", "trained or not"],
@@ -55,16 +55,16 @@ export function visibleText(text) {
     .replace(/[\u007f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-function level(token, colour, scale) {
-  if (colour === "role") return `role-${token.role}`;
-  if (colour === "trained" || (!token.sampled && !token.trained)) return token.trained ? "is-trained" : "context";
-  if (colour === "version") return `version-${Math.max(token.version, 0) % VERSIONS}`;
-  if (colour === "logprob") return `p-${LOGPROB_BOUNDS.filter((bound) => -token.logprob > bound).length}`;
+function level(token, color, scale) {
+  if (color === "role") return `role-${token.role}`;
+  if (color === "trained" || (!token.sampled && !token.trained)) return token.trained ? "is-trained" : "context";
+  if (color === "version") return `version-${Math.max(token.version, 0) % VERSIONS}`;
+  if (color === "logprob") return `p-${LOGPROB_BOUNDS.filter((bound) => -token.logprob > bound).length}`;
   const size = scale ? Math.min(Math.ceil((Math.abs(token.advantage) / scale) * STEPS - 1e-9), STEPS) : 0;
   return size === 0 ? "a-0" : `a-${token.advantage > 0 ? "plus" : "minus"}-${size}`;
 }
 
-function legend(row, colour, scale) {
+function legend(row, color, scale) {
   const sample = (name, text) => el("li", {}, el("span", { class: `token ${name}` }, "abc"), ` ${text}`);
   const always = [sample("context", "context, not sampled"), sample("trained", "underlined: trained"), sample("masked", "dotted: sampled, not trained")];
   const unique = (name) => [...new Set(row.map((token) => token[name]))];
@@ -76,12 +76,12 @@ function legend(row, colour, scale) {
     trained: () => [sample("is-trained", "trained")],
     version: () => unique("version").filter((version) => version >= 0).map((version) => sample(`version-${version % VERSIONS}`, `version ${version}`)),
     role: () => unique("role").map((role) => sample(`role-${role}`, role)),
-  }[colour]();
-  return el("ul", { class: "legend", "aria-label": "Colours" }, items, always);
+  }[color]();
+  return el("ul", { class: "legend", "aria-label": "Colors" }, items, always);
 }
 
-/** The tokens of a row as text with colours, a legend, and the numbers of the current token and of all tokens in a table. */
-export function tokenView(row, fork, { colour, change }) {
+/** The tokens of a row as text with colors, a legend, and the numbers of the current token and of all tokens in a table. */
+export function tokenView(row, fork, { color, change }) {
   const scale = Math.max(0, ...row.filter((token) => token.trained).map((token) => Math.abs(token.advantage)).filter(Number.isFinite));
   const details = el("p", { class: "token-details", "aria-live": "polite" }, "Choose a token with the pointer or the arrow keys.");
   const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens; the arrow keys move, Home and End jump" });
@@ -94,7 +94,7 @@ export function tokenView(row, fork, { colour, change }) {
   function draw() {
     const spans = row.slice(folded).map((token, offset) => {
       const place = folded + offset;
-      const names = ["token", level(token, colour, scale), token.trained ? "trained" : token.sampled ? "masked" : null];
+      const names = ["token", level(token, color, scale), token.trained ? "trained" : token.sampled ? "masked" : null];
       if (fork.parent !== null && place >= fork.at && place < fork.until) names.push("edited");
       return el("span", { class: names.filter(Boolean).join(" "), "data-place": place }, text(token));
     });
@@ -132,7 +132,7 @@ export function tokenView(row, fork, { colour, change }) {
   draw();
   const all = el("details", { on: { toggle: () => all.open && all.children.length === 1 && all.append(tokenTable(row, text)) } },
     el("summary", {}, "All tokens as a table"));
-  return el("div", {}, el("div", { class: "bar" }, field("Colour by", select(COLOURS, colour, change))), legend(row, colour, scale), box, details, all);
+  return el("div", {}, el("div", { class: "bar" }, field("Color by", select(COLORS, color, change))), legend(row, color, scale), box, details, all);
 }
 
 function tokenTable(row, text) {
