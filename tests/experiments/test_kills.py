@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.experiments.runs import RATE, Run, Task, check_rows, make_task, settings
+from tests.experiments.runs import Run, Task, check_rows, make_task, settings
 
 STEPS = 12
 
@@ -210,13 +210,16 @@ def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, tas
     assert killed_until_done(run, moment) == 3
     check_rows(run, task, STEPS)
     assert said(run) == said(whole)
+    start = load_file(task.model / "model.safetensors")
     for name in ("epoch0epochstep5globalstep5", "epoch0epochstep11globalstep11"):
         mine = load_file(run.checkpoints / "default" / name / "model.safetensors")
         theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
         for tensor, value in theirs.items():
             # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill; where a
-            # gradient is nearly zero, Adam makes more of it. What is off by one shows as a tenth of the rate, or more.
-            assert (mine[tensor] - value).abs().max() < RATE / 100
+            # gradient is nearly zero, Adam makes up to a whole step of the rate out of it, so single entries say nothing. A
+            # schedule or a moment that is off by one step changes a hundredth of the whole update.
+            difference = (mine[tensor] - value).norm() / (value - start[tensor]).norm()
+            assert difference < 1e-3, (name, tensor, float(difference))
 
 
 def said(run: Run) -> list[tuple[Any, ...]]:

@@ -214,7 +214,7 @@ def test_files_are_small_and_vendored_ones_are_what_was_published():
     )
     sources = json.loads((STATIC / "vendor" / "sources.json").read_text())
     for package in sources.values():
-        assert "MIT" in package["licence"]
+        assert "MIT" in package["license"]
         for name, digest in package["sha256"].items():
             assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest, name
     listed = {name for package in sources.values() for name in package["sha256"]}
