@@ -232,7 +232,7 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
         assert time.monotonic() - started < 600, "the build has the lowest priority, but it must end"
     assert rounds > 3, "tokens must come while the step is being built"
     assert_same(answers(loop, requests), expected)
-    assert [r.message.split(" (")[0].split(",")[0] for r in caplog.records if r.name == LOGGER] == [
+    assert [r.message.split(" (")[0].split(": ")[0] for r in caplog.records if r.name == LOGGER] == [
         "compiling the decode step in the background",
         "switched to the compiled decode step",
     ]
@@ -358,7 +358,7 @@ def test_a_failed_build_says_why(own_cache):
     model = make_model()
     spec = StepSpec.of(model, validate_decoding(model, "test").layers)
     broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
-    assert "makes a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
+    assert "yields a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
     assert [p for p in own_cache.rglob("*") if p.is_file() and p.suffix != ".so"] == []
 
 
