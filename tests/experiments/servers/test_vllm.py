@@ -128,7 +128,7 @@ def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, tr
 def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, trainer):
     """vLLM's own calls for RL, with areno's transfer engine; no folder is written."""
     moved(trainer, seed=5)
-    fleet.update_weights(trainer, 50)
+    fleet.update_weights(trainer, 50, "xccl")  # opens the channel, which may take as long as an answer
     for version in (51, 52):
         moved(trainer, seed=version)
         future = ask(fleet, tokens=480, seeds=MANY)
