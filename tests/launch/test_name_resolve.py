@@ -16,7 +16,6 @@ import pytest
 from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
-from tests.launch.services import etcd_server, ray_cluster, ray_nodes  # noqa: F401 - fixtures
 
 # What etcd keeps for so many seconds at least, whatever less is asked for; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
@@ -185,7 +184,7 @@ def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
     assert store.read("a") == "1"
 
 
-def test_an_etcd_server_that_was_away_and_a_lease_that_ran_out_meanwhile(etcd_server):  # noqa: F811
+def test_an_etcd_server_that_was_away_and_a_lease_that_ran_out_meanwhile(etcd_server):
     names = Repository(NameOptions("etcd3", etcd3_addr=etcd_server.address).open())
     names.add("run/worker", "here", keepalive_ttl=2.0)
     names.add("run/plain", "stays")
@@ -210,7 +209,7 @@ def test_etcd_says_what_is_wrong():
 
 @pytest.mark.long
 @pytest.mark.xdist_group("ray")
-def test_names_of_a_ray_actor_that_has_died_are_written_again(ray_cluster):  # noqa: F811
+def test_names_of_a_ray_actor_that_has_died_are_written_again(ray_cluster):
     import ray
 
     options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")
