@@ -31,7 +31,7 @@ class SampleQuery:
     flags: tuple[str, ...] = ()
     text: str = ""
     order: str = "newest"
-    offset: int = 0  # of the first sample, among those that pass the filters on the index
+    offset: int = 0  # position of the first sample among those that pass the filters on the index
     until: int | None = None  # ignore samples recorded after this many, so that pages do not shift
     limit: int = 50
 

@@ -2,7 +2,7 @@
 
 A step of reinforcement learning is ``RolloutTrainer.run_step`` in ``rollout_trainer``. It calls, in order:
 
-1. rollout: ``source`` (completions and workflows) or ``agents``; the result is a list of ``samples.Sample``
+1. rollout: ``source`` (completions and workflows) or ``agents``; the result is a list of ``Sample`` (``samples``)
 2. reward: :mod:`areno.rewards.runner`, a reward model, or the workflow itself
 3. advantage: :mod:`areno.training.objectives.policy`, with the settings of ``policy_only`` (GSPO, GRPO) or ``ppo``
 4. update: optimizer steps of the same objective, by :mod:`areno.engine.train.step`
