@@ -93,8 +93,11 @@ _UPDATE: _Rows = (
     ("old_logp", "log-prob of each trained token when sampled"),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "the policy loss; shows no trend and does not measure success"),
-    ("clip_ratio", "share of kept trained tokens without gradient because of clipping; usually below 0.1"),
-    ("dual_clip_ratio", "share of kept trained tokens at the dual-clip bound"),
+    (
+        "clip_ratio",
+        "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; usually below 0.1",
+    ),
+    ("dual_clip_ratio", "share of the same tokens at the dual-clip bound"),
     ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),
     ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
@@ -108,7 +111,7 @@ _UPDATE: _Rows = (
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
-    ("clipped_tokens", "kept trained tokens without gradient because of clipping"),
+    ("clipped_tokens", "tokens beyond the clip range, among those that rejection sampling and M2PO keep"),
     ("rs_filtered_fraction", "share of trained tokens that rejection sampling drops or clamps"),
     ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),

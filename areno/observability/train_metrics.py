@@ -33,7 +33,11 @@ _ROLLOUT: _Rows = (
     ("logprobs_mean", "nats", "log-prob of response tokens, recorded while sampling"),
     ("num_sequences", "rows", "training rows of the step"),
     ("{seq,prompt,response}_len_mean", "tokens", "length of a row, of its prompt, of its response"),
-    ("{,total_}skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`: for this step, since the start"),
+    (
+        "{,total_}skipped_long",
+        "prompts",
+        "prompts skipped because they exceed `--max-prompt-tokens`: in this step, and in total since the start of the run",
+    ),
 )
 _SAMPLES: _Rows = (
     ("reward_mean", "reward", "mean reward over the samples of the step"),

@@ -15,7 +15,7 @@ from areno.reports.trends import SeriesTrend, trend_of
 REPETITIVE = 0.3
 """A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
 AT_COST = 0.2
-"""Fraction of a part of the reward that must be lost before its fall counts as a cost."""
+"""A falling reward part counts as a cost only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
 """Fraction of the best answers that must be repetitive, or identical, before it counts."""
 MORE = 0.3

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areno.text.detok import IncrementalDetokenizer
-from areno.text.tool_calls.base import longest_marker_start
+from areno.text.tool_calls.parser import longest_marker_start
 from areno.types import GeneratedToken
 
 _REPLACEMENT = "\ufffd"

@@ -17,7 +17,7 @@ import numpy as np
 
 from areno.config.packages import install_command
 from areno.errors import EngineError, UsageError
-from areno.text.tool_calls.base import CallShape, ToolCallParser, selectable_tools
+from areno.text.tool_calls.parser import CallShape, ToolCallParser, selectable_tools
 from areno.text.tool_calls.schema import types_of
 from areno.types import TokenConstraint
 

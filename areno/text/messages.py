@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.errors import UsageError
-from areno.text.tool_calls.base import function_of
+from areno.text.tool_calls.parser import function_of
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 

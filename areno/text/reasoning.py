@@ -14,8 +14,8 @@ from typing import Any
 from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt, template_source
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import ContentDelta, longest_marker_start
 from areno.text.tool_calls.json_span import skip_blank
+from areno.text.tool_calls.parser import ContentDelta, longest_marker_start
 
 _WHITE_SPACE = " \t\r\n"
 

@@ -60,7 +60,7 @@ def full_index(shape: Sequence[int]) -> Index:
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
     """Split consecutive entries ``values`` [N] of a flattened tensor, from ``start`` on, into rectangular parts.
 
-    ``index`` is that of the flattened tensor, which may itself be a shard.
+    ``index`` is the :data:`Index` of the tensor before it was flattened; that tensor may itself be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]

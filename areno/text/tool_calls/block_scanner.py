@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, Malformed, RawCall, ScanResult
 from areno.text.tool_calls.json_span import JsonSpan, ValueSpan, Verdict, call_of, load_arguments, load_json, skip_blank
+from areno.text.tool_calls.parser import CallFormat, Malformed, RawCall, ScanResult
 
 MAX_HEADER = 256
 """Maximum characters before the arguments of a call, such as its name."""

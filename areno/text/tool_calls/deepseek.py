@@ -1,7 +1,7 @@
 """DeepSeek's formats: V3 with type, separator, name and a code fence; V3.1 with name, separator and the bare object."""
 
-from areno.text.tool_calls.base import CallShape, ToolCallParser
 from areno.text.tool_calls.block_scanner import headed_json
+from areno.text.tool_calls.parser import CallShape, ToolCallParser
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.block_scanner import HeaderJson, block
 from areno.text.tool_calls.json_span import Verdict, load_json
+from areno.text.tool_calls.parser import ToolCallParser
 
 _HEADER = re.compile(r"\s*call:\s*([^\s{}]+)\s*")
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")

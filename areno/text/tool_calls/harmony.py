@@ -1,7 +1,7 @@
 """gpt-oss's format: a message part addressed to a tool, normalized to this form by the reasoning parser."""
 
-from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.block_scanner import headed_json
+from areno.text.tool_calls.parser import ToolCallParser
 
 _HEADER = r"\s*(?:functions\.)?([^\s{<]+)\s*+(?:<\|constrain\|>)?\s*+(?:json)?\s*<\|message\|>\s*"
 HARMONY = ToolCallParser("harmony", (headed_json("<|channel|>commentary to=", ("<|call|>",), _HEADER),))

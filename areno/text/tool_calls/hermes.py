@@ -1,7 +1,7 @@
 """The Hermes format: JSON with name and arguments in ``<tool_call>`` tags. Qwen's and MiniCPM's formats extend it."""
 
-from areno.text.tool_calls.base import CallShape, ToolCallParser
 from areno.text.tool_calls.block_scanner import headed_json
+from areno.text.tool_calls.parser import CallShape, ToolCallParser
 
 HERMES = ToolCallParser(
     "hermes",

@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 from areno.text.tool_calls.block_scanner import MAX_HEADER, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json, skip_blank
+from areno.text.tool_calls.parser import (
+    CallFormat,
+    CallShape,
+    Malformed,
+    PlainText,
+    RawCall,
+    ScanResult,
+    ToolCallParser,
+)
 
 _FENCE, _FENCE_END = "```json", "```"
 _START = re.compile(r"(?:```json[ \t\r\n]*)?(?=(?:\[[ \t\r\n]*)?\{)")

@@ -1,7 +1,7 @@
 """Kimi K2's format: ``functions.NAME:INDEX`` and a JSON object between tokens of their own."""
 
-from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.block_scanner import headed_json
+from areno.text.tool_calls.parser import ToolCallParser
 
 _HEADER = r"\s*(?:functions\.)?([^\s{<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
 KIMI = ToolCallParser(

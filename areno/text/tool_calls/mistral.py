@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
 from areno.text.tool_calls.block_scanner import BlockBody, HeaderJson, Item, block, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
+from areno.text.tool_calls.parser import CallShape, Malformed, ToolCallParser
 
 _OPENER = "[TOOL_CALLS]"
 # The model's call id is dropped: clients get an id in OpenAI's format.

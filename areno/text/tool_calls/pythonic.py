@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 from areno.text.tool_calls.block_scanner import MAX_HEADER
+from areno.text.tool_calls.parser import CallFormat, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 
 _START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _PARTIAL_START = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")

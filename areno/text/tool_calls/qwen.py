@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, Scan, ScanResult, ToolCallParser
 from areno.text.tool_calls.hermes import HERMES
+from areno.text.tool_calls.parser import CallFormat, CallShape, Scan, ScanResult, ToolCallParser
 from areno.text.tool_calls.xml_calls import FUNCTION_TAGS, MINICPM_TAGS
 
 _OPENER, _CLOSER = "<tool_call>", "</tool_call>"

@@ -3,7 +3,6 @@
 from typing import Any
 
 from areno.errors import UsageError
-from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.deepseek import DEEPSEEK, DEEPSEEK_V31
 from areno.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA
 from areno.text.tool_calls.harmony import HARMONY
@@ -11,6 +10,7 @@ from areno.text.tool_calls.hermes import HERMES
 from areno.text.tool_calls.json_calls import JSON, LLAMA3
 from areno.text.tool_calls.kimi import KIMI
 from areno.text.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
+from areno.text.tool_calls.parser import ToolCallParser
 from areno.text.tool_calls.pythonic import PYTHONIC
 from areno.text.tool_calls.qwen import MINICPM, QWEN, QWEN3_CODER
 from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINIMAX

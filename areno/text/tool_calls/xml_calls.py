@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallFormat, CallShape, RawCall, ToolCallParser
 from areno.text.tool_calls.block_scanner import MAX_HEADER, BlockBody, Item, block
 from areno.text.tool_calls.json_span import Verdict, skip_blank
+from areno.text.tool_calls.parser import CallFormat, CallShape, RawCall, ToolCallParser
 
 _KEY = re.compile(r'\s*"?([^"<>\s]+)')
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
