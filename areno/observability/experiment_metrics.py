@@ -95,7 +95,7 @@ _UPDATE: _Rows = (
     ("actor_loss", "the policy loss; shows no trend and does not measure success"),
     (
         "clip_ratio",
-        "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; usually below 0.1",
+        "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; mostly below 0.1",
     ),
     ("dual_clip_ratio", "share of the same tokens at the dual-clip bound"),
     ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),

@@ -36,7 +36,7 @@ _ROLLOUT: _Rows = (
     (
         "{,total_}skipped_long",
         "prompts",
-        "prompts skipped because they exceed `--max-prompt-tokens`: in this step, and in total since the start of the run",
+        "prompts longer than `--max-prompt-tokens`, which are skipped: in this step; since the start",
     ),
 )
 _SAMPLES: _Rows = (
