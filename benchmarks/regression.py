@@ -43,11 +43,17 @@ def main() -> None:
     sys.exit("; ".join(entry["regressions"]) or 0)
 
 
+def environment(tree: Path, cache: Path) -> dict[str, str]:
+    """Environment of one side, with its checkout and cache folder."""
+    # Without PYTHONSAFEPATH, a process that a side starts with `python -m` would import areno from the working directory.
+    return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "ARENO_CACHE_DIR": str(cache)}
+
+
 def compare(args: Any, folder: Path, base: Path) -> dict[str, Any]:
     """Ratios of this checkout to the base, and which of them are regressions."""
     sides: dict[str, Side] = {
         # The workers of this checkout, as an old one may not know their settings.
-        name: (sys.executable, ARENO, {"PYTHONPATH": str(tree), "ARENO_CACHE_DIR": str(folder / f"cache-{name}")})
+        name: (sys.executable, ARENO, environment(tree, folder / f"cache-{name}"))
         for name, tree in (("base", base), ("head", ROOT))
     }
     entry: dict[str, Any] = {"machine": machine(), "base": git("describe", "--always", args.base), "regressions": []}

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from areno.errors import UsageError
+from areno.python_process import python_command, search_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ def check_hook(spec: str, hook: Hook) -> None:
     """Check a callable like :func:`load_hook`, in a subprocess."""
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
         report = Path(folder, "problem")
-        words = [sys.executable, "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
-        code = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode
+        words = [*python_command(), "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
+        code = subprocess.run(words, env={**os.environ, **search_path()}).returncode
         if code:
             raise UsageError(
                 f"{hook.option} {spec}: importing it ended the process with exit code {code}; fix the file"

@@ -14,6 +14,7 @@ from areno.experiments.cluster import needs_of
 from areno.experiments.folders import ExperimentFolders
 from areno.launch import slurm_steps
 from areno.launch.placement import most_on_a_node, place_workers
+from areno.python_process import python_command
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
 # Seconds before the time limit at which SIGTERM is sent: time for a step and a checkpoint.
@@ -71,7 +72,7 @@ def _common(values: set[str]) -> str:
 
 def driver_command(words: Sequence[str]) -> list[str]:
     """The command line of ``areno run`` with the given arguments."""
-    return [sys.executable, "-m", "areno", "run", *words]
+    return [*python_command(), "-m", "areno", "run", *words]
 
 
 def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from typing import Protocol
 from areno.errors import EngineError
 from areno.launch.links import Connection, Listener
 from areno.name_resolve import NameOptions
+from areno.python_process import python_command
 
 NODE = "ARENO_NODE"
 """Environment variable with the name of a worker's machine."""
@@ -83,7 +84,7 @@ class RoleNeed:
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]
-        return [default] if words in ([], ["python"], ["python3"]) else words
+        return python_command(default) if words in ([], ["python"], ["python3"]) else words
 
 
 class RunningTask(Protocol):

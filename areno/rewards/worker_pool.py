@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.frames import FrameError, Frames
+from areno.python_process import python_command
 from areno.rewards.worker import MESSAGE_BYTES, Message, RewardJob, Scorer, describe_error, parse_message, source_file
 from areno.types import RewardRecord
 
@@ -58,7 +59,7 @@ class WorkerProcess:
         }
         with worker_end, worker_lifeline:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(settings)],
+                [*python_command(), "-c", _BOOT, json.dumps(settings)],
                 pass_fds=[worker_end.fileno(), worker_lifeline.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

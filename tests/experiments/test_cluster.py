@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from areno.launch.launcher import RoleNeed, Task
 from areno.launch.placement import most_on_a_node, place_workers
 from areno.launch.ray_cluster import refuse_impossible
 from areno.launch.slurm_steps import step_command
+from areno.python_process import python_command
 from tests.config.experiment.samples import rl
 
 TASK = Task(role="actor", number=0, module="some.module")
@@ -55,13 +55,13 @@ def test_what_workers_need_is_what_their_specs_say():
     assert command[4:] == [*container, "numactl", "-N0", "python3", "-m", "some.module"]
     on_cpus = needs_of(rl(scheduler__type="ray"), gpus=False)
     assert {(need.cpu, need.gpu) for need in on_cpus.values()} == {(1, 0)}
-    assert on_cpus["actor"].command(TASK) == [sys.executable, "-m", "some.module"]
+    assert on_cpus["actor"].command(TASK) == [*python_command(), "-m", "some.module"]
 
 
 @pytest.mark.parametrize("cmd", ["python3 -m another.rpc_server", "python -m x", None])
 def test_the_worker_of_another_program_is_replaced_by_our_own(cmd):
     """As most published files name it."""
-    assert RoleNeed(cmd=cmd).command(TASK) == [sys.executable, "-m", "some.module"]
+    assert RoleNeed(cmd=cmd).command(TASK) == [*python_command(), "-m", "some.module"]
 
 
 def test_servers_take_the_devices_of_all_their_ranks():

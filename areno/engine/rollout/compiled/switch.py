@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.slot_cache import LayerShape, SlotCache
 from areno.engine.rollout.threads import ThreadRule
 from areno.errors import EngineError
+from areno.python_process import python_command, search_path
 
 logger = logging.getLogger("areno.engine.inference")
 
@@ -206,10 +206,11 @@ class _Build:
         described = Path(self._folder.name) / "spec.json"
         described.write_text(json.dumps(asdict(spec)), encoding="utf-8")
         self._errors: IO[bytes] = open(Path(self._folder.name) / "errors", "w+b")  # noqa: SIM115
-        command = [sys.executable, "-m", "areno.engine.rollout.compiled.build"]
+        command = [*python_command(), "-m", "areno.engine.rollout.compiled.build"]
         command += [str(described), str(spec.path()), str(os.getpid())]
+        environment = {**os.environ, **search_path()}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
         )
         # Kills the process if it still runs and removes its files, at the latest when the interpreter exits.
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
