@@ -1,6 +1,6 @@
 """One side of ``train_step.py`` and ``real_model.py``: areno through the code path of ``areno train``. Prints one JSON line.
 
-``options`` are those of ``areno train`` besides, as if they were on its command line.
+``options`` are further options of ``areno train``.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ def main() -> None:
         return
     import torch
 
-    from areno.api.run_training import run_training
-    from areno.config.all_train_options import TrainOptions
+    from areno.cli.main import main as run_command
 
     torch.set_num_threads(settings["threads"])
-
-    algo, folder, more = settings["algo"], Path(settings["folder"]), settings.get("options", {})
-    shared = {
-        "algo": algo,
+    folder = Path(settings["folder"])
+    options = {
+        "algo": settings["algo"],
         "ckpt": settings["model"],
-        "dataset_path": str(folder / "data.jsonl"),
+        "dataset_path": folder / "data.jsonl",
         "run_dir": settings["run_dir"],
         "max_steps": settings["steps"],
         "batch_size": settings["prompts"],
@@ -54,11 +52,11 @@ def main() -> None:
         "save_interval": 10**6,
         "shuffle": False,
     }
-    if algo != "sft":
-        shared |= {"n_samples": settings["samples"], "ignore_eos": True, "reward_fn_path": str(folder / "reward.py")}
-    options = TrainOptions(**{**shared, **more}, explicit=frozenset(more))
+    if settings["algo"] != "sft":
+        options |= {"n_samples": settings["samples"], "ignore_eos": True, "reward_fn_path": folder / "reward.py"}
     base_mib = peak_mib()
-    run_training(options)
+    if code := run_command(["train", *command_line(options | settings.get("options", {}))]):
+        sys.exit(code)
     lines = [json.loads(line) for line in (Path(settings["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
     ends = [line["time"] for line in lines]
     result = {
@@ -75,6 +73,15 @@ def main() -> None:
         },
     }
     print(json.dumps(result))
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """Options of ``areno train`` as its arguments: the command line stays the same when modules are renamed."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
 
 
 def peak_mib() -> float:
