@@ -24,7 +24,6 @@ from common import PEERS, ROOT, finish, machine, make_checkpoint, median, proble
 
 ARENO = ROOT / "benchmarks/workers/areno_steps.py"
 REWARD = "def reward_fn(record):\n    text = record.completion\n    return sum(c.isdigit() for c in text) / (1 + len(text))\n"
-LOADER = "def load_training_dataset(path, *, default_loader, **_):\n    return default_loader(path)\n"
 
 
 Side = tuple[str | Path, Path, dict[str, str]]
@@ -51,12 +50,11 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_task(folder: Path) -> tuple[Path, int]:
-    """Model, data, reward and loader of the runs; returns the model and its number of parameters."""
+    """Model, data and reward of the runs; returns the model and its number of parameters."""
     model = folder / "model"
     parameters = make_checkpoint(model)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, problems(600))))
     (folder / "reward.py").write_text(REWARD)
-    (folder / "loader.py").write_text(LOADER)
     return model, parameters
 
 

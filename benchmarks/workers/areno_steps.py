@@ -52,7 +52,9 @@ def main() -> None:
         "save_interval": 10**6,
         "shuffle": False,
     }
-    if settings["algo"] != "sft":
+    if settings["algo"] == "sft":
+        options["dataset_loader_fn"] = Path(__file__).with_name("own_rows.py")
+    else:
         options |= {"n_samples": settings["samples"], "ignore_eos": True, "reward_fn_path": folder / "reward.py"}
     base_mib = peak_mib()
     if code := run_command(["train", *command_line(options | settings.get("options", {}))]):
