@@ -152,12 +152,13 @@ class Role:
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # its progress bar would corrupt the live display
-        if self.peers.layout.fsdp or self.peers.layout.pp_size > 1:
+        layout = self.peers.layout
+        if layout.fsdp or layout.pp_size > 1 or (layout.tp_size > 1 and self.peers.replica == 0):
             from areno.engine.parallel.sharding import save_unsharded
 
             save_unsharded(self.model, folder, self.peers)
         elif self.peers.replica == 0:
-            module.save_pretrained(folder, state_dict=weights)  # gathers the shards of a replica
+            module.save_pretrained(folder, state_dict=weights)
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 

@@ -35,8 +35,9 @@ class Watched(InHostMemory):
 
     def _noted(self, tensor):
         kept = self._inner(tensor)
-        Watched.moved.append((tuple(tensor.shape), weakref.ref(tensor.untyped_storage()), kept[1].data_ptr()))
-        assert kept[1].data_ptr() != tensor.data_ptr()
+        if tensor.numel():  # PyTorch 2.11 also saves an empty tensor per layer
+            Watched.moved.append((tuple(tensor.shape), weakref.ref(tensor.untyped_storage()), kept[1].data_ptr()))
+            assert kept[1].data_ptr() != tensor.data_ptr()
         return kept
 
 

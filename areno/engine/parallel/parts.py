@@ -5,7 +5,9 @@ Sharded parameters are ``DTensor``s. All functions also take plain tensors, whic
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed import ProcessGroup, all_gather
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.nn import functional
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,9 +33,40 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
     """Gather the shards of a tensor sharded like ``like``; every rank of the replica must call."""
     if not isinstance(like, DTensor):
         return part
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
+    mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinates is not None
+    splits: list[tuple[int, int, list[Tensor]]] = []  # dimension of the mesh, of the tensor, and indices in each shard
+    shape = list(like.shape)
+    for axis, placement in enumerate(like.placements):
+        if not isinstance(placement, Replicate):
+            dim = placement.dim % like.ndim  # type: ignore[attr-defined]
+            splits.append((axis, dim, _split(placement, torch.arange(shape[dim]), dim, mesh.size(axis))))
+            shape[dim] = len(splits[-1][2][coordinates[axis]])
+    # Not DTensor.full_tensor: PyTorch 2.11 refuses parameters that transformers packs, such as gate and up of experts.
+    for axis, dim, indices in reversed(splits):
+        part = _joined(part, dim, indices, mesh.get_group(axis))
+    return part
+
+
+def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Which of the indices along dimension ``dim`` each of ``count`` shards has."""
+    row = indices.view([1] * dim + [-1])
+    shards, _ = placement._split_tensor(row, count, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
+    return [shard.flatten() for shard in shards]
+
+
+def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) -> Tensor:
+    """Gather shards along ``dim``; ``indices`` are those of each shard's entries in the result."""
+    longest = max(map(len, indices))
+    padding = [0, 0] * (part.ndim - dim - 1) + [0, longest - part.shape[dim]]
+    padded = functional.pad(part, padding).contiguous()
+    shards = [torch.empty_like(padded) for _ in indices]
+    all_gather(shards, padded, group)
+    joined = torch.cat([shard.narrow(dim, 0, len(index)) for shard, index in zip(shards, indices, strict=True)], dim)
+    order = torch.cat(indices)
+    if torch.equal(order, torch.arange(len(order))):
+        return joined
+    return joined.index_select(dim, order.argsort().to(joined.device))
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
@@ -54,9 +87,7 @@ def positions(tensor: Tensor) -> tuple[Tensor, ...]:
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
-        index = indices[dim].view([1] * dim + [-1])
-        pieces, _ = placement._split_tensor(index, size, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
-        indices[dim] = pieces[rank].flatten()
+        indices[dim] = _split(placement, indices[dim], dim, size)[rank]
     return tuple(indices)
 
 
