@@ -29,12 +29,12 @@ def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
     """Whether the model that an evaluation in ``step`` measured is still there, as a sentence."""
     if step == 0:
         return "The best model is the initial one."
-    found = None
+    model_folder = None
     with suppress(ArenoError, OSError, LookupError, TypeError):
         folder = _folder(run)  # an experiment counts the steps of its evaluations from 0
-        found = folder.find(step + 1 if run.is_experiment else step)
-    if found is not None:
-        return f"The model of step {step} is kept in {_shown(run, found)}."
+        model_folder = folder.find(step + 1 if run.is_experiment else step)
+    if model_folder is not None:
+        return f"The model of step {step} is kept in {_shown(run, model_folder)}."
     off = "" if advice.value("--keep-best") else f" ({advice.text('--keep-best')} was off)"
     return f"The model of step {step} was not kept{off}."
 

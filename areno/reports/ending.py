@@ -115,8 +115,8 @@ def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
     recover = run.config.get("recover")
     if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
         return f"It cannot be resumed, because recover.mode is disabled; recover.mode=auto makes a new run resumable. {kept}"
-    every = advice.number("--save-interval")
-    option = "recover.freq_steps" if run.is_experiment else f"--save-interval{f' (now {every:,.0f})' if every else ''}"
+    every = run.config.get("save_interval")
+    option = "recover.freq_steps" if run.is_experiment else f"--save-interval{f' (now {every})' if every else ''}"
     again = f"It has no checkpoint to resume from, so start it again; a lower {option} writes one earlier."
     return f"{again} {kept}" if model else again
 

@@ -78,9 +78,10 @@ class Evidence:
         """
         samples, lowest = self.samples, 0.5
         chosen = [*samples.spread(samples.early), *samples.spread(samples.late)]
+        recorded = [samples.texts(index).get("reward_parts") or {} for index in chosen]
         name_of_lowest = ""
         for name, series in self.run.reward_parts().items():
-            values = [number(samples.texts(index).get("reward_parts", {}).get(name)) for index in chosen]
+            values = [number(parts[name]) for parts in recorded if name in parts]
             low, high = min(values, default=0.0), max(values, default=0.0)
             position = (late_mean(series) - low) / (high - low) if high > max(low, 0.0) else 1.0
             if position < lowest:

@@ -42,8 +42,8 @@ class _Sign:
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """The exploited reward, if there are signs of it: one problem, with the key and the remedy of the most specific sign."""
     repetitive = _repetitive(evidence)
-    found = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
-    signs = [sign for sign in found if sign is not None]
+    candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
+    signs = [sign for sign in candidates if sign is not None]
     if not signs:
         return []
     first, text = signs[0], evidence.advice.text
@@ -61,7 +61,7 @@ class _Part:
     falls: bool
 
     def __str__(self) -> str:
-        return f"`{self.name}` (weight {short(self.weight)}, {self.trend})"
+        return f"`{self.name}` (weight {short(self.weight)}: {short(self.trend.first)} to {short(self.trend.last)})"
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
@@ -78,11 +78,11 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     up = max(rising, key=lambda part: part.weight * part.trend.change)
     down = max(falling, key=lambda part: -part.trend.change / part.trend.first)
     once = ", for example by counting each match once" if repeats else ""
-    close, change = f"close the loophole in `{up.name}`{once}", f"--reward-weights {down.name}=..."
+    close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
     remedy = (
-        f"Read the samples and {close}. If `{down.name}` is what you want, raise its weight too, {change}"
+        f"Read the samples and {close}. If `{down.name}` is what you want, raise its weight too {change}"
         if down.weight
-        else f"If `{down.name}` is what you want, give it a weight above 0, {change}. Read the samples and {close}"
+        else f"If `{down.name}` is what you want, give it a weight above 0 {change}. Read the samples and {close}"
     )
     return _Sign(
         "opposed_parts",

@@ -12,7 +12,7 @@ from areno.reports.trends import trend_of
 
 RISE = 1.02
 """Held-out loss as a multiple of its lowest value: ten times the noise of such a loss."""
-LOST = 0.1
+LOST = 0.2
 """Fraction of the gain on held-out data that is lost again before the verdict is that the model memorized its data."""
 PASSES = 3.0
 """How often prompts are trained on, on average, before a policy can be said to know them by heart."""
@@ -32,8 +32,8 @@ def overfitted(evidence: Evidence) -> RunProblem | None:
         f"{short(held_out.last)} while the training loss fell to {short(train.last)}: the model "
         f"{'memorizes' if lost else 'begins to memorize'} its data. "
         f"{kept(evidence.run, evidence.advice, held_out.low_step)}",
-        f"Train on more and different data, or for fewer epochs (--epochs, now "
-        f"{short(evidence.advice.number('--epochs') or math.nan)}), with --keep-best and --early-stop-patience 3.",
+        "Train on more and different data, or for fewer epochs (--epochs, now "
+        f"{short(evidence.advice.number('--epochs') or math.nan)}){_stopping(evidence)}.",
     )
 
 
@@ -47,13 +47,19 @@ def memorized(evidence: Evidence) -> RunProblem | None:
         return None
     fell = "fell" if progress.down(held_out) else "did not rise"
     _, step = progress.best(held_out)
-    stop = "; --keep-best and --early-stop-patience 3 stop at the best evaluation" if step else ""
     return RunProblem(
         "memorized",
         f"The training reward rose, but on held-out data it {fell}: the policy learned the answers to its training prompts "
         f"by heart. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
-        f"Train on more and different prompts, with fewer passes over them{stop}.",
+        f"Train on more and different prompts, with fewer passes over them{_stopping(evidence) if step else ''}.",
     )
+
+
+def _stopping(evidence: Evidence) -> str:
+    """The options that keep the best model, those that the run did not have."""
+    options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
+    missing = [text for option, text in options.items() if not evidence.advice.value(option)]
+    return f", with {' and '.join(missing)}" if missing else ""
 
 
 def _passes(evidence: Evidence) -> float:
@@ -77,7 +83,7 @@ def against_evaluation(evidence: Evidence) -> RunProblem | None:
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
         return None
-    if not held_out.clear(held_out.peak - held_out.last):
+    if not (held_out.clear(held_out.peak - held_out.last) or evidence.progress.down(held_out)):
         return None
     return RunProblem(
         "against_evaluation",

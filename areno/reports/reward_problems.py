@@ -55,7 +55,7 @@ def _neglected(evidence: Evidence, seen: str) -> RunProblem:
         "neglected",
         f"{seen}, but their part `{part}` is only {late} on average: with its weight of {short(weight)} it "
         f"{'counts too little' if weight else 'does not count'} in what is optimized.",
-        f"If `{part}` is what you want, raise its weight, --reward-weights {part}=...; then train again from the initial "
+        f"If `{part}` is what you want, raise its weight (--reward-weights {part}=...) and train again from the initial "
         "model.",
         evidence.spread(),
     )

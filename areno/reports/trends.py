@@ -125,13 +125,12 @@ def falls_at_start(series: Series) -> bool:
     sum test of Wilcoxon, with ties.
     """
     values = finite(series)[1]
-    width = window(len(values))
-    first, later = values[:width], values[max(len(values) // 2, width) :]
-    if len(first) < AT_LEAST or len(later) < 2 * AT_LEAST:
+    first, later = values[:AT_LEAST], values[len(values) // 2 :]
+    if len(later) < 2 * AT_LEAST:
         return False
     _, inverse, counts = np.unique(np.concatenate([first, later]), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     count = len(ranks)
-    excess = float(ranks[:width].sum()) - width * (count + 1) / 2
+    excess = float(ranks[:AT_LEAST].sum()) - AT_LEAST * (count + 1) / 2
     ties = float((counts.astype(float) ** 3 - counts).sum()) / (count * (count - 1))
-    return excess > CLEAR * math.sqrt(width * len(later) / 12 * (count + 1 - ties))
+    return excess > CLEAR * math.sqrt(AT_LEAST * len(later) / 12 * (count + 1 - ties))

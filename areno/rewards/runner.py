@@ -260,10 +260,11 @@ class RewardRunner:
             raise RewardError(self._message(batch.records[index], index, reason))
 
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
-        description = describe_record(record) or f"record {index + 1} of its batch"
+        description = describe_record(record)
+        failed = f"the answer with {description}" if description else f"record {index + 1} of its batch"
         reference = f"  answer of the data: {_shorten(record.answer)}\n" if record.answer is not None else ""
         return (
-            f"reward function {self.name} failed on the answer with {description}: {reason}\n"
+            f"reward function {self.name} failed on {failed}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
             f"{reference}"
             f"  completion: {_shorten(record.completion)}\n"
