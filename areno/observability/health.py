@@ -228,6 +228,8 @@ class HealthMonitor:
                 f"{seen}Earlier rewards were lower: if late samples are right (areno inspect RUN), the task is solved; "
                 "stop, or use harder problems"
             )
+        if cut:
+            return f"{seen}All responses are truncated, which may be why: first raise the limit"
         return (
             f"{seen}Test the reward function on a correct answer. If it gives a higher reward, try easier problems, a better "
             "starting model (SFT first), a higher --temperature or a larger --n-samples"

@@ -76,11 +76,11 @@ class Evidence:
 
         Penalties, which are never above 0, do not count.
         """
-        samples, lowest = self.samples, 0.5
-        chosen = [*samples.spread(samples.early), *samples.spread(samples.late)]
+        parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
+        chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
         recorded = [samples.texts(index).get("reward_parts") or {} for index in chosen]
         name_of_lowest = ""
-        for name, series in self.run.reward_parts().items():
+        for name, series in parts_of_run.items():
             values = [number(parts[name]) for parts in recorded if name in parts]
             low, high = min(values, default=0.0), max(values, default=0.0)
             position = (late_mean(series) - low) / (high - low) if high > max(low, 0.0) else 1.0

@@ -39,11 +39,11 @@ def overfitted(evidence: Evidence) -> RunProblem | None:
 
 def memorized(evidence: Evidence) -> RunProblem | None:
     """The training reward rises on prompts that recur, and held-out prompts do not confirm it."""
-    progress, passes = evidence.progress, _passes(evidence)
+    progress = evidence.progress
     train, held_out = progress.train, progress.held_out
     if not progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
         return None
-    if confirmed(progress) or passes < PASSES:
+    if confirmed(progress) or (passes := _passes(evidence)) < PASSES:
         return None
     fell = "fell" if progress.down(held_out) else "did not rise"
     _, step = progress.best(held_out)

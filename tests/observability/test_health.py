@@ -225,9 +225,12 @@ def test_equal_rewards_mean_what_the_earlier_ones_say():
     assert "the policy has collapsed. Start again with a lower --lr" in lost
     assert "solved" not in lost
     assert "the task is solved" in " ".join(through(HealthMonitor(), REWARDS, [1.0] * 4))
+    cut = HealthMonitor()
     never = " ".join(through(HealthMonitor(), [0.0] * 4, [0.0] * 4))
     assert "Test the reward function on a correct answer" in never
     assert "solved" not in never
+    _, unfinished = (text for step in range(9) for text in observe(cut, step, rewards=[0.0] * 4, truncated=(True,) * 2))
+    assert "All responses are truncated, which may be why" in unfinished
 
 
 def test_a_higher_limit_is_no_remedy_where_the_reward_rises_or_fell():
