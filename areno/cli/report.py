@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from areno.config.parser import TypedParser
 from areno.observability.chart import printable
-from areno.reports.problems import Evidence
+from areno.reports.evidence import Evidence
 from areno.reports.report import write_report
 from areno.reports.run_data import RunData
 from areno.reports.verdict import verdict_of

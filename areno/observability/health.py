@@ -69,6 +69,8 @@ class HealthMonitor:
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
         self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
+        self._start: list[float] = []  # mean rewards of the first steps
+        self._opposed = False  # whether parts have moved in opposite directions in any step
         self._loss_explained = not grouped  # the explanation applies to grouped advantages only
 
     def observe(
@@ -94,6 +96,8 @@ class HealthMonitor:
         """
         columns = {_REWARD: rewards, **part_columns(rewards)} if rewards else {}
         self._parts.append({name: statistics.fmean(column) for name, column in columns.items()})
+        if rewards and len(self._start) < self._window:
+            self._start.append(self._parts[-1][_REWARD])
         warnings = [
             text
             for name, condition in self._conditions(stats, rewards, groups, truncated).items()
@@ -120,7 +124,10 @@ class HealthMonitor:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
         episodes = {name: [e.held, e.absent, e.warned] for name, e in self._episodes.items()}
-        return {"episodes": episodes, "loss_explained": self._loss_explained, "parts": [*self._parts]}
+        return {
+            **{"episodes": episodes, "loss_explained": self._loss_explained, "parts": [*self._parts]},
+            **{"start": [*self._start], "opposed": self._opposed},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of ``state_dict``."""
@@ -130,6 +137,8 @@ class HealthMonitor:
         }
         self._loss_explained = self._loss_explained or bool(state["loss_explained"])
         self._parts.extend(state.get("parts", []))
+        self._start = list(state.get("start", []))
+        self._opposed = bool(state.get("opposed"))
 
     def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
         """Record whether a condition held in a step; return its warning if it is due."""
@@ -154,30 +163,16 @@ class HealthMonitor:
         """For each condition, whether it holds (None: unknown in this step), and its warning, with ``{n}`` for the number of
         steps.
         """
-        tied = _all_tied(rewards, groups)
-        low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-        equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
+        tied, cut = _all_tied(rewards, groups), all(truncated) if truncated else None
+        opposed = _opposed(self._parts)
+        self._opposed = self._opposed or bool(opposed[0])
         length, gap = stats.get("response_len"), stats.get("logp_abs_diff_mean")
-        limit, remedy = "the token limit", "--max-new-tokens"
-        if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
-            limit, remedy = "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         grad_norm, dropped = stats.get("grad_norm"), stats.get("reward_errors")
         checked = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
         bad = ", ".join(f"{name} is {value}" for name, value in checked.items() if not math.isfinite(value))
         return {
-            "equal_rewards": (
-                tied,
-                f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. If this is the maximum "
-                "reward, the task is solved: stop, or use harder problems. If not, test the reward function on a correct "
-                "answer, and try easier problems, a better starting model (SFT first), a higher --temperature or a larger "
-                "--n-samples",
-            ),
-            "all_truncated": (
-                all(truncated) if truncated else None,
-                f"every response ({len(truncated)}) was truncated at {limit}, so most rewards are unreliable. Raise "
-                f"{remedy}; if the model never stops, check its EOS token and chat template, or teach it to stop with "
-                "SFT first",
-            ),
+            "equal_rewards": (tied, self._equal(rewards, bool(cut))),
+            "all_truncated": (None if self._opposed else cut, self._truncated(len(truncated), length)),
             "zero_gradient": (
                 # Equal rewards explain a zero gradient, and have their own warning.
                 None if grad_norm is None or tied else grad_norm == 0,
@@ -200,12 +195,66 @@ class HealthMonitor:
                 "sampling policy. Use fewer optimizer steps per batch (omit --gradient-accumulation-steps) or a lower "
                 "learning rate; if the gap exists from the first step, try --dtype float32",
             ),
-            "opposed_parts": _opposed(self._parts),
+            "opposed_parts": opposed,
             "reward_errors": (
                 None if dropped is None else dropped > 0,
                 f"the reward function failed on {dropped or 0:g} samples, which were dropped; see the log for each record",
             ),
         }
+
+    @property
+    def _moved(self) -> int:
+        """1 if the mean reward is above that of all first steps, -1 if it is below them, else 0."""
+        if len(self._start) < self._window or _REWARD not in self._parts[-1]:
+            return 0
+        mean = self._parts[-1][_REWARD]
+        return (mean > max(self._start)) - (mean < min(self._start))
+
+    def _equal(self, rewards: Sequence[float], cut: bool) -> str:
+        """The warning that the rewards are equal, with what this means so far."""
+        low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+        equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
+        seen = f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. "
+        if self._opposed:
+            return f"{seen}The task is not solved: parts of the reward have moved in opposite directions (see that warning)"
+        if self._moved < 0 and low == high:
+            return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
+        if self._moved > 0 and cut:
+            return (
+                f"{seen}The reward may count what length or repetition produces: read late samples (areno inspect RUN)"
+            )
+        if self._moved > 0:
+            return (
+                f"{seen}Earlier rewards were lower: if late samples are right (areno inspect RUN), the task is solved; "
+                "stop, or use harder problems"
+            )
+        if cut:
+            return f"{seen}All responses are truncated, which may be why: first raise the limit"
+        return (
+            f"{seen}Test the reward function on a correct answer. If it gives a higher reward, try easier problems, a better "
+            "starting model (SFT first), a higher --temperature or a larger --n-samples"
+        )
+
+    def _truncated(self, count: int, length: float | None) -> str:
+        """The warning that all responses were truncated, with what this means so far."""
+        limit, remedy = "the token limit", "--max-new-tokens"
+        if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
+            limit, remedy = "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
+        seen = f"every response ({count}) was truncated at {limit}"
+        if self._moved > 0:
+            return (
+                f"{seen}, and the reward is higher than at the start: it may count what length or repetition produces. Read "
+                "late samples (areno inspect RUN); a higher limit would only be filled too"
+            )
+        if self._moved < 0:
+            return (
+                f"{seen}, and the reward is lower than at the start: the policy has collapsed and no longer stops. Start again "
+                "from an earlier checkpoint with a lower --lr"
+            )
+        return (
+            f"{seen}, so most rewards are unreliable. Raise {remedy}; if the model never stops, check its EOS token and chat "
+            "template, or teach it to stop with SFT first"
+        )
 
 
 def unusable(stats: Mapping[str, float]) -> bool:

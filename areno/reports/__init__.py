@@ -3,7 +3,8 @@
 - :mod:`run_data`: the files of a run as data; :mod:`run_samples`: chooses among its samples.
 - :mod:`report`: the page ``report.html``, from :mod:`report_sections`, :mod:`sample_views` and ``templates/``.
 - :mod:`verdict`: did it learn (:mod:`learning`), why did it end (:mod:`ending`), what is wrong and what to change
-  (:mod:`problems`, :mod:`hacking`); :mod:`trends`: changes beyond noise; :mod:`advice`: names and values of options.
+  (:mod:`problems`, :mod:`reward_problems`, :mod:`overfitting`, :mod:`hacking`), from :mod:`evidence`; :mod:`trends`: changes
+  beyond noise; :mod:`advice`: names and values of options; :mod:`checkpoints`: what was saved.
 - :mod:`explanation`: what a metric is, and what is normal.
 - :mod:`compare`, :mod:`divergence`, :mod:`comparison_text`: what differs between two runs, and the first step that does.
 - :mod:`plot`, :mod:`svg`: curves of several runs; :mod:`export`: their metrics and samples as tables.

@@ -1,8 +1,11 @@
 """Names and values of a run's options, to advise which one to change."""
 
+from contextlib import suppress
 from typing import Any
 
+from areno.config.reward_weights import part_weights
 from areno.config.setting_names import SETTINGS, in_settings
+from areno.errors import UsageError
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
 
@@ -40,9 +43,19 @@ class OptionAdvice:
         value = self.number(option)
         if not value:
             return self.text(option)
-        changed = value * factor
-        whole = isinstance(self.value(option), int)
-        return f"{self.assign(option, round(changed) if whole else f'{changed:.1g}')} (now {short(value)})"
+        return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
+
+    def changed(self, option: str, value: float) -> str:
+        """Write an option with another value, and its present one."""
+        present = self.number(option)
+        written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
+        return written if present is None else f"{written} (now {short(present)})"
+
+    def weight(self, part: str) -> float:
+        """Weight of a part of the reward."""
+        with suppress(UsageError):
+            return part_weights(self.value("--reward-weights")).get(part, 1.0)
+        return 1.0
 
     @property
     def kl(self) -> str:

@@ -1,5 +1,6 @@
 """Why a run ended, in words."""
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -8,10 +9,11 @@ import numpy as np
 
 from areno.errors import MEMORY_HINT, OUT_OF_MEMORY
 from areno.reports.advice import OptionAdvice
+from areno.reports.checkpoints import resumable_step, saved_model
 from areno.reports.run_data import RunData
 from areno.storage.run_status import FAILED, FINISHED, KILLED, RUNNING, STOPPED
 
-_PLANNED = re.compile(r"step \d+/(\d+) ")
+_PLANNED = re.compile(r"(Epoch \d+/(?P<epochs>\d+) )?step \d+/(?P<steps>\d+) ")
 _ERROR_CHARS = 4000
 _SIGNALS = {
     "SIGINT": "by Ctrl-C (SIGINT)",
@@ -45,27 +47,30 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
     """Why a run ended, or that it has not."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
-    at = f"after {_steps(done)}{_of_planned(run)}" if done else "before the end of its first step"
+    at = f"after {_steps(done)}{_of_planned(run, advice)}" if done else "before the end of its first step"
     if state == FINISHED:
         return Ending(state, f"It finished: {_reached(run, advice, done)}.")
     if state == RUNNING:
         return Ending(state, f"It has not ended: it is running, {at}{_since_last_step(run)}.")
-    again = _again(run, done)
+    again = _again(run, advice, done)
     if state == STOPPED:
         signal = str(status.get("signal"))
         return Ending(state, f"It was stopped {_SIGNALS.get(signal, f'by {signal}')} {at}.", again)
     if state == FAILED:
         error = str(status.get("error"))[:_ERROR_CHARS]
         hint = (
-            MEMORY_HINT + ". " if OUT_OF_MEMORY.search(error) else "Fix what the error names; the log has the details. "
+            MEMORY_HINT + ". "
+            if OUT_OF_MEMORY.search(error)
+            else "First fix what the error names, which a resumed run would meet again; the log has the details. "
         )
         return Ending(state, f"It failed {at}: {error}", hint + again)
     if state == KILLED:
+        less_memory = "actor.mb_spec.max_tokens_per_mb" if run.is_experiment else "--mini-bs"
         return Ending(
             state,
-            f"Its process was killed {at} and could not record why, as happens when memory runs out (the kernel's "
-            "out-of-memory killer), with kill -9, or when the machine goes down.",
-            f"See the kernel's log (dmesg) for `Out of memory`. If memory ran out: {MEMORY_HINT}. {again}",
+            f"Its process was killed from outside {at} and could not record why: by a scheduler or kill -9, because memory ran "
+            "out, or because the machine went down.",
+            f"If the kernel's log (dmesg) says that it ran out of memory, lower {less_memory}. {again}",
         )
     return Ending("", f"Unknown: the run recorded no status; its metrics end {at}.")
 
@@ -74,10 +79,17 @@ def _steps(count: int) -> str:
     return f"{count:,} step" + ("" if count == 1 else "s")
 
 
-def _of_planned(run: RunData) -> str:
-    """``" of N"`` if the log shows the number of planned steps."""
-    planned = [match[1] for line in run.log_tail() if (match := _PLANNED.search(line))]
-    return f" of {int(planned[-1]):,}" if planned else ""
+def _of_planned(run: RunData, advice: OptionAdvice) -> str:
+    """``" of N"`` with the option that decides it, if the configuration or the log has the number of planned steps."""
+    planned = [match for line in run.log_tail() if (match := _PLANNED.search(line))]
+    # An experiment logs the steps of an epoch, `areno train` those of the run.
+    steps = int(planned[-1]["steps"]) * int(planned[-1]["epochs"] or 1) if planned else math.inf
+    limit, epochs = advice.number("--max-steps") or math.inf, advice.number("--epochs")
+    if limit <= steps < math.inf or (limit < steps and not planned):
+        return f" of {limit:,.0f} ({advice.assign('--max-steps', int(limit))})"
+    if not planned:
+        return ""
+    return f" of {steps:,.0f}" + (f" ({advice.assign('--epochs', int(epochs))})" if epochs else "")
 
 
 def _since_last_step(run: RunData) -> str:
@@ -91,14 +103,22 @@ def _since_last_step(run: RunData) -> str:
     )
 
 
-def _again(run: RunData, done: int) -> str:
+def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
     """How to continue."""
-    recover = run.config.get("recover")
-    if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
-        return "Start it again, with recover.mode=auto to make it resumable."
     if not done:
         return "Then start it again."
-    return f"Continue it from its last checkpoint: areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
+    command = f"areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
+    if (step := resumable_step(run)) is not None:
+        return f"Continue it from its checkpoint of step {step:,}: {command}"
+    model = saved_model(run)
+    kept = f"Its last saved model is {model}." if model else "No saved model is found."
+    recover = run.config.get("recover")
+    if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
+        return f"It cannot be resumed, because recover.mode is disabled; recover.mode=auto makes a new run resumable. {kept}"
+    every = run.config.get("save_interval")
+    option = "recover.freq_steps" if run.is_experiment else f"--save-interval{f' (now {every})' if every else ''}"
+    again = f"It has no checkpoint to resume from, so start it again; a lower {option} writes one earlier."
+    return f"{again} {kept}" if model else again
 
 
 def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:

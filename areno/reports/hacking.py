@@ -1,4 +1,8 @@
-"""Signs that a policy exploits its reward: parts against each other, training against evaluation, and uniform answers."""
+"""Signs that a policy exploits its reward: parts against each other, and answers that repeat themselves or are all alike.
+
+Answers are a sign only if their rewards are above the usual reward at the start of the run. What several signs show is one
+problem.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areno.reports.problems import SHOWN, Evidence, RunProblem
+from areno.reports.evidence import Evidence, RunProblem, number
+from areno.reports.reward_problems import REPETITIVE
 from areno.reports.run_samples import completions, distinct_share
 from areno.reports.svg import short
-from areno.reports.trends import SeriesTrend, trend_of
+from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
-REPETITIVE = 0.3
-"""A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
 AT_COST = 0.2
 """A falling reward part counts as a cost only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
@@ -25,35 +28,67 @@ SHORT_ANSWER = 20
 NEARLY_ALL = 0.9
 
 
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """A sign of an exploited reward: what is seen, what it means, what to do, and where."""
+
+    key: str
+    seen: str
+    meaning: str
+    remedy: str
+    samples: tuple[str, ...]
+
+
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
-    """Signs of an exploited reward, the most specific first."""
-    problems = [check(evidence) for check in (_opposed_parts, _against_evaluation, _repetitive, _identical)]
-    return [problem for problem in problems if problem is not None]
+    """The exploited reward, if there are signs of it: one problem, with the key and the remedy of the most specific sign."""
+    repetitive = _repetitive(evidence)
+    candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
+    signs = [sign for sign in candidates if sign is not None]
+    if not signs:
+        return []
+    first, text = signs[0], evidence.advice.text
+    seen = " ".join(sign.seen for sign in signs)
+    return [RunProblem(first.key, text(f"{seen} {first.meaning}"), text(first.remedy), first.samples)]
 
 
 @dataclass(frozen=True, slots=True)
-class _PartTrend:
+class _Part:
+    """A part of the reward, with its trend in the steps of the run."""
+
     name: str
     trend: SeriesTrend
+    weight: float
+    falls: bool
+
+    def __str__(self) -> str:
+        return f"`{self.name}` (weight {short(self.weight)}: {short(self.trend.first)} to {short(self.trend.last)})"
 
 
-def _opposed_parts(evidence: Evidence) -> RunProblem | None:
-    """A part of the reward rises while another falls, and the reward as a whole rises."""
+def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
+    """A part of the reward falls while another, and the reward as a whole, rises. Penalties, which are never above 0, may."""
     parts = [
-        _PartTrend(name, trend) for name, series in evidence.run.reward_parts().items() if (trend := trend_of(series))
+        _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
+        for name, series in evidence.run.reward_parts().items()
+        if (trend := trend_of(series))
     ]
-    rising = [part for part in parts if part.trend.rises]
-    falling = [part for part in parts if part.trend.falls and -part.trend.change > AT_COST * abs(part.trend.first)]
+    rising = [part for part in parts if part.trend.rises and part.weight]
+    falling = [part for part in parts if part.falls and -part.trend.change > AT_COST * part.trend.first > 0]
     if not rising or not falling or not evidence.progress.up(evidence.progress.train):
         return None
-    up = max(rising, key=lambda part: part.trend.change)
-    down = min(falling, key=lambda part: part.trend.change)
-    return RunProblem(
+    up = max(rising, key=lambda part: part.weight * part.trend.change)
+    down = max(falling, key=lambda part: -part.trend.change / part.trend.first)
+    once = ", for example by counting each match once" if repeats else ""
+    close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
+    remedy = (
+        f"Read the samples and {close}. If `{down.name}` is what you want, raise its weight too {change}"
+        if down.weight
+        else f"If `{down.name}` is what you want, give it a weight above 0 {change}. Read the samples and {close}"
+    )
+    return _Sign(
         "opposed_parts",
-        f"The reward rises by its part `{up.name}` ({up.trend}) at the cost of `{down.name}` ({down.trend}): the policy may "
-        f"exploit `{up.name}`.",
-        f"Read the samples; then fix what `{up.name}` rewards, or lower its weight, --reward-weights "
-        f"{up.name}=..., so that `{down.name}` counts more.",
+        f"The reward rises by its part {up}, while {down} falls.",
+        f"The policy may exploit `{up.name}`.",
+        f"{remedy}; then train again from the initial model.",
         _with_parts(evidence, up.name, down.name),
     )
 
@@ -64,45 +99,27 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 
     def difference(index: int) -> float:
         parts = samples.texts(index).get("reward_parts", {})
-        return _number(parts.get(high)) - _number(parts.get(low))
+        return number(parts.get(high)) - number(parts.get(low))
 
     return evidence.ids(sorted(samples.spread(samples.late), key=difference, reverse=True))
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _against_evaluation(evidence: Evidence) -> RunProblem | None:
-    """The training reward rises while the evaluation falls, from its start or from its best value."""
-    train, held_out = evidence.progress.train, evidence.progress.held_out
-    if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
-        return None
-    if not held_out.clear(held_out.peak - held_out.last):
-        return None
-    late = evidence.samples.late
-    return RunProblem(
-        "against_evaluation",
-        f"The training reward rose ({train}), but the evaluation fell from {short(held_out.peak)} at step "
-        f"{held_out.peak_step} to {short(held_out.last)}: what is rewarded in training is not what is evaluated, or the "
-        "policy has specialized in its training prompts.",
-        f"Read the best-rewarded samples for a loophole in the reward and close it; without one, stop at the best evaluation "
-        f"(--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
-        evidence.ids(evidence.samples.extremes(SHOWN, highest=True, among=late)),
-    )
-
-
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answer to each early or late prompt; of these, those with at least the median reward."""
-    samples = evidence.samples
+    """The best answer to each early or late prompt; of these, those with at least the median reward.
+
+    Late ones must also have a reward above the mean at the start.
+    """
+    samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)
     if len(among):
         among = among[samples.rewards[among] >= np.nanmedian(samples.rewards[among])]
+    if late and train is not None and evidence.progress.by_reward:
+        among = among[samples.rewards[among] > train.first]
     indices = samples.spread(among)
     return indices, completions(samples, indices)
 
 
-def _repetitive(evidence: Evidence) -> RunProblem | None:
+def _repetitive(evidence: Evidence) -> _Sign | None:
     indices, late = _best_answers(evidence, late=True)
     repeated = [distinct_share(text) < REPETITIVE for text in late]
     share = sum(repeated) / len(late) if late else 0.0
@@ -112,17 +129,17 @@ def _repetitive(evidence: Evidence) -> RunProblem | None:
     before = sum(distinct_share(text) < REPETITIVE for text in early) / max(len(early), 1)
     if share - before < MORE:
         return None
-    return RunProblem(
+    return _Sign(
         "repetitive",
-        f"{share:.0%} of the best-rewarded late answers repeat themselves (at the start {before:.0%}): the reward counts "
-        "something that repetition produces.",
+        f"{share:.0%} of the best-rewarded late answers repeat themselves (at the start {before:.0%}).",
+        "The reward counts something that repetition produces.",
         "Make the reward ignore or punish repetition, for example by counting each match once; then train again from the "
         "initial model.",
         evidence.ids([index for index, flag in zip(indices, repeated, strict=True) if flag][::-1]),
     )
 
 
-def _identical(evidence: Evidence) -> RunProblem | None:
+def _identical(evidence: Evidence) -> _Sign | None:
     """Different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
@@ -131,14 +148,15 @@ def _identical(evidence: Evidence) -> RunProblem | None:
     (answer, count), *_ = Counter(late).most_common(1)
     share = count / len(late)
     _, early = _best_answers(evidence, late=False)
-    before = Counter(early).most_common(1)[0][1] / len(early)
+    before = Counter(early).most_common(1)[0][1] / len(early) if early else 0.0
     if share < (MOST if len(answer) > SHORT_ANSWER else NEARLY_ALL) or share - before < MORE:
         return None
     shown = answer if len(answer) <= 60 else answer[:59] + "…"
-    return RunProblem(
+    return _Sign(
         "identical",
         f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start the "
         f"most frequent one had {before:.0%}).",
+        "The reward pays for this text whatever the prompt is.",
         "Make the reward depend on the prompt, so that one text cannot be right for all; if it does already, raise "
         f"--temperature, and add {evidence.advice.kl}.",
         evidence.ids([index for index, text in zip(indices, late, strict=True) if text == answer][::-1]),

@@ -21,10 +21,11 @@ FOLLOWS = 0.5
 LOSS_NOISE = 0.002
 """Relative noise of a held-out loss, which is measured on the same rows each time."""
 
-State = Literal["yes", "exploited", "partly", "no", "worse", "lost", "unknown"]
+State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
     "yes": "Yes.",
     "exploited": "Its reward rose, but it seems to exploit the reward.",
+    "memorized": "It memorized its training data.",
     "partly": "Only partly.",
     "no": "No.",
     "worse": "No, it got worse.",
@@ -74,7 +75,8 @@ class Progress:
 
     def down(self, trend: SeriesTrend | None) -> bool:
         """Whether a trend is clearly for the worse."""
-        return trend is not None and (trend.falls if self.by_reward else trend.rises)
+        worse = trend is not None and (trend.falls if self.by_reward else trend.rises)
+        return worse or (trend is not None and trend is self.held_out and self._fell_and_stayed)
 
     def best(self, trend: SeriesTrend) -> tuple[float, int]:
         """The best value of a trend and its step."""
@@ -99,6 +101,27 @@ class Progress:
         error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # twice, because the answers to one prompt are alike
         return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
 
+    @cached_property
+    def _fell_and_stayed(self) -> bool:
+        """Whether the later half of the evaluations, the last one too, is clearly worse than the first evaluation.
+
+        A mean of several evaluations has less noise than the last one.
+        """
+        trend, values = self.held_out, finite(self.run.series("eval_reward"))[1]
+        later = values[len(values) // 2 :]
+        if trend is None or not self.by_reward or len(values) < 4 or not later.max() < values[0]:
+            return False
+        return trend.clear((values[0] - later.mean()) / math.sqrt((1 + 1 / len(later)) / 2))
+
+    @cached_property
+    def flat_since(self) -> int | None:
+        """Step of the first evaluation that later ones equal but for noise; None if it is in the second half of the run."""
+        trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
+        if trend is None or not self.by_reward or len(values) < 4:
+            return None
+        first = next(index for index in range(len(values)) if abs(values[index:] - values[index]).max() <= trend.noise)
+        return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
+
     def _evaluation_noise(self, series: Series) -> float:
         """Upper bound of the standard error of the difference of two evaluations; equal prompts make the true one smaller."""
         values = finite(series)[1]
@@ -121,7 +144,7 @@ def learned(progress: Progress) -> Learned:
         return Learned("lost", text)
     if progress.down(held_out):
         return Learned("worse", text)
-    if progress.up(held_out) or (progress.up(train) and _follows(held_out, train)):
+    if confirmed(progress) and (progress.up(held_out) or progress.up(train)):
         return Learned("yes", text)
     if progress.up(train):
         return Learned("partly", f"{text} What it learned does not show on held-out data.")
@@ -132,15 +155,18 @@ def learned(progress: Progress) -> Learned:
     return Learned("no", text)
 
 
-def _follows(held_out: SeriesTrend | None, train: SeriesTrend | None) -> bool:
+def confirmed(progress: Progress) -> bool:
     """Whether held-out data, if any, confirms the change in training (see :data:`FOLLOWS`)."""
-    return held_out is None or (train is not None and held_out.change / train.change >= FOLLOWS)
+    train, held_out = progress.train, progress.held_out
+    if held_out is None or progress.up(held_out):
+        return True
+    return train is not None and train.change != 0 and held_out.change / train.change >= FOLLOWS
 
 
 def _sentences(progress: Progress) -> list[str]:
     sentences = []
     if train := progress.train:
-        sentences.append(f"The {progress.name} {_verb(train)} {train}{_by(train)}.")
+        sentences.append(f"The {progress.name} {_verb(progress, train)} {train}{_by(train)}.")
         if progress.lost(train):
             value, step = progress.best(train)
             sentences.append(f"It was best with {short(value)} around step {step}.")
@@ -150,8 +176,11 @@ def _sentences(progress: Progress) -> list[str]:
         subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)
         best = "" if value == held_out.last else f" (best: {short(value)} at step {step})"
+        flat = f", flat since step {progress.flat_since}" if progress.up(held_out) and progress.flat_since else ""
         values = f"{short(held_out.first)} to {short(held_out.last)}"
-        sentences.append(f"{subject} {_verb(held_out)} {values} from the first to the last evaluation{best}.")
+        sentences.append(
+            f"{subject} {_verb(progress, held_out)} {values} from the first to the last evaluation{best}{flat}."
+        )
     elif progress.by_reward and not progress.run.series("eval_reward").steps:
         sentences.append("Held-out data was not evaluated.")
     return sentences + _preferences(progress.run)
@@ -167,8 +196,10 @@ def _preferences(run: RunData) -> list[str]:
     return [f"It prefers the chosen answers of the pairs: {'; '.join(parts)}."] if parts else []
 
 
-def _verb(trend: SeriesTrend) -> str:
-    return "rose from" if trend.rises else "fell from" if trend.falls else "did not clearly change:"
+def _verb(progress: Progress, trend: SeriesTrend) -> str:
+    if not (progress.up(trend) or progress.down(trend)):
+        return "did not clearly change:"
+    return "rose from" if trend.change > 0 else "fell from"
 
 
 def _by(trend: SeriesTrend) -> str:

@@ -25,8 +25,8 @@ from areno.errors import ArenoError
 from areno.observability.chart import printable
 from areno.reports import report_sections as sections
 from areno.reports.ending import steps_done
+from areno.reports.evidence import Evidence
 from areno.reports.learning import HEADLINES
-from areno.reports.problems import Evidence
 from areno.reports.run_data import RunData
 from areno.reports.verdict import verdict_of
 from areno.storage.run_dir import RunDirectory

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from areno.reports.problems import RunProblem
+from areno.reports.evidence import RunProblem
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import RunSamples
 from areno.reports.sample_views import SampleView, SampleViews, bounded, number
@@ -109,9 +109,10 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _evaluations(run: RunData) -> Iterator[Chart]:
+    share = "share of rewards above 0" if run.metric_of("reward") else "share of pairs in the right order"
     for title, key in (
         ("Evaluation: reward", "eval_reward"),
-        ("Evaluation: accuracy", "eval_accuracy"),
+        (f"Evaluation: {share}", "eval_accuracy"),
         ("Evaluation: loss", "eval_loss"),
     ):
         if name := run.metric_of(key):

@@ -125,16 +125,23 @@ class RunSamples:
         return float(tied.mean()), among[order][starts][tied]
 
     @cached_property
-    def recurring(self) -> list[tuple[int, int]]:
-        """Pairs of answers to one prompt, from the first and the last step in which it was sampled: the first answer of each.
-
-        Prompts are compared by their text, in the first and the last samples of a run only.
-        """
+    def _by_prompt(self) -> list[list[int]]:
+        """First answers to each prompt, in order; of the first and the last samples of a run only, compared by text."""
         first = self.flagged("first", np.arange(len(self)))
-        pairs: dict[str, list[int]] = {}
+        prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
-            pairs.setdefault(str(self.texts(index).get("prompt")), []).append(index)
-        return [(same[0], same[-1]) for same in pairs.values() if self.steps[same[0]] < self.steps[same[-1]]]
+            prompts.setdefault(str(self.texts(index).get("prompt")), []).append(index)
+        return list(prompts.values())
+
+    @property
+    def prompts(self) -> tuple[int, int]:
+        """How many prompts of the first and the last samples were looked at, and how many of them are different."""
+        return sum(map(len, self._by_prompt)), len(self._by_prompt)
+
+    @cached_property
+    def recurring(self) -> list[tuple[int, int]]:
+        """Pairs of first answers to one prompt, from the first and the last step in which it was sampled."""
+        return [(same[0], same[-1]) for same in self._by_prompt if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
         """The pairs of :attr:`recurring` with the largest difference of their rewards."""

@@ -116,3 +116,21 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     steps, values = series.arrays()
     kept = np.isfinite(values)
     return steps[kept], values[kept]
+
+
+def falls_at_start(series: Series) -> bool:
+    """Whether the first values are clearly higher than those of the second half, by their ranks.
+
+    This sees what the means hide: a fall within the first few steps, whose size makes their mean seem noisy. It is the rank
+    sum test of Wilcoxon, with ties.
+    """
+    values = finite(series)[1]
+    first, later = values[:AT_LEAST], values[len(values) // 2 :]
+    if len(later) < 2 * AT_LEAST:
+        return False
+    _, inverse, counts = np.unique(np.concatenate([first, later]), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    count = len(ranks)
+    excess = float(ranks[:AT_LEAST].sum()) - AT_LEAST * (count + 1) / 2
+    ties = float((counts.astype(float) ** 3 - counts).sum()) / (count * (count - 1))
+    return excess > CLEAR * math.sqrt(AT_LEAST * len(later) / 12 * (count + 1 - ties))

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from areno.reports.ending import Ending, ending_of
+from areno.reports.evidence import Evidence, RunProblem
 from areno.reports.hacking import hacking_problems
-from areno.reports.learning import HEADLINES, Learned, learned
-from areno.reports.problems import Evidence, RunProblem, metric_problems
+from areno.reports.learning import HEADLINES, Learned, State, learned
+from areno.reports.problems import metric_problems
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
 
 _CAUSES = (
-    *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "equal_rewards"),
-    *("zero_gradient", "length_collapse"),
+    *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
+    *("equal_rewards", "zero_gradient", "length_collapse"),
 )
 """Problems that are listed first; then come signs of exploitation, which may be why answers get longer or all alike."""
+_EXPLOITED = ("opposed_parts", "repetitive", "identical")
+_BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
     "equal_rewards": ("zero_gradient", "tied_groups"),  # without the metric of ties and without samples, both may hold
-    "collapsed": ("zero_gradient", "tied_groups", "truncated"),
-    "solved": ("tied_groups",),
+    "cut_off": ("zero_gradient", "tied_groups", "truncated"),
+    "collapsed": ("zero_gradient", "tied_groups", "truncated", "entropy_collapse", "exploding"),
+    "solved": ("tied_groups", "zero_gradient"),
+    "neglected": ("zero_gradient",),
     "length_collapse": ("solved", "tied_groups"),
-    "opposed_parts": ("solved", "tied_groups"),
-    "repetitive": ("solved", "tied_groups", "truncated"),
-    "identical": ("solved", "tied_groups"),
+    "memorized": ("against_evaluation", "tied_groups", "solved"),
+    **dict.fromkeys(_EXPLOITED, _BY_EXPLOITATION),
 }
 """Problems that follow from another one, and so are not listed beside it."""
-_EXPLOITED = ("opposed_parts", "repetitive", "identical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,53 +65,74 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     result = learned(evidence.progress)
     by_metrics = metric_problems(evidence)
     problems = [problem for problem in by_metrics if problem.key in _CAUSES]
-    text = evidence.advice.text
-    problems += [
-        replace(problem, text=text(problem.text), remedy=text(problem.remedy)) for problem in hacking_problems(evidence)
-    ]
+    problems += hacking_problems(evidence)
     problems += [problem for problem in by_metrics if problem.key not in _CAUSES]
     keys = {problem.key for problem in problems}
     explained = {name for key in keys for name in _EXPLAINED.get(key, ())}
     problems = [problem for problem in problems if problem.key not in explained]
-    if result.state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
-        result = replace(result, state="exploited")
+    result = replace(result, state=_decided(result.state, {problem.key for problem in problems}))
     if extra := _unexplained(evidence, result, problems):
-        problems.append(replace(extra, remedy=text(extra.remedy)))
+        problems.append(replace(extra, remedy=evidence.advice.text(extra.remedy)))
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
         result = replace(result, text=f"{result.text} It was solved from the start.")
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))
 
 
+def _decided(state: State, keys: set[str]) -> State:
+    """The state in the light of the problems: what the judged number says does not count if they contradict it."""
+    if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
+        return "exploited"
+    if state in ("yes", "partly", "worse", "lost") and "memorized" in keys:
+        return "memorized"
+    return "partly" if state == "yes" and "neglected" in keys else state
+
+
 def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
     """A result that no other problem explains."""
-    advice, progress = evidence.advice, evidence.progress
-    late = evidence.samples.late
-    if result.state in ("lost", "worse") and not problems:
-        trend = (
-            progress.held_out
-            if progress.lost(progress.held_out) or progress.down(progress.held_out)
-            else progress.train
-        )
-        if trend is None:
-            return None
-        value, step = progress.best(trend)
-        return RunProblem(
-            "collapse",
-            f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; nothing "
-            "else that is recorded explains it.",
-            f"Take a checkpoint from before it got worse (--keep-best keeps the best one), and lower the learning rate, "
-            f"{advice.scaled('--lr', 0.3)}" + (f", or add {advice.kl}." if progress.by_reward else "."),
-            evidence.ids(evidence.samples.spread(late, 3)),
-        )
-    if result.state != "no" or problems:
+    if problems:
         return None
-    entropy = evidence.trend("entropy")
+    if result.state in ("lost", "worse"):
+        return _collapse(evidence)
+    if result.state == "partly":
+        return RunProblem(
+            "not_on_held_out",
+            "What improves in training does not show on held-out data.",
+            "Check that the held-out prompts ask for the same thing in the same form, and train on more and different data.",
+        )
+    return _no_progress(evidence) if result.state == "no" else None
+
+
+def _collapse(evidence: Evidence) -> RunProblem | None:
+    """The judged number was better before."""
+    progress = evidence.progress
+    got_worse = progress.lost(progress.held_out) or progress.down(progress.held_out)
+    trend = progress.held_out if got_worse else progress.train
+    if trend is None:
+        return None
+    value, step = progress.best(trend)
+    rate, present = evidence.rate_at(step), evidence.advice.number("--lr")
+    lower = 0.3 * min(rate or math.inf, present or math.inf)
+    return RunProblem(
+        "collapse",
+        f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; nothing "
+        "else that is recorded explains it.",
+        f"Take a checkpoint from before it got worse (--keep-best keeps the best one), and lower the learning rate, "
+        f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}"
+        + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
+        evidence.spread(),
+    )
+
+
+def _no_progress(evidence: Evidence) -> RunProblem:
+    """The judged number stayed within its noise."""
+    entropy, advice = evidence.trend("entropy"), evidence.advice
     moved = entropy is not None and (entropy.rises or entropy.falls)
     what = "The policy changes, but not in the direction of the reward" if moved else "The model hardly changes"
     remedy = (
         f"Average over more answers, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
         "better answers get higher rewards."
         if moved
-        else f"Raise the learning rate, {advice.scaled('--lr', 10)}, until entropy or reward move, or train for more steps."
+        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and again until entropy or "
+        f"{'reward move' if evidence.progress.by_reward else 'loss move'}."
     )
-    return RunProblem("no_progress", f"{what}: the {progress.name} stayed within its noise.", remedy)
+    return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)

@@ -261,9 +261,12 @@ class RewardRunner:
 
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
         description = describe_record(record)
+        failed = f"the answer with {description}" if description else f"record {index + 1} of its batch"
+        reference = f"  answer of the data: {_shorten(record.answer)}\n" if record.answer is not None else ""
         return (
-            f"reward function {self.name} failed on record {index + 1}{f' ({description})' if description else ''}: {reason}\n"
+            f"reward function {self.name} failed on {failed}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
+            f"{reference}"
             f"  completion: {_shorten(record.completion)}\n"
             "Make the function return a finite number for this record, or drop failing samples with "
             "--on-reward-error drop."
@@ -309,6 +312,6 @@ class _RewardBatch:
         return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
 
 
-def _shorten(text: str) -> str:
-    text = text if len(text) <= _PREVIEW_CHARS else f"{text[: _PREVIEW_CHARS // 2]} … {text[-_PREVIEW_CHARS // 2 :]}"
-    return repr(text)
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _PREVIEW_CHARS else f"{text[: _PREVIEW_CHARS // 2]} … {text[-_PREVIEW_CHARS // 2 :]}"

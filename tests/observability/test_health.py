@@ -207,3 +207,54 @@ def test_a_resumed_monitor_remembers_the_parts():
     old = HealthMonitor()
     old.load_state_dict({"episodes": {}, "loss_explained": False})  # of a checkpoint from before
     assert len(follow(old, HACKED)) == 1
+
+
+def through(monitor, first, then, truncated=False, steps=12):
+    """The warnings of a run whose samples have the rewards ``first`` in five steps, and ``then`` afterwards."""
+    return [
+        text
+        for step in range(steps)
+        for text in observe(
+            monitor, step, rewards=first if step < 5 else then, truncated=(truncated and step >= 5,) * 2
+        )
+    ]
+
+
+def test_equal_rewards_mean_what_the_earlier_ones_say():
+    lost = " ".join(through(HealthMonitor(), REWARDS, [0.0] * 4))
+    assert "the policy has collapsed. Start again with a lower --lr" in lost
+    assert "solved" not in lost
+    assert "the task is solved" in " ".join(through(HealthMonitor(), REWARDS, [1.0] * 4))
+    cut = HealthMonitor()
+    never = " ".join(through(HealthMonitor(), [0.0] * 4, [0.0] * 4))
+    assert "Test the reward function on a correct answer" in never
+    assert "solved" not in never
+    _, unfinished = (text for step in range(9) for text in observe(cut, step, rewards=[0.0] * 4, truncated=(True,) * 2))
+    assert "All responses are truncated, which may be why" in unfinished
+
+
+def test_a_higher_limit_is_no_remedy_where_the_reward_rises_or_fell():
+    better, worse = [2.0, 3.0, 2.0, 3.0], [0.0, 0.1, 0.0, 0.1]
+    (risen,) = through(HealthMonitor(), REWARDS, better, truncated=True)
+    assert "it may count what length or repetition produces" in risen
+    (fallen,) = through(HealthMonitor(), REWARDS, worse, truncated=True)
+    assert "a lower --lr" in fallen
+    assert "--max-new-tokens" not in risen + fallen
+    (same,) = through(HealthMonitor(), REWARDS, REWARDS, truncated=True)
+    assert "Raise --max-new-tokens" in same
+
+
+def test_after_opposed_parts_nothing_is_said_to_be_solved_or_to_need_a_higher_limit():
+    whole, resumed = HealthMonitor(), HealthMonitor()
+    assert len(follow(whole, HACKED)) == 1
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for monitor in (whole, resumed):
+        (text,) = [
+            text
+            for step in range(30, 40)
+            for text in observe(
+                monitor, step, rewards=[WeightedReward(9.0, {"length": 9.0})] * 4, truncated=(True, True)
+            )
+        ]
+        assert "The task is not solved" in text
+        assert "opposite directions" in text

@@ -349,9 +349,12 @@ def test_configuration_environment_warnings_and_files_are_listed(tmp_path):
 
 
 def test_the_verdict_links_to_its_samples(tmp_path):
-    truncated = {"train/truncated_ratio": np.ones(STEPS)}
+    truncated = {"train/truncated_ratio": np.full(STEPS, 0.6)}
     rng = np.random.default_rng(0)
-    samples = [{**record, "finish_reason": "length"} for record in prompt_samples(rng, STEPS)]
+    samples = [
+        {**record, "finish_reason": "length" if record["reward"] < 1 else "stop"}
+        for record in prompt_samples(rng, STEPS)
+    ]
     page = page_of(healthy(tmp_path, metrics=policy_metrics(rng, STEPS, **truncated), samples=samples)).root
     (problem,) = page.one("", id="wrong").all("li")
     links = [link.attributes["href"] for link in problem.all("a")]

@@ -110,7 +110,7 @@ def one_part_at_the_cost_of_another():
         return {"reward_parts": {"length": 1.0 if hacked else 0.3, "answer": 0.0 if hacked else 0.6}}
 
     run = Prepared(metrics, samples=prompt_samples(rng, STEPS, parts))
-    return run, Expected("exploited", "opposed_parts", "--reward-weights length=")
+    return run, Expected("exploited", "opposed_parts", "--reward-weights answer=")
 
 
 def better_in_training_only():
@@ -154,7 +154,7 @@ def memorized():
     losses = {0: 2.1, 20: 1.4, 40: 1.3, 60: 1.5, 80: 1.8, 100: 2.0}
     evaluations = {step: {"eval/loss": loss, "eval/num_sequences": 100} for step, loss in losses.items()}
     run = Prepared(metrics, {**OPTIONS, "algo": "sft", "epochs": 20}, evaluations)
-    return run, Expected("lost", "overfitted", "--epochs, now 20", samples=False)
+    return run, Expected("memorized", "memorized", "--epochs, now 20", samples=False)
 
 
 def killed():
@@ -168,7 +168,7 @@ def killed():
 def broken_reward_function():
     error = "RewardError: reward function reward.py failed on record 2: TypeError: unsupported operand"
     return Prepared({}, status={**FAILED, "error": error}), Expected(
-        "unknown", "", "Fix what the error names", "failed", False
+        "unknown", "", "fix what the error names", "failed", False
     )
 
 
@@ -321,7 +321,8 @@ def test_what_follows_from_an_exploited_reward_is_not_listed_beside_it(tmp_path)
     prepared.metrics = metrics
     verdict = verdict_of(RunData(prepared.write(tmp_path / "run").path))
     assert verdict.learned.state == "exploited"
-    assert [problem.key for problem in verdict.problems] == ["repetitive", "identical"]
+    assert [problem.key for problem in verdict.problems] == ["repetitive"]
+    assert "are the same text for different prompts" in verdict.problems[0].text
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -401,7 +402,8 @@ def test_the_end_of_a_run_is_explained(changes, summary, status, text, tmp_path)
     run = Prepared(policy_metrics(rng_of(), STEPS), {**OPTIONS, **changes}, status=status, summary=summary)
     ending = verdict_of(RunData(run.write(tmp_path / "run").path)).ending
     assert text in ending.text
-    assert ("areno train --resume" in ending.remedy) == (ending.state == "stopped")
+    assert ("--save-interval writes one earlier" in ending.remedy) == (ending.state == "stopped")
+    assert "--resume" not in ending.remedy
 
 
 def test_an_early_stop_is_named(tmp_path):

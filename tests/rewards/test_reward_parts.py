@@ -71,7 +71,7 @@ def test_what_is_wrong_with_parts_is_the_error_of_its_record(reward_file, record
 def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records):
     texts = ["{'a': 1}", "{'a': 1, 'b': 2}"]
     with pytest.raises(
-        RewardError, match=r"failed on record 1 \(prompt_index 0, sample_index 0\): returned a, without b"
+        RewardError, match=r"failed on the answer with prompt_index 0, sample_index 0: returned a, without b"
     ):
         outcomes_of(reward_file(PARTS), records(*texts), on_error="stop")
 

@@ -373,7 +373,9 @@ def test_record_that_kills_its_worker_again_is_named(reward_file, records):
     """)
     with RewardRunner(path=path, timeout_s=10, workers=2) as runner, pytest.raises(RewardError) as caught:
         runner.run(records("a", "b", "die", "c"))
-    assert "record 3 (prompt_index 1, sample_index 0): its worker process died (SIGKILL) (2 times)" in str(caught.value)
+    assert "the answer with prompt_index 1, sample_index 0: its worker process died (SIGKILL) (2 times)" in str(
+        caught.value
+    )
 
 
 def test_memory_of_a_reward_function_can_be_limited(reward_file, records):

@@ -1,0 +1,136 @@
+"""What the checks of a run look at, and what they return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from areno.reports.advice import OptionAdvice
+from areno.reports.learning import Progress
+from areno.reports.run_data import RunData
+from areno.reports.run_samples import Indices, RunSamples
+from areno.reports.trends import SeriesTrend, finite, trend_of, window
+from areno.storage.metric_columns import Series
+
+TIED = 0.8
+"""Fraction of prompts (or steps) with equal rewards above which little is left to learn from."""
+SHOWN = 3
+"""Samples named for a problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunProblem:
+    """Something that is wrong.
+
+    Attributes:
+        key: short name of the kind of problem.
+        text: what is wrong, with numbers.
+        remedy: what to change.
+        samples: ids ``STEP/PROMPT/SAMPLE`` that show it.
+    """
+
+    key: str
+    text: str
+    remedy: str
+    samples: tuple[str, ...] = ()
+
+
+class Evidence:
+    """What the checks look at."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run, self.advice, self.samples, self.progress = run, OptionAdvice(run), RunSamples(run), Progress(run)
+        self._trends: dict[str, SeriesTrend | None] = {}
+
+    def trend(self, key: str) -> SeriesTrend | None:
+        """Trend of one of ``areno.reports.run_data.KEYS``."""
+        if key not in self._trends:
+            self._trends[key] = trend_of(self.run.series(key))
+        return self._trends[key]
+
+    def late(self, key: str) -> float:
+        """Mean over the last steps; NaN if it was not recorded."""
+        return late_mean(self.run.series(key))
+
+    @cached_property
+    def reward_rises(self) -> bool:
+        """Whether the training reward clearly rose and stayed up."""
+        return self.progress.up(self.progress.train) and not self.progress.lost(self.progress.train)
+
+    @cached_property
+    def at_highest(self) -> bool:
+        """Whether the late rewards are close to the highest of the run, which is above the lowest."""
+        highs, lows = finite(self.run.series("reward_max"))[1], finite(self.run.series("reward_min"))[1]
+        if not len(highs) or not len(lows):
+            return False
+        high, low = float(highs.max()), float(lows.min())
+        return high > low and self.late("reward") >= high - 0.1 * (high - low)
+
+    @cached_property
+    def neglected(self) -> str:
+        """The reward part that is furthest from its highest value at the end, in the lower half of its range; ``""`` if none.
+
+        Penalties, which are never above 0, do not count.
+        """
+        parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
+        chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
+        recorded = [samples.texts(index).get("reward_parts") or {} for index in chosen]
+        name_of_lowest = ""
+        for name, series in parts_of_run.items():
+            values = [number(parts[name]) for parts in recorded if name in parts]
+            low, high = min(values, default=0.0), max(values, default=0.0)
+            position = (late_mean(series) - low) / (high - low) if high > max(low, 0.0) else 1.0
+            if position < lowest:
+                name_of_lowest, lowest = name, position
+        return name_of_lowest
+
+    @property
+    def solved(self) -> bool:
+        """Whether the late rewards are close to the highest of the run, and so are all parts of the reward."""
+        return self.at_highest and not self.neglected
+
+    @cached_property
+    def broke(self) -> int | None:
+        """First step from which the reward stays below the middle of its highest and its late values."""
+        steps, values = finite(self.run.series("reward"))
+        if not len(values):
+            return None
+        above = np.flatnonzero(values > (values.max() + self.late("reward")) / 2)
+        return int(steps[above[-1] + 1]) if len(above) and above[-1] + 1 < len(steps) else None
+
+    def rate_at(self, step: int | None) -> float | None:
+        """The learning rate in a step; None if it was not recorded."""
+        steps, rates = finite(self.run.series("learning_rate"))
+        return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
+
+    @cached_property
+    def tied(self) -> tuple[float, Indices]:
+        """Fraction of late prompts whose answers all have the same reward, and samples of such prompts."""
+        if not (self.advice.number("--n-samples") or 1) > 1:
+            return 0.0, np.zeros(0, np.int64)
+        share, indices = self.samples.tied(self.samples.late)
+        recorded = self.late("zero_std_groups")
+        return share if math.isnan(recorded) else recorded, indices
+
+    def spread(self) -> tuple[str, ...]:
+        """Ids of late samples, evenly spaced."""
+        return self.ids(self.samples.spread(self.samples.late, SHOWN))
+
+    def ids(self, indices: Sequence[int]) -> tuple[str, ...]:
+        """Ids of the first of some samples."""
+        return self.samples.ids(indices[:SHOWN])
+
+
+def late_mean(series: Series) -> float:
+    """Mean over the last steps of a series; NaN if it is empty."""
+    values = finite(series)[1]
+    return float(values[-max(window(len(values)), 1) :].mean()) if len(values) else math.nan
+
+
+def number(value: object) -> float:
+    """A recorded number, or 0.0."""
+    return float(value) if isinstance(value, int | float) else 0.0

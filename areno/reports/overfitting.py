@@ -1,0 +1,96 @@
+"""Signs that a model learned its training data by heart: what improves in training does not on held-out data."""
+
+from __future__ import annotations
+
+import math
+
+from areno.reports.checkpoints import kept
+from areno.reports.evidence import SHOWN, Evidence, RunProblem
+from areno.reports.learning import confirmed
+from areno.reports.svg import short
+from areno.reports.trends import trend_of
+
+RISE = 1.02
+"""Held-out loss as a multiple of its lowest value: ten times the noise of such a loss."""
+LOST = 0.2
+"""Fraction of the gain on held-out data that is lost again before the verdict is that the model memorized its data."""
+PASSES = 3.0
+"""How often prompts are trained on, on average, before a policy can be said to know them by heart."""
+
+
+def overfitted(evidence: Evidence) -> RunProblem | None:
+    """The held-out loss rises while the training loss falls."""
+    train, held_out = evidence.trend("loss"), trend_of(evidence.run.series("eval_loss"), noise=0.0, width=1)
+    if evidence.progress.by_reward or train is None or held_out is None or train.change >= 0:
+        return None
+    if not held_out.last > RISE * held_out.low > 0:
+        return None
+    lost = held_out.last - held_out.low > LOST * (held_out.first - held_out.low)
+    return RunProblem(
+        "memorized" if lost else "overfitted",
+        f"The held-out loss was lowest with {short(held_out.low)} at step {held_out.low_step} and rose to "
+        f"{short(held_out.last)} while the training loss fell to {short(train.last)}: the model "
+        f"{'memorizes' if lost else 'begins to memorize'} its data. "
+        f"{kept(evidence.run, evidence.advice, held_out.low_step)}",
+        "Train on more and different data, or for fewer epochs (--epochs, now "
+        f"{short(evidence.advice.number('--epochs') or math.nan)}){_stopping(evidence)}.",
+    )
+
+
+def memorized(evidence: Evidence) -> RunProblem | None:
+    """The training reward rises on prompts that recur, and held-out prompts do not confirm it."""
+    progress = evidence.progress
+    train, held_out = progress.train, progress.held_out
+    if not progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
+        return None
+    if confirmed(progress) or (passes := _passes(evidence)) < PASSES:
+        return None
+    fell = "fell" if progress.down(held_out) else "did not rise"
+    _, step = progress.best(held_out)
+    return RunProblem(
+        "memorized",
+        f"The training reward rose, but on held-out data it {fell}: the policy learned the answers to its training prompts "
+        f"by heart. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
+        f"Train on more and different prompts, with fewer passes over them{_stopping(evidence) if step else ''}.",
+    )
+
+
+def _stopping(evidence: Evidence) -> str:
+    """The options that keep the best model, those that the run did not have."""
+    options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
+    missing = [text for option, text in options.items() if not evidence.advice.value(option)]
+    return f", with {' and '.join(missing)}" if missing else ""
+
+
+def _passes(evidence: Evidence) -> float:
+    """How often each prompt was trained on, on average, at least."""
+    seen, different = evidence.samples.prompts
+    epochs = evidence.run.summary.get("epochs")
+    return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)
+
+
+def _repeated(evidence: Evidence, passes: float) -> str:
+    seen, different = evidence.samples.prompts
+    if different and seen / different >= PASSES:
+        return (
+            f"Only {different:,} of {seen:,} recorded prompts are different: it saw each at least {passes:,.0f} times."
+        )
+    return f"It saw each of them {passes:,.0f} times."
+
+
+def against_evaluation(evidence: Evidence) -> RunProblem | None:
+    """The training reward rises while the evaluation falls, from its start or from its best value."""
+    train, held_out = evidence.progress.train, evidence.progress.held_out
+    if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
+        return None
+    if not (held_out.clear(held_out.peak - held_out.last) or evidence.progress.down(held_out)):
+        return None
+    return RunProblem(
+        "against_evaluation",
+        f"The training reward rose ({train}), but the evaluation fell from {short(held_out.peak)} at step "
+        f"{held_out.peak_step} to {short(held_out.last)}: what is rewarded in training is not what is evaluated, or the "
+        f"policy has specialized in its training prompts. {kept(evidence.run, evidence.advice, held_out.peak_step)}",
+        f"Read the best-rewarded samples for a loophole in the reward and close it; without one, stop at the best evaluation "
+        f"(--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
+        evidence.ids(evidence.samples.extremes(SHOWN, highest=True, among=evidence.samples.late)),
+    )

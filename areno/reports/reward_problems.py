@@ -1,0 +1,177 @@
+"""What is wrong with the rewards: all equal, those of unfinished answers, lost again, or of the wrong part."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from areno.reports.evidence import SHOWN, TIED, Evidence, RunProblem, late_mean
+from areno.reports.run_samples import completions, distinct_share
+from areno.reports.svg import short
+from areno.reports.trends import CLEAR, window
+
+TRUNCATED = 0.3
+"""Fraction of truncated answers above which the rewards of unfinished answers decide what is learned."""
+REPETITIVE = 0.3
+"""A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
+BELOW_BREAK = 0.1
+"""Learning rate to try, as a fraction of the one in the step in which a run collapsed."""
+
+
+def equal_rewards(evidence: Evidence) -> RunProblem | None:
+    """All late rewards are equal."""
+    low, high = (evidence.run.series(f"reward_{end}").arrays()[1] for end in ("min", "max"))
+    if not len(low) or len(low) != len(high) or len(low) < 3:
+        return None
+    late = slice(-max(window(len(low)), 3), None)
+    if float(np.mean(low[late] == high[late])) < TIED:
+        return None
+    value, always = short(float(high[-1])), float(np.mean(low == high)) >= TIED
+    progress = evidence.progress
+    if evidence.at_highest and not always:
+        return _solved(evidence, value)
+    if progress.down(progress.held_out) or progress.fell_at_start or progress.down(progress.train):
+        return _collapsed(evidence, value)
+    return _nothing_to_learn(evidence, value, always)
+
+
+def _solved(evidence: Evidence, value: str) -> RunProblem:
+    if evidence.neglected:
+        return _neglected(evidence, f"All late rewards are {value}, the highest of the run")
+    return RunProblem(
+        "solved",
+        f"All late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
+        "Stop here, or take harder problems.",
+        evidence.spread(),
+    )
+
+
+def _neglected(evidence: Evidence, seen: str) -> RunProblem:
+    """The reward is at its highest, but not one of its parts."""
+    part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
+    late = short(late_mean(evidence.run.reward_parts()[part]))
+    return RunProblem(
+        "neglected",
+        f"{seen}, but their part `{part}` is only {late} on average: with its weight of {short(weight)} it "
+        f"{'counts too little' if weight else 'does not count'} in what is optimized.",
+        f"If `{part}` is what you want, raise its weight (--reward-weights {part}=...) and train again from the initial "
+        "model.",
+        evidence.spread(),
+    )
+
+
+def _collapsed(evidence: Evidence, value: str) -> RunProblem:
+    step, final = evidence.broke, evidence.advice.number("--lr")
+    rate = evidence.rate_at(step)
+    when = f" It broke at step {step}" if step is not None else ""
+    if when and rate is not None:
+        warming = f", on its way up to {short(final)}" if final and rate < 0.99 * final else ""
+        when += f", at a learning rate of {short(rate)}{warming}"
+    lower = min(rate or math.inf, final or math.inf) * BELOW_BREAK
+    return RunProblem(
+        "collapsed",
+        f"All late rewards are {value}, though the run began with better ones: it lost what the model could do."
+        f"{when + '.' if when else ''}",
+        "Start again from the initial model or a checkpoint from before with a much lower learning rate, "
+        f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}.",
+        evidence.spread(),
+    )
+
+
+def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProblem:
+    all_of_them, cut = "all rewards" if always else "all late rewards", evidence.late("truncated")
+    if cut >= TIED:
+        return RunProblem(
+            "cut_off",
+            f"{cut:.0%} of the late answers were cut at {_limit(evidence)}, and {all_of_them} are {value}: probably because no "
+            "answer gets to its end.",
+            f"{_raise_limit(evidence)} If all rewards are equal then too, call the reward function (--reward-fn-path) on a "
+            "correct answer.",
+            _cut_answers(evidence),
+        )
+    return RunProblem(
+        "equal_rewards",
+        f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
+        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong one. If one of "
+        "these samples is correct, the reward function is wrong. Only if none is: take easier problems, a better initial "
+        "model (SFT first) or a larger --n-samples.",
+        evidence.spread(),
+    )
+
+
+def tied_groups(evidence: Evidence) -> RunProblem | None:
+    """The answers to most prompts have equal rewards."""
+    share, indices = evidence.tied
+    if share < TIED:
+        return None
+    seen = f"For {share:.0%} of the late prompts all answers got the same reward"
+    if evidence.at_highest and evidence.neglected:
+        return _neglected(evidence, f"{seen}, and the rewards are close to the highest of the run")
+    cause = "most prompts are solved" if evidence.solved else "most prompts are too hard, or their rewards too coarse"
+    easier = (
+        "Take easier problems or a finer reward (partial credit), or sample more answers per prompt, "
+        f"{evidence.advice.scaled('--n-samples', 2)}."
+    )
+    return RunProblem(
+        "tied_groups",
+        f"{seen}, which gives no signal: {cause}.",
+        "Take harder problems." if evidence.solved else easier,
+        evidence.ids([int(index) for index in indices[::-1]]),
+    )
+
+
+def truncated(evidence: Evidence) -> RunProblem | None:
+    """Many late answers are cut at the limit."""
+    share, length, cut = evidence.late("truncated"), evidence.trend("response_length"), evidence.trend("truncated")
+    if not share > TRUNCATED:
+        return None
+    grew = ""
+    if length is not None and length.rises and length.last > 1.5 * length.first:
+        grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
+    seen = f"{share:.0%} of the late answers were cut at {_limit(evidence)}"
+    if _costs_reward(evidence):
+        text, remedy = f"{seen}, so their rewards are those of unfinished answers.{grew}", _raise_limit(evidence)
+    elif cut is not None and cut.rises:
+        text = f"{seen}, which costs them no reward: nothing in the reward asks for an end.{grew}"
+        remedy = (
+            "If answers should end, reward only those that do (`finish_reason` in the record's metadata). A higher limit "
+            "would only be filled too."
+        )
+    else:
+        return None
+    return RunProblem("truncated", text, remedy, _cut_answers(evidence))
+
+
+def _costs_reward(evidence: Evidence) -> bool:
+    """Whether truncated answers get lower rewards than others; if all are truncated, whether the reward does not rise."""
+    if evidence.at_highest:
+        return False
+    samples, late = evidence.samples, evidence.samples.late
+    is_cut = np.isin(late, samples.flagged("truncated", late))
+    cut, whole = (
+        rewards[np.isfinite(rewards)] for rewards in (samples.rewards[late[is_cut]], samples.rewards[late[~is_cut]])
+    )
+    if len(cut) < 2 or len(whole) < 2:
+        return not evidence.reward_rises
+    error = math.sqrt(cut.var() / len(cut) + whole.var() / len(whole))
+    return bool(whole.mean() - cut.mean() > CLEAR * error)
+
+
+def _raise_limit(evidence: Evidence) -> str:
+    """What to do about unfinished answers; those that repeat themselves do not end with a higher limit either."""
+    samples = evidence.samples
+    texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
+    endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2
+    advice = f"Raise the limit, {evidence.advice.scaled('--max-new-tokens', 2)}."
+    stop = "If the model never stops, check its end-of-sequence token and chat template, or teach it to stop with SFT."
+    return f"{advice} {stop}" if endless else advice
+
+
+def _limit(evidence: Evidence) -> str:
+    return f"the limit of {short(evidence.advice.number('--max-new-tokens') or math.nan)} tokens"
+
+
+def _cut_answers(evidence: Evidence) -> tuple[str, ...]:
+    samples = evidence.samples
+    return evidence.ids([int(index) for index in samples.flagged("truncated", samples.late)[::-1][:SHOWN]])
