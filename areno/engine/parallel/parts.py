@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, sharing memory."""
+    """Return this rank's shard, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard, even if backward has left an unsharded gradient or a pending sum."""
+    """Return the gradient of this rank's shard, even if backward has left it unsharded or as partial sums."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -28,7 +28,7 @@ def is_unsharded(tensor: Tensor) -> bool:
 
 
 def unsharded(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the shards of a tensor sharded like ``like``; every rank of the replica must call."""
+    """Gather the shards of a tensor sharded like ``like``; every rank of that tensor's mesh must call it."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -37,7 +37,7 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, sharded like ``like``."""
+    """Shard an unsharded tensor like ``like``, and return this rank's shard."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
