@@ -38,7 +38,7 @@ class Generator(Protocol):
         """
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request and return its partial output."""
+        """Abort one request; its future resolves to the tokens sampled so far."""
 
     def load(self) -> EngineLoad:
         """Current generation load, summed over all replicas."""
@@ -65,10 +65,10 @@ class Backend(Generator, Protocol):
         """KV cache capacity of a replica in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the number of concurrent sequences over all replicas together; None restores the configured limit of each."""
+        """Limit the concurrent sequences of all replicas together; None restores each replica's configured limit."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off; has no effect if the configuration sets its size."""
+        """Turn the prefix cache on or off; no effect unless the configured ``prefix_cache_tokens`` is 0."""
 
     def end_rollout(self) -> None:
         """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
@@ -96,13 +96,13 @@ class Backend(Generator, Protocol):
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
+        """Per row, the log-prob of each token given the tokens before it; entry 0 is 0.0.
 
         ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); actor only.
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Value after each token of each row."""
+        """Per row, the value after each token."""
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
         """Score of each row at its last token."""
@@ -135,13 +135,13 @@ class Backend(Generator, Protocol):
     def load_state(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint whose weights the actor has already loaded.
 
-        CheckpointError: the state is missing, corrupt, or belongs to other parameters.
+        Raises CheckpointError: the state is missing, corrupt, or belongs to other parameters.
         """
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(engine, *arguments)`` on every rank; return the results in rank order.
 
-        Raises EngineError: only some ranks failed; BaseException: the error that all ranks raised.
+        If all ranks raise the same type of error, that error is raised; if only some raise, EngineError.
         """
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
-If another process is busy on one of two cores, two OpenMP threads are twice as slow as one, because every parallel region waits
-for the thread that shares its core. So the thread count follows the load: it is set once the model is loaded and revised at
-most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible at
-equal thread counts.
+If another process is busy on one of two cores, two OpenMP threads are twice as slow as one, because every parallel region
+waits for the thread on the busy core. So the thread count follows the load: it is set once the model is loaded and revised at
+most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible
+at equal thread counts.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 _FIRST_S = 0.3
-# Hysteresis: the smallest change in cores, or on large machines as a fraction of them.
+# Hysteresis: smaller changes in free cores are ignored. On large machines the limit is a fraction of all cores.
 _LEAST_CHANGE = 0.6
 _LEAST_SHARE = 0.05
 
@@ -71,7 +71,7 @@ class CpuThreads:
         return self._current
 
     def apply(self) -> None:
-        """Apply the count to the calling thread. Threads started later inherit it from PyTorch."""
+        """Apply the count to the calling thread. PyTorch also gives it to threads started later."""
         if self.adapts and torch.get_num_threads() != self.current():
             torch.set_num_threads(self._current)
 

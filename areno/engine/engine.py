@@ -50,13 +50,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OPTIMIZER_FOLDER = "optimizer"
-_IDLE_S = 30.0  # an idle generate-only engine then returns freed memory
+_IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 
 
 class Engine:
-    """The models of a run on one device; see the module docstring. If ``path`` is an adapter folder, loads its base model and
-    adds the adapter.
-    """
+    """The models of a run on one device. If ``path`` is an adapter folder, loads its base model and adds the adapter."""
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -164,7 +162,7 @@ class Engine:
         loop.scheduler.max_running = limit
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off; has no effect if the configuration sets its size."""
+        """Turn the prefix cache on or off; no effect unless the configured ``prefix_cache_tokens`` is 0."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes
             prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
@@ -194,7 +192,7 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights until the next training step; a collective call of all ranks."""
+        """Gather sharded weights until the rollout ends or the models train; all ranks must call it."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
@@ -203,7 +201,7 @@ class Engine:
         Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
         """
         if not self.actor.model.weights.whole:
-            raise EngineError("the weights are sharded across replicas: call begin_rollout on all ranks first")
+            raise EngineError("the weights are sharded across ranks: call begin_rollout on all ranks first")
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.merge()
         return self.loop.submit(requests)
@@ -240,11 +238,11 @@ class Engine:
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return what training computed for the actor's observed rows since the last call, by their numbers."""
+        """Return the token records of the actor's observed rows since the last call, by the rows' numbers."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with this engine, the only rank, and further arguments."""
+        """Call a function with this engine, the only rank, and the arguments."""
         return [function(self, *arguments)]
 
     def measure(
@@ -298,7 +296,6 @@ class Engine:
         optimizer: OptimizerOptions | None,
         adapter: AdapterOptions | None = None,
     ) -> Role:
-        """Load a role, trainable as configured or frozen."""
         config = self.config
         role = load_role(
             *(name, path, kind, options, optimizer, config.activation_checkpointing, adapter),
@@ -309,7 +306,7 @@ class Engine:
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Adapter options of a trainable role other than the actor: the actor's, for a new adapter."""
+        """Options of a trainable role's adapter, if the role is not the actor: the actor's options, for a new adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
@@ -322,7 +319,7 @@ class Engine:
         del self.roles[name]
 
     def role(self, name: str) -> Role:
-        """Look up a role."""
+        """Look up a loaded role. Raises EngineError if no role has that name."""
         if name not in self.roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
@@ -338,14 +335,11 @@ class Engine:
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0.
-
-        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); actor only.
-        """
+        """See :meth:`Backend.score_logprobs`."""
         return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Value after each token of each row."""
+        """Per row, the value after each token."""
         return self.score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
@@ -361,7 +355,7 @@ class Engine:
         temperatures: float | Sequence[float] = 1.0,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
-        """Log-probs, values or rewards of rows by a role, once generation has ended."""
+        """Wait for running generation, then score rows with a role; see :func:`areno.engine.scoring.score`."""
         self.wait_idle()
         return self.role(role).score(what, rows, micro_bs, temperatures, routed)
 
@@ -398,7 +392,7 @@ class Engine:
         checkpoint ``critic/``; see :meth:`Backend.save_state`.
         """
         target = checkpoint / STATE_FOLDER
-        target.mkdir(exist_ok=True)  # any rank may be first
+        target.mkdir(exist_ok=True)  # another rank may have created it
         for name, role in self.roles.items():
             if role.trainable:
                 role.save_optimizer(target / _optimizer_folder(name))
@@ -408,7 +402,8 @@ class Engine:
     def load_state(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint whose weights the actor has already loaded.
 
-        Call :meth:`ensure_roles` first: trainable roles take weights and optimizer from the checkpoint.
+        Call :meth:`ensure_roles` first: only loaded roles are restored. For trainable roles other than the actor, loads the
+        weights too.
         """
         self._rest()
         for name, role in list(self.roles.items()):

@@ -16,10 +16,10 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """How an engine loads, generates and trains.
 
-    ``trains``: ``policy`` trains the actor as a policy; with ``reward`` it is a sequence classifier, which cannot generate;
-    with ``nothing`` it is a policy that only generates.
-    ``decode``: ``auto`` compiles the decode step in the background if the run is long enough, and loads it from disk if an
-    earlier run has compiled it; ``compiled`` compiles before the first token; ``eager`` never compiles.
+    ``trains``: with ``policy``, the actor is a trainable policy; with ``reward``, a trainable sequence classifier, which
+    cannot generate; with ``nothing``, a policy without an optimizer.
+    ``decode``: ``auto`` loads the compiled decode step from disk if an earlier run has compiled it, else compiles it in the
+    background if the remaining work justifies that; ``compiled`` compiles it before the first token; ``eager`` never does.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -34,19 +34,19 @@ class EngineConfig:
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
     builds_decode: bool = True  # False: ``auto`` only loads steps that another process has compiled
-    return_routed_experts: bool = False  # with each sample, for routing replay; decodes eagerly
+    return_routed_experts: bool = False  # for routing replay; on a CPU, this disables compiled decoding
     speculate: int = 0  # maximum draft tokens of speculative decoding; 0 turns it off
     kv_cache_tokens: int | None = None  # None: GPU memory left by training, or a share of free RAM
-    prefix_cache_tokens: int | None = 0  # in addition to the KV cache; None: a quarter of its size
+    prefix_cache_tokens: int | None = 0  # in addition to the KV cache; None: a quarter of the KV cache
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
     use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
     deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
-    neighbors: int = 1  # number of engines of this kind on this machine, each with its own ranks
+    neighbors: int = 1  # engines like this one, including it, that divide this machine's memory
     shares_device: bool = False  # whether another process uses the same GPU
-    peers: RankContext = field(default_factory=RankContext)  # ranks of the same configuration, which get the same calls
+    peers: RankContext = field(default_factory=RankContext)  # this rank's place and communication groups
 
     @property
     def compute_dtype(self) -> str:

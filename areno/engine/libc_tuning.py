@@ -5,11 +5,11 @@ rollout and training threads together would oversubscribe the cores twofold, and
 every barrier: on two cores a decode step took 15 ms instead of 4. So a thread ends its workers when it goes idle; the next
 parallel region restarts them in well under a millisecond.
 
-*Freed memory is retained.* By default malloc returns large blocks to the system on free and faults them in again page by page:
-training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So large
-tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If it cannot be compiled, glibc retains memory
-in one untrimmed heap, whose fragmentation raises the peak by about half. When the system runs short of memory, retained memory
-is returned before each pass.
+*Freed memory is retained.* By default malloc returns large freed blocks to the system, and new ones are faulted in page by
+page: training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So
+large tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If that cannot be compiled, glibc retains
+memory in one untrimmed heap, whose fragmentation raises the peak by about half. When the system runs short of memory, each
+pass first returns retained memory.
 """
 
 import ctypes
@@ -63,14 +63,14 @@ def trim_freed_memory() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Retain freed memory; a no-op without glibc, or if the user configured malloc or preloaded another."""
+    """Retain freed memory; a no-op without glibc, or if the user has configured malloc or preloaded another allocator."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
     if _KEPT or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used
         return
     if memory := own_memory():
         _KEPT.append(memory)
-        trim_freed_memory()  # allocated before the allocator was installed
+        trim_freed_memory()  # what malloc retained before the allocator was installed
     else:
         for option, value in _RETAIN_OPTIONS:
             _of_libc("mallopt")(option, value)

@@ -22,13 +22,13 @@ _SCALED = ("yarn", "llama3", "longrope")
 def context_length(config: Any) -> int | None:
     """Maximum number of positions of a ``transformers`` configuration; None if it states no limit.
 
-    Most configurations with scaled rotary embeddings state the extended length. If one states the original length (Qwen's for
-    YaRN, linear scaling), it is multiplied by the factor.
+    Most configurations with scaled rotary embeddings state the extended length. If a configuration states the original length
+    (YaRN in Qwen models, linear scaling), that length is multiplied by the scaling factor.
     """
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
-    factor, kind = rope.get("factor"), rope.get("rope_type")  # nested one level deeper if layer types differ
+    factor, kind = rope.get("factor"), rope.get("rope_type")  # if layer types differ, nested and ignored
     if stated is None or not factor:
         return stated
     if kind == "linear":
@@ -48,8 +48,8 @@ def vocabulary_size(config: Any) -> int:
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
     """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
-    Special tokens that neither the tokenizer nor the chat template inserts, such as padding, may exceed the table: a prompt
-    that contains one is rejected on submission.
+    Special tokens that neither the tokenizer nor the chat template inserts, such as padding, may have ids beyond the embedding
+    table: a prompt that contains such a token is rejected on submission.
 
     Args:
         option: name of the option that set the checkpoint, for error messages.
@@ -86,14 +86,14 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
     """Reject a role whose vocabulary differs from the actor's: it would score different text.
 
-    UsageError: the vocabularies differ, or an id has no embedding.
+    Raises UsageError: the vocabularies differ, or an id has no embedding.
     """
     from areno.text.chat import load_tokenizer
 
     if path == own_path:
         return
     mine = theirs = tokenizer.get_vocab()
-    with suppress(UsageError):  # no tokenizer: check_tokenizer reports a missing checkpoint
+    with suppress(UsageError):  # without a tokenizer, nothing can be compared
         theirs = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code).get_vocab()
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
@@ -106,7 +106,7 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Cap each request's number of new tokens by the context that its prompt leaves; capped samples finish with ``length``.
+    """Cap each request's new tokens at the context that its prompt leaves; a sample that reaches the cap ends with ``length``.
 
     Raises EngineError: a request is invalid or can never fit.
     """
@@ -116,7 +116,7 @@ def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv
 def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: int) -> Request:
     prompt, sampling = len(request.prompt_tokens), request.sampling
     if not prompt:
-        raise EngineError("a prompt must hold at least one token")
+        raise EngineError("a prompt must contain at least one token")
     if not request.seeds:
         raise EngineError("a request needs at least one sample, and a seed for each sample")
     for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):

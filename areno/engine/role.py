@@ -56,7 +56,7 @@ class Role:
     def trained_by(self) -> Optimizer:
         """The optimizer. Raises EngineError if the role is frozen."""
         if self.optimizer is None:
-            raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
+            raise EngineError(f"role {self.name!r} is frozen; set ModelRole(trainable=True) to train it")
         return self.optimizer
 
     @functools.cached_property
@@ -103,7 +103,8 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        EngineError: the role predicts something else. ValueError: the numbers of temperatures and rows differ.
+        Raises EngineError if the role does not predict ``what``, UsageError for rows that :meth:`check` rejects, ValueError
+        unless there is one temperature, or one per row.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             requested = "log-probs" if what == "logprobs" else what
@@ -118,10 +119,8 @@ class Role:
             return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to host memory, so that they can be written while training continues.
-
-        Returns a function that saves the copy like :meth:`save_model`; None for adapters, which are small, and for models
-        on several ranks.
+        """Copy the weights to host memory; return a function that saves the copy, like :meth:`save_model`, while training
+        continues. Adapters, which are small, and models on several ranks are not copied: for these, returns None.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
@@ -151,7 +150,7 @@ class Role:
             # without a padding id transformers takes the last token, which needs batch size 1.
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
-        disable_progress_bar()  # its progress bar would corrupt the live display
+        disable_progress_bar()  # the progress bar of save_pretrained would corrupt the live display
         layout = self.peers.layout
         if layout.fsdp or layout.pp_size > 1 or (layout.tp_size > 1 and self.peers.replica == 0):
             from areno.engine.parallel.sharding import save_unsharded
@@ -163,14 +162,14 @@ class Role:
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer state; each rank writes its own shard. A collective call of all ranks."""
+        """Write the optimizer state; each rank writes its own shard, so all ranks must call it."""
         optimizer = self.trained_by()
         save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
     def load_optimizer(self, folder: Path) -> None:
         """Restore a saved optimizer state; the weights must come from the same checkpoint.
 
-        CheckpointError: the state is missing, corrupt, or belongs to other parameters.
+        Raises CheckpointError: the state is missing, corrupt, or belongs to other parameters.
         """
         optimizer = self.trained_by()
         try:
@@ -196,7 +195,7 @@ def load_role(
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
-    """Load a role's checkpoint; a frozen critic or reward model must have a head.
+    """Load a role's checkpoint; that of a frozen critic or reward model must have a head.
 
     Raises UsageError: the checkpoint does not suit the role, or options conflict.
     """

@@ -27,17 +27,15 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """Return one temperature per row. Raises ValueError if the number of temperatures is neither one nor that of the rows."""
+    """Return one temperature per row. Raises ValueError unless there is one temperature, or one per row."""
     per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(per_row) != len(rows):
-        raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(per_row)}")
+        raise ValueError(f"{len(rows)} rows need one temperature or one per row, got {len(per_row)}")
     return per_row
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows scored in one forward pass."""
-
     rows: TokenRows
     temperatures: Sequence[float]  # one per row
     tokens: Tensor  # [T], rows concatenated
@@ -54,14 +52,14 @@ def score(
     pipeline: Pipeline | None = None,
     routed: Sequence[RoutingRecord | None] | None = None,
 ) -> list[Any]:
-    """Score rows with a policy (log-probs), or a critic or reward model (values and rewards).
+    """Score rows with a policy (log-probs), a critic (values) or a reward model (rewards).
 
     ``routed`` holds the expert choices of each row to replay, if the model supports routing replay.
 
     Returns:
         ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
-        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. Empty on all but
-        the last stage of a ``pipeline``.
+        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. The stages of a
+        ``pipeline`` before the last one return an empty list.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)
@@ -112,7 +110,7 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens; longer rows go alone."""
+    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens; a longer row is a batch."""
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:

@@ -20,16 +20,16 @@ class Clip:
     """Bounds on the importance ratio r.
 
     Attributes:
-        eps_high: width above 1; None takes ``eps``. A wider upper bound lets the probability of unlikely tokens grow faster
-            (DAPO, Yu et al. 2025, arXiv:2503.14476).
-        dual: None, or a bound on the loss where the advantage is negative, as a multiple of its magnitude (Ye et al. 2020,
-            arXiv:1912.09729).
+        eps_high: width of the range above 1; None takes ``eps``. A wider range lets the probability of unlikely tokens grow
+            faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
+        dual: None, or a bound on the loss where the advantage is negative, as a multiple of the advantage's magnitude (Ye et
+            al. 2020, arXiv:1912.09729).
 
     Raises:
         ValueError: a width is negative, or the dual bound is not above 1.
     """
 
-    eps: float  # width below 1
+    eps: float  # width of the range below 1
     eps_high: float | None = None
     dual: float | None = None
 
@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Bounds of positive width; ValueError otherwise."""
+        """Create bounds. Raises ValueError unless their widths are positive."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")

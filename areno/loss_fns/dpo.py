@@ -64,7 +64,7 @@ def dpo_loss_fn(
         raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
-    # Subtract per token and sum in float64: the two sums are large and nearly equal, so their difference cancels digits.
+    # Subtract per token and sum in float64: the two sums are large and nearly equal, so their difference would lose digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
     per_sequence = (sequence_means if length_normalized else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")

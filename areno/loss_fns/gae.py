@@ -1,6 +1,6 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
-Computes in Python floats, that is float64: each advantage sums over thousands of later tokens.
+Computes in Python floats, that is float64, because each advantage sums over thousands of later tokens.
 """
 
 import math
@@ -37,7 +37,7 @@ def compute_gae(
             raise ValueError(f"{name} must be between 0 and 1, got {constant}")
     for name, numbers in (("rewards", rewards), ("values", values), ("next_value", [next_value])):
         if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"GAE got {name} that are not finite; the model or function that computed them diverged")
+            raise ValueError(f"GAE needs finite {name}; the model or function that computed them has diverged")
     advantages = [0.0] * len(rewards)
     later = 0.0
     for t in range(len(rewards) - 1, -1, -1):

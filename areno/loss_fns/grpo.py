@@ -51,8 +51,8 @@ def grpo_loss_fn(
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
         clip_eps: width of the clip range below 1.
-        clip_eps_high: width above 1; None takes ``clip_eps``.
-        dual_clip: bound on the loss of a token with a negative advantage, as a multiple of the advantage.
+        clip_eps_high: width of the clip range above 1; None takes ``clip_eps``.
+        dual_clip: bound on the loss of a token with a negative advantage, as a multiple of the advantage's magnitude.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
         max_tokens: divisor of ``dr_grpo``, the maximum response length.
         kl_coef: weight of the KL term to the reference; 0 disables it.

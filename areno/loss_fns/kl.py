@@ -33,8 +33,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
 
     ``kl`` (alias ``k1``): d, unbiased, of either sign; ``abs``: \\|d\\|; ``mse`` (alias ``k2``): d^2 / 2; ``low_var_kl`` (alias
-    ``k3``): exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` has a
-    gradient of constant sign on either side of the reference; the other three pull towards the reference.
+    ``k3``): exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` has the
+    same gradient on both sides of the reference; the other three pull towards the reference.
 
     Args:
         logprobs: log-probs of the policy, any shape.

@@ -123,7 +123,7 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """Return an optional tensor of the pack; ValueError if it is missing."""
+    """Return an optional tensor of the pack. Raises ValueError if it is missing."""
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]

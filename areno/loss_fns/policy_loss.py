@@ -39,7 +39,7 @@ class PolicyLossConfig(PolicyLossOptions):
         ValueError: a setting is out of range, contradicts another, or would have no effect.
     """
 
-    rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behavior of the decoupled loss
+    rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behavior in the decoupled loss
     rl_loss_weight: float = 1.0  # weight of the policy loss in addition to distillation; 0: distillation only
     distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 disables distillation
 
@@ -103,11 +103,11 @@ def policy_loss_fn(
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
     - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
-    - CISPO: -sg[clip(rho, ...)] A log pi.
+    - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
-    pi_p is the behavior policy, which sampled the tokens. In the decoupled loss it is the proximal policy, and each token
-    has the weight w = pi_p / pi_behavior, with or without ``rejection_sampling``. A token masked by rejection sampling or
-    by M2PO has w = 0 and still counts in N.
+    pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss pi_p is the proximal policy, and
+    w = pi_p / pi_behavior, with or without ``rejection_sampling``. A token masked by rejection sampling or by M2PO has w = 0
+    and still counts in N.
 
     Distillation adds distill_loss_weight times the mean over all response tokens of
     (pi / pi_behavior) sg[log pi - log pi_teacher]. This score-function term has the unbiased gradient of the per-token

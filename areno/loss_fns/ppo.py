@@ -40,7 +40,7 @@ def ppo_loss_fn(
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; reads ``packed_ref_logprobs``.
         clip_eps: width of the clip range below 1.
-        clip_eps_high: width above 1; None takes ``clip_eps``.
+        clip_eps_high: width of the clip range above 1; None takes ``clip_eps``.
         clip_ratio_c: bound of the dual clip, above 1.
         use_kl_loss: add the KL term.
         kl_loss_coef: weight of the KL term.

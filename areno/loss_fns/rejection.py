@@ -25,7 +25,7 @@ class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behavior policy, as measured by a metric.
 
     With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
-    larger of the two KL divergences between the token's Bernoulli distributions.
+    larger of the two KL divergences between the policies' Bernoulli distributions of "this token" and "another token".
 
     Raises:
         ValueError: a name is unknown, or a bound is invalid.

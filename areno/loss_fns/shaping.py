@@ -90,8 +90,8 @@ class RewardShaping:
 
         Args:
             raw: task rewards [B].
-            lengths: number of trained tokens of each [B].
-            groups: comparison group of each [B].
+            lengths: number of trained tokens of each sample [B].
+            groups: comparison group of each sample [B].
         """
         if self.part_weights is not None:
             raw = normalized_parts(raw, groups, self.part_weights)
@@ -107,7 +107,7 @@ class Credits:
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
-    owners: Sequence[Sequence[int]]  # index of the segment of each token of each row; negative for none
+    owners: Sequence[Sequence[int]]  # per row, the segment index of each token; negative for none
 
 
 def shape_advantages(
@@ -259,7 +259,7 @@ def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
 
 
 def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The rows that are not truncated, on which ``mask_no_eos_with_zero`` trains."""
+    """The rows that are not truncated: the only ones to train on with ``mask_no_eos_with_zero``."""
     return [row for row in rows if not row.truncated]
 
 

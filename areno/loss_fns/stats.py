@@ -62,7 +62,7 @@ class Count:
 class TokenFlags:
     """A flag per action, bool [A], which reports no scalar.
 
-    Under the name ``clipped`` a loss marks the tokens whose gradient its clip range removed; the samples of a run record it.
+    Under the name ``clipped`` a loss marks the tokens whose gradient its clip range removed; recorded samples have this flag.
     """
 
     values: Tensor

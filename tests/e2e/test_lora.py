@@ -155,7 +155,7 @@ def test_layers_that_are_not_there_end_the_command_with_the_names_of_those_that_
     task = write_task(tmp_path / "task")
     done = areno(*arguments("sft", tiny_checkpoint, task, tmp_path / "run"), "--lora-target-modules", "qproj")
     assert done.returncode == 2
-    assert "--lora-target-modules qproj: no linear layer of LlamaForCausalLM has this name; there are" in done.stderr
+    assert "--lora-target-modules qproj: no linear layer of LlamaForCausalLM has this name; its linear" in done.stderr
     assert "q_proj" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -84,7 +84,7 @@ def test_different_lengths_are_refused_with_both():
     [
         ({"gamma": 1.1, "lam": 0.9}, r"gamma must be between 0 and 1, got 1\.1"),
         ({"gamma": 1.0, "lam": -0.1}, r"lam must be between 0 and 1, got -0\.1"),
-        ({"gamma": 1.0, "lam": 0.9, "next_value": math.nan}, "next_value that are not finite"),
+        ({"gamma": 1.0, "lam": 0.9, "next_value": math.nan}, "finite next_value"),
     ],
 )
 def test_bad_constants_are_refused(arguments, message):
@@ -93,9 +93,9 @@ def test_bad_constants_are_refused(arguments, message):
 
 
 def test_numbers_that_are_not_finite_are_refused():
-    with pytest.raises(ValueError, match="GAE got rewards that are not finite"):
+    with pytest.raises(ValueError, match="GAE needs finite rewards"):
         compute_gae([math.inf], [0.0], gamma=1.0, lam=0.9)
-    with pytest.raises(ValueError, match="GAE got values that are not finite"):
+    with pytest.raises(ValueError, match="GAE needs finite values"):
         compute_gae([1.0], [math.nan], gamma=1.0, lam=0.9)
 
 

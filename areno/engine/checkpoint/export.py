@@ -38,7 +38,7 @@ def export_model(
     role = load_role("actor", path, kind, options, None, False)
     role.model.module.to(stored)
     tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
-    if gguf:  # GGUF first, because it supports fewer models
+    if gguf:  # first, because it fails before writing anything if GGUF does not support the model
         from areno.engine.checkpoint.gguf_export import write_gguf
 
         write_gguf(role.model.module, tokenizer, folder / f"model-{gguf}.gguf", gguf)

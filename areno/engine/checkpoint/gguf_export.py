@@ -71,7 +71,7 @@ def _shape(config: Any) -> dict[str, Any]:
         if config.query_pre_attn_scalar != head:
             raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with heads of {head}")
     return {
-        # llama.cpp has no window for all layers; within the window both agree.
+        # llama.cpp has no sliding window in all layers, so the context ends where the window would take effect.
         "context_length": min(config.max_position_embeddings, window if window and not gemma else 1 << 30),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -92,7 +92,7 @@ def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():
-        # The rotary embedding of llama.cpp pairs neighbors instead of halves.
+        # The rotary embedding of llama.cpp pairs adjacent features, not the two halves of a head.
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

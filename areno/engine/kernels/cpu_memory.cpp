@@ -1,9 +1,9 @@
 // Allocator for PyTorch's large CPU tensors: one address range, best fit. It joins free neighboring blocks, and returns memory
 // to the system only on request.
 //
-// glibc allocates aligned blocks by asking for more than they need, so a freed block rarely fits the next request of the same
-// size; with glibc, training grew to three times the memory it used. Returning each block to the system at once would cost a
-// page fault for each 4 KiB of the next block. Built by library.py against c10: PyTorch's stable ABI has no allocators.
+// To align a block, glibc requests more than the block needs, so a freed block rarely fits the next request of the same size;
+// with glibc, training grew to three times the memory it used. Returning each block to the system at once would cost a page
+// fault for each 4 KiB of the next block. Built by library.py against c10: PyTorch's stable ABI has no allocators.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -24,8 +24,8 @@ namespace {
 
 // Tensors smaller than this come from malloc.
 constexpr size_t LARGE = 256 << 10;
-// Blocks begin at a multiple of LINE. GAP prevents that all blocks of a power of two begin at the same offset of a page, where
-// a processor could mistake a load from one block for a load of what was just stored in another.
+// Blocks begin at a multiple of LINE. Without GAP, all blocks whose size is a power of two would begin at the same offset of a
+// page, and a processor could mistake a load from one block for a load of what was just stored in another.
 constexpr size_t LINE = 64, GAP = 3 * LINE;
 // If less than this remains of a free block, it stays part of the allocated block.
 constexpr size_t REST = 16 << 10;
@@ -187,10 +187,10 @@ struct LargeBlocks final : c10::Allocator {
 
 extern "C" {
 
-// Makes PyTorch take new tensors from this allocator; existing tensors stay where they are. 0 if that is impossible.
+// Makes PyTorch take new tensors from this allocator; existing tensors stay where they are. Returns 0 if that is impossible.
 int areno_memory_open() {
   if (!range().open()) return 0;
-  // A process that forks while another thread holds the lock would leave it locked in the child.
+  // fork takes the lock first: if another thread held it, it would stay locked in the child.
   pthread_atfork([] { range().mutex().lock(); }, [] { range().mutex().unlock(); }, [] { range().mutex().unlock(); });
   static LargeBlocks* const blocks = new LargeBlocks;
   c10::SetCPUAllocator(blocks, 1);

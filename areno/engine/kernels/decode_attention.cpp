@@ -200,7 +200,7 @@ struct Table {
   const T* at(int64_t b, int64_t k, int64_t c) const { return data + b * row + k * head + c * column; }
 };
 
-// A row attends to its columns [first, stop); those before `shared` are also the leader's.
+// A row attends to its columns [first, stop); columns before `shared` are also the leader's.
 struct Seen {
   int64_t row, leader, shared, first, stop;
 

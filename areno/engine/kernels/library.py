@@ -95,7 +95,7 @@ class KernelLibrary:
 
     @property
     def loaded(self) -> bool:
-        """Whether an operator can be called."""
+        """Whether the operators can be called."""
         return bool(self._loaded)
 
 
@@ -110,7 +110,7 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Describe the features of this processor, so that machines that share a cache folder use different files."""
+    """Describe this processor's features; machines that share a cache folder, but differ in them, use different files."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -132,7 +132,6 @@ def _compiler() -> str:
 
 
 def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) -> list[list[str]]:
-    """Compile, and link."""
     root = Path(torch.__file__).parent
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")

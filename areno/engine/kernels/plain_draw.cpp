@@ -44,7 +44,8 @@ float weight_of(const float* x, int64_t n, float temperature, float highest) {
   return sum;
 }
 
-// First index at which the running sum of n weights exceeds the rest of the target; at most the index of the last weight.
+// First index at which the running sum of n weights exceeds the target, else the last index. Subtracts the sum before that
+// index from the target.
 int64_t find(int64_t n, double& target, const std::vector<double>& weights) {
   double before = 0;
   int64_t i = 0;

@@ -27,7 +27,7 @@ def plain_draw(
     Args:
         logits: fp32 [B, V].
         temperatures: fp32 [B].
-        greedy: whether each row takes its most likely token, the first if several are [B].
+        greedy: whether each row takes its most likely token (the first of equals) [B].
         u: uniform numbers in [0, 1), float64 [B].
         block_size: number of tokens of a block, see :mod:`areno.engine.rollout.inverse_cdf`.
 

@@ -37,7 +37,8 @@ constexpr int LANES = 4, VECTORS = 2;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// Outputs that are summed at once, outputs that a thread takes at once (LANES near the end), vectors and rows of a tile.
+// Outputs that are summed at once, by which prefetching is ahead, and that a thread takes at once (LANES near the end); rows
+// of a tile.
 constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, ROWS = VECTORS * LANES;
 // Maximum number of rows that are not transposed.
 constexpr int FEW = 4;
@@ -318,7 +319,7 @@ void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Produc
 Tensor row_product(Tensor rows, Tensor weight) {
   const int64_t m = rows.size(0), size = rows.size(1), n = weight.size(0);
   STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
-                  "row_product: features must be contiguous, and equally many");
+                  "row_product: features must be contiguous, and equal in number");
   Tensor result = torch::stable::new_empty(rows, {m, n});
   float* const out = static_cast<float*>(result.data_ptr());
   const bool whole_lines = n % LANES == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;

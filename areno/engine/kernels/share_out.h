@@ -1,6 +1,5 @@
-// Distributes work among all threads so that none waits long for another: each begins with an equal part, in order, and a
-// thread that has finished takes pieces from the end of another thread's part. With equal parts alone, all would wait for the
-// slowest core.
+// Distributes work among all threads by work stealing: each begins with an equal part, in order, and a thread that has
+// finished takes pieces from the end of another thread's part. With equal parts alone, all would wait for the slowest core.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 
 namespace share_out {
 
-// Splits the items [begin, end) into pieces of `most`, and near the end, where other threads wait for them, of `least`.
+// Splits the items [begin, end) into pieces of `most` items; near the end, where other threads take pieces, of `least` items.
 struct Part {
   int64_t begin, end, most, least;
 

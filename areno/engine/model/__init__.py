@@ -3,10 +3,10 @@
 - ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: their base class.
 - ``causal_lm``: the policy; ``value_model``: critics and reward models.
 - ``attention``: the attention function registered with ``transformers``; ``varlen``: its kernels on GPUs.
-- ``packing``: the attention plan of training and prefill; ``tree``: the same, with common prefixes computed once.
+- ``packing``: the attention plan of training and prefill; ``tree``: a plan that computes common prefixes once.
 - ``recurrent``: linear-attention layers in packed calls; ``linear``: faster linear layers on CPUs.
-- ``token_logprobs``: log-probs from logits; ``chunked_head``: without the logits of many rows in memory at once.
-- ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges them; ``sharded_adapter``: with tensor parallelism.
+- ``token_logprobs``: log-probs from logits; ``chunked_head``: the output head, without all logits in memory at once.
+- ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges them; ``sharded_adapter``: LoRA with tensor parallelism.
 - ``routing``: routing replay for MoE models; ``routers``: finds the routers of a model.
 - ``stages``: models that hold only some of their layers, for pipeline parallelism.
 """

@@ -5,7 +5,7 @@
 Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so that a
 decode step costs the same as without an adapter: the sum of weights and adapter is computed when generation begins, and the
 original weights are restored afterwards. Merging in bf16 would round small updates away, and 4-bit weights cannot store the
-merged values. In both cases rollouts too run the adapter as a separate branch of its layer. With the adapter off, the same
+merged values. In both cases, and on GPUs, rollouts too run the adapter as a separate branch. With the adapter off, the same
 module is the reference policy.
 """
 
@@ -88,7 +88,7 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Additional size in bytes of the merged weights, while merged."""
+        """Size in bytes of the merged weights, which are in memory in addition to the original weights while merged."""
         weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -152,7 +152,7 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Unsharded tensors to save; None if the module's own tensors are not sharded. A collective call of all ranks."""
+        """Unsharded tensors to save; None if the module's own tensors are not sharded. All ranks must call it."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
@@ -161,7 +161,7 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call."""
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call it."""
         state = self.state()
         if not writes:
             return

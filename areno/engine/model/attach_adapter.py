@@ -146,8 +146,8 @@ def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
     unknown = [name for name in names if not any(full == name or full.endswith(f".{name}") for full in linear)]
     if unknown:
         raise UsageError(
-            f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; "
-            f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+            f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; its "
+            f"linear layers are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
         )
 
 
@@ -163,5 +163,5 @@ def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
         if len(shared) > 1:
             raise UsageError(
                 f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
-                "to only one of them; leave both out of the list"
+                "to only one of them; leave them out of the list"
             )

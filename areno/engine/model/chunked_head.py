@@ -1,8 +1,8 @@
 """Chunked output head, so that the logits of many rows are never in memory at once.
 
-On a CPU, chunks fit the caches. On a GPU, a chunk must be large enough to occupy the device. Gradients of the head are summed
-over chunks in fp32: with bf16 weights autograd would sum them in bf16, which loses more precision than the rest of the backward
-pass.
+On a CPU small chunks are efficient; on a GPU, a chunk must be large enough to occupy the device. Gradients of the head are
+summed over chunks in fp32: with bf16 weights autograd would sum them in bf16, which loses more precision than the rest of the
+backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence

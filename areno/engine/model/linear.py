@@ -1,10 +1,10 @@
 """Faster fp32 linear layers for CPUs where PyTorch picks a slow matrix product.
 
 On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs; oneDNN, which is also part of
-PyTorch, does. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN 440, with at least 256 rows, in the forward pass
+PyTorch, does. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN 440, for at least 256 rows, in the forward pass
 and in the gradient of the input. Weights are not repacked. Products with few rows use our own kernel
-(:mod:`areno.engine.kernels.row_product`), with AVX2 or AVX-512. On Intel CPUs that kernel is used only in output layers of a
-large vocabulary, whose weights MKL repacks for each product (64 rows on a Xeon with AVX-512: MKL 123 GFLOP/s, the kernel 263).
+(:mod:`areno.engine.kernels.row_product`), with AVX2 or AVX-512. On Intel CPUs that kernel is used only for output layers with
+a large vocabulary, whose weights MKL repacks for each product (64 rows on a Xeon with AVX-512: MKL 123 GFLOP/s, kernel 263).
 """
 
 import functools
@@ -40,7 +40,7 @@ def use_fast_products(module: nn.Module) -> None:
 def _gains(weight: Tensor, least: int) -> bool:
     """Whether :class:`FastLinear` is faster for a weight [O, C].
 
-    It is for every weight if ``least`` is 0, else for those with at least that many elements and far more outputs than inputs.
+    If ``least`` is 0, it is faster for every weight, else for those of at least that size with far more outputs than inputs.
     """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
@@ -63,7 +63,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether the CPU is an Intel; True if unknown, which keeps PyTorch's choice."""
+    """Whether the CPU is made by Intel; True if unknown, which keeps PyTorch's choice."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -115,8 +115,6 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _Product(torch.autograd.Function):
-    """The product and its three gradients."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         need_rows, need_weight, _ = ctx.needs_input_grad

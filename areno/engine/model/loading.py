@@ -1,8 +1,8 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
 Loading validates the engine against the model: two short random sequences run individually through the stock ``eager``
-attention, and packed through areno's plan. A model whose layers ignore the plan (an unknown recurrent mixer, a custom
-attention) is rejected here instead of training on leaking sequences.
+attention, and packed through areno's plan; the results must agree. A model whose layers ignore the plan (an unknown recurrent
+mixer, a custom attention) is rejected, because its packed sequences would leak into each other.
 """
 
 import logging
@@ -43,7 +43,7 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits relative to the largest one; rounding stays two orders of magnitude below."""
+    """Maximum difference of logits, relative to the largest logit; rounding stays two orders of magnitude below."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
@@ -257,7 +257,6 @@ def _config_of(path: str, options: LoadOptions) -> Any:
 
 
 def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | None:
-    """The layers of this rank's stage; None without a pipeline. UsageError: fewer layers than stages."""
     layout = options.peers.layout
     if layout.pp_size == 1:
         return None
@@ -311,7 +310,7 @@ def _build(
             path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **arguments
         )
     _refuse_random_weights(report, options.option, path)
-    # transformers leaves shards as views of full tensors, which they would keep in memory.
+    # transformers leaves shards as views, which would keep the full tensors in memory.
     for parameter in module.parameters() if tp_size > 1 else ():
         part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
         part.data = part.detach().clone()

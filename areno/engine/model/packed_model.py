@@ -15,10 +15,7 @@ from areno.engine.model.stages import StageLayers
 
 
 class Weights:
-    """Storage of the weights between passes; this class keeps them unsharded on this rank.
-
-    :mod:`areno.engine.parallel.fsdp` has a subclass that shards them across replicas.
-    """
+    """Storage of the weights between passes: unsharded here, sharded in :mod:`areno.engine.parallel.fsdp`."""
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
     whole: bool = True  # whether all weights are gathered on this rank
@@ -88,7 +85,7 @@ class PackedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all weights in the block; a collective call of all ranks."""
+        """Gather all weights in the block; all ranks must enter it."""
         before = self.weights.whole
         self.weights.gather()
         try:

@@ -1,8 +1,8 @@
 """Packed variable-length sequences: the attention plan of training and prefill.
 
 Sequences are concatenated into one row of T tokens and do not attend to each other. For attention they are padded in groups of
-similar length. A group grows as long as at most a fifth of its cells is padding, so one long sequence does not make short ones
-expensive. On a GPU with a variable-length kernel, nothing is padded.
+similar length. A group's padding is at most a fifth of its tokens, so one long sequence does not make short ones expensive. On
+a GPU with a variable-length kernel, nothing is padded.
 """
 
 import functools
@@ -59,7 +59,7 @@ class _Group:
     length: int
     rows: Tensor
     cells: Tensor
-    prefix: Tensor | None  # packed positions of their common prefix of S tokens, or None
+    prefix: Tensor | None  # packed positions of the common prefix of S tokens, or None
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...] with zeros after each sequence's end."""

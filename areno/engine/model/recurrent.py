@@ -115,7 +115,7 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> int:
-    """Make every gated delta net follow the attention plan; returns their number."""
+    """Make every gated delta net follow the attention plan; returns the number of these layers."""
     wrapped = 0
     for module in model.modules():
         if is_recurrent(module):

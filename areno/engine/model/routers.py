@@ -27,7 +27,7 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
-    """Make the routers of a model follow the routing of each pass; a collective call of all ranks of the model.
+    """Make the routers of a model follow the routing of each pass; all ranks of the model must call it.
 
     Raises: UsageError: the model has no routers. UnsupportedModelError: the choices of its routers cannot be recorded.
     """
@@ -96,7 +96,7 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(TorchFunctionMode):
-    """Observes the ``topk`` calls of a pass of an MoE layer, and the indices passed to its experts."""
+    """Observes, in a pass of an MoE layer, the ``topk`` calls and the indices passed to the experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -105,7 +105,6 @@ class _Probe(TorchFunctionMode):
         self._indices: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and note ``topk`` results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in TOPK:

@@ -2,11 +2,11 @@
 
 Rollout and training compute router scores with different kernels, and after an update with different weights. If two scores are
 close, training may choose other experts than the rollout, and the log-probs of training and rollout then differ by far more
-than rounding. Replaying the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The experts' weights
+than rounding. Replaying the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The routing weights
 still come from the router's current scores, so the router is trained.
 
 This module is model-agnostic: during the forward pass of an MoE layer, a :class:`Routing` replaces the result of its ``topk``
-over all experts; the model computes weights from scores. :mod:`areno.engine.model.routers` finds the MoE layers.
+over all experts, and the model computes the routing weights. :mod:`areno.engine.model.routers` finds the MoE layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Routers:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token of the recorded choices."""
+        """Size in bytes of the recorded choices per token."""
         return self.mixtures * self.each * self.kind.itemsize
 
 

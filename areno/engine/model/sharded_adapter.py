@@ -1,4 +1,4 @@
-"""Adapters of a model sharded across the ranks of a replica (tensor parallelism).
+"""Adapters of tensor-parallel models.
 
 An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated and B is sharded by rows; in a
 row-parallel layer, A is sharded by columns and B is replicated. The adapter's product is added before the layer's output is
@@ -27,7 +27,10 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class ShardedAdapter(Adapter):
-    """The adapter of a sharded module; all ranks must make the same calls. UsageError: a layer has an unsupported style."""
+    """The adapter of a sharded module; all ranks must make the same calls.
+
+    Raises UsageError: a layer has an unsupported style.
+    """
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         super().__init__(wrapped, may_merge=may_merge)
@@ -59,7 +62,7 @@ class ShardedAdapter(Adapter):
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Adapter.state`; every rank must call."""
+        """See :meth:`Adapter.state`."""
         named = self._wrapped.named_parameters()
         return {name: unsharded(local(p.detach()), p) for name, p in named if name in self._trained}
 
@@ -90,7 +93,7 @@ def as_if_unsharded(module: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
-    """Merge an unsharded adapter into a sharded module's weights, and return the module without it."""
+    """Merge an unsharded adapter into a sharded module's weights, and return the module without the adapter."""
     for name, layer, style in _sharded_layers(wrapped.get_base_model(), layers):
         _refuse_other_layers(name, layer, style)
     for layer in layers:

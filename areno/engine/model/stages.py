@@ -1,8 +1,8 @@
 """Pipeline stages: models with only some of their layers.
 
 A stage is an instance of the model's own class that has only the stage's layers, so ``transformers`` reads only their weights.
-Identity modules replace the others. The first stage has the embedding. The last one has the final norm and the output layer,
-and the embedding if it is tied to the output layer.
+Identity modules replace the layers of other stages. The first stage has the embedding. The last one has the final norm and the
+output layer, and the embedding if it is tied to the output layer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Absent(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         settings = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        self.__dict__.update(
-            settings | {"training": layer.training}
-        )  # the body may read them, such as the attention type
+        self.__dict__.update(settings | {"training": layer.training})  # the body may read the attention type
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the hidden states unchanged."""
@@ -65,7 +63,7 @@ class StageLayers:
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with the layers of one chunk, and the final norm if it is the last chunk; None omits layers and norm."""
+        """The body with the layers of chunk ``run`` and, in the last chunk, the final norm; None omits layers and norm."""
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
         partial._modules = dict(body._modules)
@@ -141,7 +139,7 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise UnsupportedModelError if the body changes hidden states before its first layer, as every stage would do so."""
+    """Raise UnsupportedModelError if the body changes hidden states before its first layer: every stage would repeat that."""
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())

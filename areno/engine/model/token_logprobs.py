@@ -26,7 +26,7 @@ class VocabularyShare:
     channel: Channel  # channel to the ranks with the other slices, in slice order
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather logits [N, total] from slices [N, width], without gradient; a collective call of all ranks."""
+        """Gather logits [N, total] from slices [N, width], without gradient; all ranks must call it."""
         mine = pad(logits.detach(), (0, self.longest - self.width))
         slices = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
         return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]

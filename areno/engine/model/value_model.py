@@ -1,7 +1,7 @@
 """Critics and reward models: a body, and a linear head applied to each token; if it has several outputs, the last is used.
 
-The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. Its head comes from the
-checkpoint, under any of the common names; without one, it is initialized to zero.
+The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. The head comes from the
+checkpoint, under any of the common names; if the checkpoint has none, the head is initialized to zero.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class ValueModel(PackedModel):
 
 
 def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
-    """Class of the sequence classifier of an architecture; created if ``transformers`` has none."""
+    """Sequence classifier class of an architecture; created if ``transformers`` has none."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]

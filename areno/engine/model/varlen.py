@@ -47,10 +47,8 @@ class VarlenKernel:
     ) -> Tensor:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
 
-        The last query of each sequence is at the position of its last key.
-
-        ``starts`` are the start of each sequence and the total, int32 [N + 1]; ``longest`` are the maximum lengths; both are
-        pairs, for queries and for keys.
+        The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of each
+        sequence and the total, int32 [N + 1], and ``longest`` the maximum length: for queries, and for keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -137,7 +135,7 @@ def _warn_once(reason: str) -> None:
 
 
 def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Test forward and backward of a kernel on a small case. Returns None if it is right, else the problem."""
+    """Test forward and backward of a kernel on a small case. Returns None if the kernel works, else the problem."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = (5, 40), (9, 40)
     shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))

@@ -2,7 +2,7 @@
 
 Processes:
 
-- ``group``: an engine on several ranks, with the interface of one; ``server``: the engine of one rank.
+- ``group``: an engine on several ranks, with the interface of an engine; ``server``: the engine of one rank.
 - ``workers``: starts, calls and ends worker processes; ``worker``: the program that one runs; ``messages``: what they send.
 - ``rendezvous``: how ranks find each other; ``lockstep``: rollout loops of ranks that share a model.
 

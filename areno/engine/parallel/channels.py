@@ -1,10 +1,10 @@
-"""Collectives among the ranks of a group; on the CPUs of one machine, those of gradients and weights use shared memory.
+"""Collectives among the ranks of a group; on the CPUs of one Linux machine, gradients and weights go through shared memory.
 
-With shared memory nothing is sent. Each rank accumulates into its own buffer, which the others can read. Then each rank reduces
-its shard over the buffers: its own entries first, then those of the others in rank order, so equal inputs give equal sums. One
-rank reduces each shard, so all ranks see the same result. Ranks wait for each other on gloo's sockets: waiting takes no
-processor time, and a rank that exits breaks the connection, which raises an error on the others. The memory is anonymous (see
-:mod:`areno.engine.parallel.segment`), so the system frees it even if a rank is killed.
+With shared memory nothing is sent. Each rank accumulates into its own buffer, which the others can read. Then each rank
+reduces its shard over the buffers: its own entries first, then those of the others in rank order, so equal inputs give equal
+sums. Only one rank reduces a shard, so all ranks see the same result. Ranks wait for each other on gloo's sockets: waiting
+takes no processor time, and a rank that exits breaks the connection, which raises an error on the others. The memory is
+anonymous (see :mod:`areno.engine.parallel.segment`), so Linux frees it even if a rank is killed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Channel:
         return {name: value.cpu() for name, value in values.items()}
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send the values of ``rank`` to rank 0; both ranks must call, with the same shape and dtype."""
+        """Send the values of ``rank`` to rank 0; both ranks must call it, with the same shape and dtype."""
         return values
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
@@ -159,7 +159,7 @@ class RankGroup(Channel):
         return values
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send the values of ``rank`` to rank 0; both ranks must call, with the same shape and dtype."""
+        """Send the values of ``rank`` to rank 0; both ranks must call it, with the same shape and dtype."""
         if self.rank:
             self.send(values.to(self._device).contiguous(), 0).wait()
             return values
@@ -295,7 +295,7 @@ def meet(
     Args:
         where: the rendezvous of the members.
         name: group name, used once.
-        rank: rank of this process; the group has ``size``.
+        rank, size: rank of this process, and number of members.
         device: device of the tensors that members send.
         patience: timeout of joining and of each collective.
         kind: class to create.

@@ -1,15 +1,15 @@
 """Context parallelism: the ranks of a replica divide the tokens of a pass, and in attention the heads ("Ulysses", Jacobs et al.
 2023, arXiv:2309.14509).
 
-Each rank computes embeddings, layers and output layer of a contiguous range of tokens. Attention needs all tokens of a
+Each rank computes embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens of a
 sequence: an all-to-all gives each rank all tokens of some heads, the rank attends as a single process would, and a second
-all-to-all reverses the exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is balanced.
-Each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
+all-to-all reverses the exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is
+balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
 
 If c does not divide the number of heads, keys and values are repeated and zero heads are added. More ranks than heads are
 wasteful.
 
-All ranks compute the same loss, from the predictions of all. So the gradient of a weight is the sum of the ranks' gradients.
+All ranks compute the same loss, from all ranks' predictions. So the gradient of a weight is the sum of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ContextPlan:
         self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
-        """Return this rank's n of values [T, ...], zero-padded after the last token."""
+        """Return this rank's part [n, ...] of values [T, ...], zero-padded after the last token."""
         part = values[self.first : self.first + self.count]
         missing = self.count - len(part)
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part

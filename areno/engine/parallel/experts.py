@@ -1,9 +1,9 @@
 """Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to them (Lepikhin et al. 2020,
 arXiv:2006.16668).
 
-Each of e ranks holds E / e experts of each MoE layer. In a pass it sends each token to the ranks that hold the token's experts,
-and receives their outputs (two all-to-alls). The module's own forward computes the experts, so this code is independent of the
-architecture. No token is dropped, however unbalanced the routing.
+Each of e ranks holds E / e experts of each MoE layer. In a pass a rank sends each of its tokens to the ranks that hold the
+token's experts, and receives the experts' outputs (two all-to-alls). The module's own forward computes the experts, so this
+code is independent of the architecture. No token is dropped, however unbalanced the routing.
 
 All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, and no
 tokens are sent.
@@ -50,7 +50,7 @@ class ExpertParallelExperts:
     """The experts of one MoE layer, sharded across a group.
 
     Args:
-        module: holds all experts; afterwards only this rank's.
+        module: holds all experts; afterwards only this rank's experts.
         mesh: has the axes ``ep`` and ``tp``.
         channel: collectives of the ranks that divide the experts.
     """
@@ -78,7 +78,7 @@ class ExpertParallelExperts:
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
     def gather(self) -> None:
-        """Gather all experts, after FSDP has unsharded them; every rank of the group must call."""
+        """Gather all experts, after FSDP has unsharded them; every rank of the group must call it."""
         self._gathered = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             mine = parameter.detach().to_local()
@@ -101,7 +101,7 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Outputs [T, C] of hidden [T, C], each routed to the experts chosen [T, K] with weights [T, K]."""
+        """Return outputs [T, C] for hidden [T, C], each routed to the experts chosen [T, K] with weights [T, K]."""
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]
@@ -127,8 +127,8 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     """Shard the experts of every MoE layer across a group.
 
     Raises:
-        UnsupportedModelError: there are none, or the group's size does not divide their number.
-        UsageError: they have adapters.
+        UnsupportedModelError: the model has no experts, or the group's size does not divide their number.
+        UsageError: the experts have adapters.
     """
     layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):

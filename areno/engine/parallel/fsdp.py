@@ -1,8 +1,8 @@
-"""Fully sharded weights (FSDP2, ZeRO stage 3): sharded across replicas, gathered for computation.
+"""Fully sharded weights (FSDP2, ZeRO stage 3): sharded across the ranks of a stage, gathered for computation.
 
 Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in forward and
-again in backward, and reduce-scatters its gradient. Rollouts, scoring and saves, which make many passes without a gradient,
-gather all weights once, in the compute dtype, and release them afterwards.
+again in backward, and reduce-scatters its gradient. Rollouts and scoring, which make many passes without a gradient, gather
+all weights once, in the compute dtype, and release them afterwards.
 
 Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """
@@ -34,7 +34,7 @@ REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class FullyShardedWeights(Weights):
-    """Weights of a model that are sharded across the replicas, whose ranks must have joined the default process group.
+    """A model's weights, sharded across the ranks of the default process group, which must have been joined.
 
     Args:
         module: the unsharded model; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
@@ -90,9 +90,9 @@ class FullyShardedWeights(Weights):
         self._root = cast(Any, module)
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
-            part.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
+            part.set_gradient_divide_factor(1.0)  # the loss is already normalized over the rows of all ranks
             part.set_force_sum_reduction_for_comms(True)
-            # An expert may get no token, and with a pipeline each backward pass uses one model chunk only.
+            # An expert may get no tokens, and with a pipeline each backward pass uses only one model chunk.
             if REDUCES_UNUSED:
                 part.set_reduce_scatter_unused_params(True, recurse=False)
         # FSDP takes the module whose forward runs first for the root, but body and head are called separately.
@@ -102,7 +102,7 @@ class FullyShardedWeights(Weights):
         self.release()
 
     def gather(self) -> None:
-        """Gather all weights, until :meth:`release`; every rank must call.
+        """Gather all weights, until :meth:`release`; every rank must call it.
 
         Removes FSDP's hooks while weights are gathered: they record every pass, and ranks whose passes differ in order would
         gather different layers in the next backward pass.
@@ -138,7 +138,7 @@ class FullyShardedWeights(Weights):
 def shard_over_replicas(
     model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
-    """Shard an unsharded model across the replicas; every rank must call, with the same model."""
+    """Shard an unsharded model, see :class:`FullyShardedWeights`; every rank must call it, with the same model."""
     model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 

@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that a replica works on."""
-
     request: Request
     replica: int
     future: Future[RolloutResult] = field(default_factory=Future)
@@ -55,7 +53,7 @@ class EngineGroup:
         path: checkpoint folder or hub id of the actor.
         config: configuration as for one rank; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one per rank; None: the CPU, or consecutive GPUs that start with the one of rank 0.
+        devices: one per rank; None: the CPU, or consecutive GPUs from rank 0's on.
         stall_s, processes, on_failure: see :class:`WorkerGroup`.
 
     Raises:
@@ -82,7 +80,7 @@ class EngineGroup:
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         self._lock = threading.Lock()
-        # With FSDP all ranks gather the weights before the first request: calls must not overtake each other.
+        # With FSDP all ranks gather the weights before a rollout's first request; the lock keeps all calls in one order.
         self._order = threading.Lock()
         self._gathered = not layout.fsdp
         self._pending: dict[int, _Pending] = {}
@@ -132,7 +130,7 @@ class EngineGroup:
         """Queue requests; return one future each. Raises EngineError if a rank has failed or a request cannot be served."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
-        # Reports errors at once that the ranks would raise later.
+        # Reports at once the errors that the ranks would raise later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
@@ -166,7 +164,7 @@ class EngineGroup:
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks; it may leave the weights sharded, so the next rollout gathers them again."""
+        """Call a method on all ranks; the method may release the weights, so the next rollout gathers them again."""
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)
@@ -210,7 +208,7 @@ class EngineGroup:
         self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; it returns the tokens sampled so far."""
+        """Abort one request; its future resolves to the tokens sampled so far."""
         with self._lock:
             matches = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
         for number, replica in matches:
@@ -222,7 +220,7 @@ class EngineGroup:
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of sequences decoded at once by all replicas; None restores the configured limit of each."""
+        """Limit the concurrent sequences of all replicas together; None restores each replica's configured limit."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
@@ -255,7 +253,7 @@ class EngineGroup:
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the records of all ranks, each of which has those of its rows; see :meth:`Engine.take_token_records`."""
+        """Merge the records of all ranks; see :meth:`Engine.take_token_records`."""
         parts = self.workers.call("engine.take_token_records")
         return {number: record for part in parts for number, record in part.items()}
 
@@ -267,11 +265,11 @@ class EngineGroup:
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Return the log-prob of each token of each row given its prefix; see :meth:`Engine.score_logprobs`."""
+        """See :meth:`Backend.score_logprobs`."""
         return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Return the value after each token of each row."""
+        """Per row, the value after each token."""
         return self._score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
@@ -299,7 +297,7 @@ class EngineGroup:
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not loaded yet, on all ranks."""
         self._all("engine.ensure_roles", dict(roles))
-        self._read_limits()  # their memory may have come from the cache
+        self._read_limits()  # the roles may have taken memory from the KV cache
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role."""
@@ -360,7 +358,10 @@ def open_engine(
     stall_s: float = STALL_S,
     processes: Processes | None = None,
 ) -> Backend:
-    """Load the engine of a layout; one rank runs in this process. For the arguments see :class:`EngineGroup`."""
+    """Load the engine of a layout. A single rank runs in this process, unless ``processes`` may be on other machines.
+
+    For the arguments see :class:`EngineGroup`.
+    """
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)
     return EngineGroup(path, config, layout, devices, stall_s, processes)

@@ -1,8 +1,9 @@
 """How the ranks of an engine divide a model and its work.
 
 Ranks form a grid with the axes pipeline, data, context, tensor; the last one varies fastest, so that ranks that communicate
-most are adjacent. A replica is a copy of the model: all ranks with the same index on the data axis. A stage is one part of the
-layers, in all replicas: all ranks with the same index on the pipeline axis.
+most are adjacent. The ranks with the same index on the data axis form a replica: they work on the same rows. Without FSDP each
+replica holds a copy of the model; with FSDP all replicas together hold one. The ranks with the same index on the pipeline axis
+form a stage: they have the same layers.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Layout:
     """Sizes of the axes.
 
     ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it only the optimizer state is
-    sharded. Layouts with context or expert parallelism always shard. The experts of an MoE layer are divided among ``ep_size``
-    of those ranks, and sharded across the rest.
+    sharded. Layouts with context or expert parallelism always use FSDP. Groups of ``ep_size`` of those ranks divide the
+    experts of an MoE layer; the ranks that have the same experts shard them.
 
     The layers are cut into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages in turn: with two chunks
     per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the first and the
     last chunk (embedding, output layer), counted in layers. With ``reshards``, layers that FSDP has gathered are freed between
-    forward and backward. ``units`` are the classes of modules that FSDP shards as units; if empty, decoder layers. ``offloads``
-    keeps shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
+    forward and backward. FSDP shards modules of the classes ``units`` as units; if empty, decoder layers. ``offloads`` keeps
+    shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
     """
 
     dp_size: int = 1
@@ -82,8 +83,8 @@ class Layout:
     def runs_of_layers(self, count: int) -> list[range]:
         """Divide ``count`` layers into model chunks; chunk i belongs to stage i % ``pp_size``.
 
-        Each chunk has at least one layer; every further layer goes to the chunk with the least work. Raises ValueError if there
-        are too few layers.
+        Each chunk has at least one layer; every further layer goes to the chunk with the least work. Raises ValueError if
+        there are too few layers.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:
@@ -119,7 +120,7 @@ class Layout:
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
-                f"fsdp with world_size={world_size}, tp_size={tp_size}: there is one replica, none to shard across; "
+                f"fsdp with world_size={world_size}, tp_size={tp_size}: one replica leaves nothing to shard across; "
                 f"use world_size={2 * tp_size} or more, or leave fsdp out"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

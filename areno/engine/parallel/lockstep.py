@@ -1,8 +1,8 @@
 """Rollout loops of a replica that is sharded across several ranks: the first rank leads, the others follow in lockstep.
 
 What a turn of a rollout loop does depends only on the requests. So before each turn the leader broadcasts new requests and
-cancellations, and all ranks then schedule, compute and sample identically. Each message carries a running sum of the sampled
-tokens, so a rank that diverges is detected at the next turn.
+cancellations, and all ranks then schedule, compute and sample identically. Each message carries the sum of all sampled token
+ids, so a rank that diverges is detected at the next turn.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ class _Message:
     arrived: list[tuple[int, Request]] = field(default_factory=list)
     cancel_all: bool = False
     cancelled: list[int] = field(default_factory=list)
-    sampled: int = 0  # sum of all tokens sampled so far
+    sampled: int = 0  # sum of all token ids sampled so far
     pause: bool = False  # all ranks pause before this turn until their weights have changed
     last: bool = False  # the loop ends
 
 
 class _Counting(RolloutLoop):
-    """A loop that sums the tokens it samples."""
+    """A loop that sums the token ids it samples."""
 
     sampled = 0
 

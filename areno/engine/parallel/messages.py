@@ -24,7 +24,7 @@ class Start:
     search_path: list[str]  # module search path, as in the starting process
     threads: int  # number of PyTorch threads
     sharing: int = 0
-    own_log: bool = False  # write log records to stderr too, which is a file
+    own_log: bool = False  # also write log records to stderr, which is then a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An unsolicited message of a worker."""
+    """An unsolicited message from a worker."""
 
     payload: Any
 

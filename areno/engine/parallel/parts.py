@@ -11,12 +11,12 @@ from torch.nn import functional
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, sharing memory."""
+    """Return this rank's shard, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard, even if backward has left an unsharded gradient or a pending sum."""
+    """Return the gradient of this rank's shard, even if backward has left it unsharded or as partial sums."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -30,7 +30,7 @@ def is_unsharded(tensor: Tensor) -> bool:
 
 
 def unsharded(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the shards of a tensor sharded like ``like``; every rank of the replica must call."""
+    """Gather the shards of a tensor sharded like ``like``; every rank of that tensor's mesh must call it."""
     if not isinstance(like, DTensor):
         return part
     mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
@@ -70,7 +70,7 @@ def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) 
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, sharded like ``like``."""
+    """Shard an unsharded tensor like ``like``, and return this rank's shard."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()

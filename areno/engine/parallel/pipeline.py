@@ -5,7 +5,7 @@ previous one, as soon as they are computed, while the sender continues with its 
 last stage computes the predictions and the loss.
 
 ``torch.distributed.pipelining`` is not used: it needs microbatches of one shape, and its process group must be part of the
-default one, which in areno is a stage.
+default one, which in areno covers at most one stage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Microbatch(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Attention over them."""
+        """Attention plan of the tokens."""
 
 
 class Plan(AttentionPlan, Protocol):
@@ -70,7 +70,7 @@ class Pipeline:
     def run(self, batches: Sequence[Microbatch], finish: Finish, backward: bool) -> None:
         """Pass microbatches forward through all stages, and with ``backward`` their gradients back.
 
-        The last stage calls ``finish`` with hidden states; with ``backward`` it returns a tensor to differentiate.
+        The last stage calls ``finish`` with hidden states; with ``backward``, ``finish`` returns a tensor to differentiate.
         """
         layout = self.peers.layout
         schedule = make_schedule(layout.pp_size, layout.pp_chunks, len(batches), backward)
@@ -98,7 +98,7 @@ class Pipeline:
             nonlocal gradient
             hidden = self.model.body(input, batch.plan.position_ids, batch.plan, run)
             if not is_last:
-                return hidden.clone() if hidden._is_view() else hidden  # FSDP warns of views
+                return hidden.clone() if hidden._is_view() else hidden  # FSDP warns about views
             finished = finish(index, hidden)
             output, gradient = finished if finished is not None else (hidden, None)
             return output
@@ -138,7 +138,7 @@ class _Inbox:
 
     link: Any
     stage: int
-    coming: deque[Action]  # the sender's further actions
+    coming: deque[Action]  # actions of the sender whose values have not been requested yet
     arrived: dict[Action, Tensor] = field(default_factory=dict)
     next: tuple[Action, Tensor, dist.Work] | None = None
 
@@ -202,7 +202,6 @@ class _Traffic:
         self._sent.append(_Sent(stage, self._numbers[stage][receiver], work, values))
 
     def finish(self) -> None:
-        """Wait for all sends."""
         for sent in self._sent:
             sent.work.wait()
         self._sent.clear()

@@ -1,8 +1,8 @@
 """A rank's place in the layout, and its communication groups.
 
-Without FSDP a rank's default process group is its replica, so that code that shards a model across "the world" shards it across
-the replica. With FSDP the default group is the stage; a device mesh defines its axes. All other groups are separate process
-groups.
+Without FSDP a rank's default process group is its tensor-parallel group, so that library code that shards a model across "the
+world" shards it across that group. With FSDP the default group is the stage; a device mesh defines its axes. All other groups
+are separate process groups.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from areno.engine.parallel.rendezvous import Rendezvous
 Links = dict[tuple[bool, int], RankGroup]
 """Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
 
-Keys are (whether it carries gradients, sending stage). Each direction has its own group, so that neither blocks the other,
-regardless of the order in which the two ranks use them.
+Keys are (whether the group carries gradients, sending stage). Each direction has its own group, so that neither blocks the
+other, regardless of the order in which the two ranks use them.
 """
 
 
@@ -39,7 +39,7 @@ class RankContext:
     experts: Channel = field(default_factory=Channel)  # the ranks that divide the experts of each MoE layer
     stage: Channel = field(default_factory=Channel)  # all ranks with the same layers; only with FSDP
     pipeline: Channel = field(default_factory=Channel)  # ranks with the same place in all stages
-    ends: Channel = field(default_factory=Channel)  # the same place in the first and the last stage
+    ends: Channel = field(default_factory=Channel)  # ranks with the same place in the first and the last stage
     links: Links = field(default_factory=dict, hash=False)  # point-to-point groups between neighboring stages
 
     @property
@@ -84,12 +84,12 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of the data shard: the replica, subdivided by context parallelism for work that needs no full rows."""
+        """Index of this rank's share when the data and context axes together divide rows, as in scoring."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from disk: all do, unless one reads for its stage."""
+        """Whether this rank reads weights from disk; with ``reads_once``, only the first rank of each stage does."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
@@ -133,7 +133,7 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
         data=group(f"data-{place.stage}-{place.context}-{place.tensor}", place.replica, layout.dp_size, kind=across),
         context=group(f"context-{place.stage}-{place.replica}-{place.tensor}", place.context, layout.cp_size),
         tensor=group(f"tensor-{line}", place.tensor, layout.tp_size),
-        # Used from another thread, so never on the device, whose collectives must keep one order.
+        # The rollout thread uses this group, so its tensors stay on the CPU: collectives on a device must keep one order.
         turns=group(f"turns-{line}", place.tensor, layout.tp_size, torch.device("cpu")),
         experts=group(f"experts-{place.stage}-{shard}-{place.tensor}", expert, layout.ep_size),
         stage=stage,

@@ -1,7 +1,7 @@
 """Pipeline schedules: which stage computes what, in which order.
 
-After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations held. With one
-model chunk per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks it is interleaved 1F1B
+After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations in memory. With
+one model chunk per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks it is interleaved 1F1B
 (Narayanan et al. 2021, arXiv:2104.04473), which divides the bubble by the number of chunks.
 """
 

@@ -62,7 +62,7 @@ class EngineServer:
     # -- at once, on the leaders of replicas -------------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue requests by number; requests whose number is in ``heard`` send every token."""
+        """Queue requests by number; for numbers in ``heard``, every token is sent as an event."""
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()
@@ -106,7 +106,7 @@ class EngineServer:
         temperatures: Sequence[float] | None,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's rows; return (row index, result) on the one rank of each data shard that reports them."""
+        """Score this rank's rows; return pairs (row index, result), or an empty list if another rank reports them."""
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]

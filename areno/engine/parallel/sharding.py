@@ -24,7 +24,7 @@ from areno.engine.parallel.parts import local, unsharded
 from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UnsupportedModelError
 
-# Styles of an output head that gathers the ranks' logits.
+# Plan styles with which an output head gathers the ranks' logits.
 _GATHERS = ("colwise_gather_output", "colwise_rep")
 # A style that all-reduces the accumulated gradient after every backward pass: wrong from the second microbatch on.
 _SUMS_GRADIENT = "replicated_with_grad_allreduce"
@@ -42,7 +42,7 @@ def distributed_config(
     """Return the ``transformers`` configuration that shards a model.
 
     Parameters whose gradients the plan would sum in a hook stay unsharded, and :func:`partial_names` tells the optimizer to
-    sum them once. Logits that the plan would gather stay sharded: see :func:`vocabulary_share`.
+    sum these gradients once. Logits that the plan would gather stay sharded: see :func:`vocabulary_share`.
 
     Args:
         config: model configuration.
@@ -51,7 +51,7 @@ def distributed_config(
         option: name of the option that set the checkpoint ``path``, for error messages.
 
     Raises:
-        UnsupportedModelError: the architecture has no plan, or its heads do not divide.
+        UnsupportedModelError: the architecture has no plan, the ranks cannot divide its heads, or ``transformers`` is too old.
     """
     text: Any = config.get_text_config()
     tp_size = layout.tp_size
@@ -115,7 +115,7 @@ def style_of(module: Any, name: str) -> str | None:
 def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -> None:
     """Write a model in Hugging Face format, gathering it tensor by tensor on the first rank.
 
-    Every rank that holds a shard must call.
+    Every rank that holds a shard must call it.
     """
     weights: dict[str, Tensor] = {}
     kept: dict[int, Tensor] = {}  # tied weights are written once

@@ -1,7 +1,7 @@
 """One worker process: ``python -m areno.engine.parallel.worker``, started by :class:`WorkerGroup`.
 
-It creates the object that its first message describes, and calls its methods one after the other. A separate thread sends a
-heartbeat every second. The process exits when the one that started it does.
+It creates the object that its first message describes, and calls the object's methods one after the other. A separate thread
+sends a heartbeat every second. The process exits when the one that started it does.
 """
 
 import faulthandler
@@ -39,7 +39,6 @@ class _Worker:
         self._target: Any = None
 
     def run(self) -> None:
-        """Serve calls until told to end."""
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         start: Start = loads(self._frames.receive())
@@ -97,7 +96,7 @@ class _Worker:
     def _beat(self) -> None:
         steps, before = 0, (0.0, 0)
         while True:
-            now = time.process_time() - time.thread_time(), _io_bytes()  # without this thread's
+            now = time.process_time() - time.thread_time(), _io_bytes()  # without the time of this thread
             # During startup any computation or I/O counts as progress.
             if now[0] - before[0] > _WORKING_SHARE * BEAT_S or now[1] - before[1] > _WORKING_BYTES:
                 steps += 1
@@ -143,7 +142,7 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Make CPU collectives use the interface of this connection."""
+    """Make CPU collectives use the network interface of this connection."""
     address = connection.socket.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))

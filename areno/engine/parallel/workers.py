@@ -27,8 +27,8 @@ from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
-# Processes send a beat every second. A process fails after a silence of STOPPED_S if a signal has stopped it (SIGSTOP), else of
-# SILENCE_S: an import or an overloaded machine may delay a beat.
+# Processes send a beat every second. A process has failed after a silence of STOPPED_S if a signal has stopped it (SIGSTOP),
+# else after SILENCE_S, because an import or an overloaded machine may delay a beat.
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
 # Time for the other ranks to fail after the first one; time for an orderly end; time to write stacks.
@@ -46,7 +46,7 @@ class _Rank:
     rank: int
     process: RunningTask
     frames: Frames
-    node: str = ""  # the process's machine, if that may be another one
+    node: str = ""  # the process's machine, if it may be another than this one
     waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
@@ -60,7 +60,7 @@ class Processes:
     """How the processes of a group are started.
 
     Attributes:
-        name: prefix of their log lines, such as ``rollout 1``; with a name, only warnings reach the starter's log.
+        name: prefix of their log lines, such as ``rollout 1``; with a name, only warnings and errors reach the starter's log.
         launcher: starts the processes as workers of ``role``, numbered from ``first``; None starts them on this machine.
     """
 
@@ -75,7 +75,7 @@ class Processes:
 
     @property
     def names(self) -> Names | None:
-        """The name registry; None if all are on this machine."""
+        """The name registry; None if all processes are on this machine."""
         return None if self.launcher is None else self.launcher.names
 
 
@@ -86,7 +86,7 @@ class WorkerGroup:
         makers: one per rank: creates the rank's object, given a function that sends events; sent with ``cloudpickle``.
         on_event: receives the rank and payload of each event, in the group's own thread.
         on_failure: called once when the group fails.
-        busy: whether a rank has work besides calls, such as a request that it generates for.
+        busy: whether a rank has work other than calls, such as a generation request.
         stall_s: a rank with work fails after this long without progress.
 
     Raises:
@@ -239,7 +239,7 @@ class WorkerGroup:
     def _watch(self) -> None:
         try:
             self._watch_ranks()
-        except Exception as error:  # without this thread every call would wait for ever
+        except Exception as error:  # without this thread every call would wait forever
             failure = EngineError(f"the worker processes can no longer be watched: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
@@ -311,7 +311,7 @@ class WorkerGroup:
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
-                if rank.node and not self._closing:  # its connection may outlive it
+                if rank.node and not self._closing:  # the connection may outlive the process
                     self._ended(rank)
                 continue
             silent = now - rank.heard
@@ -332,7 +332,7 @@ class WorkerGroup:
                 self._fail(
                     EngineError(
                         f"{self._named(rank)} has made no progress for {now - rank.moved:.0f} s in {_last(rank)}; "
-                        f"--stall-timeout sets how long that may be; the stacks of all ranks are in "
+                        f"--stall-timeout sets the limit; the stacks of all ranks are in "
                         f"{self._processes.log_file or 'the error output'}"
                     )
                 )
@@ -387,7 +387,6 @@ class WorkerGroup:
 
 
 def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
-    """Start processes that import nothing of the calling program."""
     launcher = processes.launcher or LocalLauncher()
     far = processes.names is not None
     tasks = [

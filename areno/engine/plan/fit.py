@@ -1,4 +1,4 @@
-"""``areno plan --fit``: the layouts with which a model fits on a number of devices, sorted by estimated speed."""
+"""``areno plan --fit``: the layouts in which a model fits on a number of devices, sorted by estimated speed."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
-        "GiB held: memory of the fullest device. GiB sent (per device), waiting and seconds are of one optimizer step.",
-        "Layouts of megatron: keep whole weights on every replica.",
+        "GiB held: memory of the fullest device. GiB sent (per device), waiting and seconds are for one optimizer step.",
+        "Layouts that begin with megatron: keep the full weights on every replica.",
     ]
     if options.tried:
         lines.append("Measured on this machine with random tokens; memory includes the whole process.")

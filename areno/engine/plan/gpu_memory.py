@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Share of the free memory for fragmentation and libraries.
+# Share of the free memory that is left for fragmentation and libraries.
 _UNPLANNED = 0.05
 _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 

@@ -1,8 +1,7 @@
-"""Estimates from the sizes of a model how many bytes each rank of a training layout holds, and sends per step.
+"""Estimates from a model's sizes how many bytes each rank of a training layout holds, and how many it sends per step.
 
-These are closed-form estimates, for ``areno plan --fit`` and for sharded weights.
-:mod:`areno.engine.plan.memory_plan` is exact, but does not support sharded weights. The terms are explained in
-``docs/layouts.md``.
+These are closed-form estimates, for ``areno plan --fit`` and for sharded weights; ``docs/layouts.md`` explains the terms.
+:mod:`areno.engine.plan.memory_plan` runs the engine's code on shapes instead, but does not support sharded weights.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """Sum over all purposes."""
         return self.weights + self.moments + self.gradients + self.gathered + self.activations
 
 
@@ -124,7 +123,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
         weights, gradients, gathered = b * own + masters, MASTER * own, 0
         moments = kept * own // layout.dp_size
     else:
-        # Experts are divided among ep_size ranks and sharded across the rest: the bytes per rank stay the same.
+        # Expert parallelism does not change the bytes per rank: FSDP shards the experts across fewer ranks.
         own = (dense + experts) // (t * layout.shards)
         weights, gradients, moments = MASTER * own, MASTER * own, kept * own
         layer = (model.layer + model.experts // layout.ep_size) // t
@@ -148,10 +147,7 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Maximum number of in-flight forward passes of a stage, counted per model chunk.
-
-    As in :func:`areno.engine.parallel.schedule.make_schedule`.
-    """
+    """Maximum number of in-flight forward passes of a stage, counted per model chunk, as in :func:`make_schedule`."""
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
@@ -198,7 +194,7 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step. Tensor, context and expert communication adds to it; the rest overlaps with compute."""
+    """Estimate the duration of a step. Only data and pipeline communication overlaps with compute."""
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -212,7 +208,7 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """The share that the other ranks hold."""
+    """Share that one of ``size`` ranks does not hold itself."""
     return (size - 1) / size
 
 

@@ -22,7 +22,7 @@ _LONGEST = 2048  # maximum tokens of a row
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """Settings of a trial. Rows have equal lengths; their second half is the response. ``meter`` returns a byte counter."""
+    """Settings of a trial. Rows have equal lengths, and the second half of each is the response. ``meter`` counts bytes."""
 
     path: str
     tokens: int  # per microbatch

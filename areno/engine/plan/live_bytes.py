@@ -52,7 +52,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count the storages that it creates."""
         if func is _DEVICE:  # by far the most frequent operation; creates nothing
             return func(*args)
         inputs = {id(x.untyped_storage()) for x in _tensors((args, (kwargs or {}).values()))}

@@ -1,7 +1,7 @@
 """The tensor-parallel shard of a model on one rank, as shapes, split according to ``transformers``' tensor-parallel plan.
 
-The model's code then runs on the shard: the numbers of heads and the MLP width follow from the weights. Collectives do not
-change sizes and need no emulation, except for outputs that are gathered.
+The model's code then runs on the shard: the numbers of heads and the MLP width follow from the weights. Most collectives do
+not change sizes and need no emulation; those that gather or split tensors are emulated.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """The full logits [N, V] for a sampler, if each rank has computed only some columns."""
+    """Return logits of the full size [N, V] for a sampler, even if a rank computes only some columns."""
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 

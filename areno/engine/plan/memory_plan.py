@@ -29,7 +29,7 @@ PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "a
 
 # Code, tables and threads of model and tokenizer, beyond importing areno; measured.
 _PROCESS = 64 * 2**20
-# Private pages of PyTorch and transformers of a rank's process; measured.
+# Private pages of PyTorch and transformers in a rank's process; measured.
 RANK = 320 * 2**20
 
 
@@ -154,7 +154,6 @@ class _Planner:
         return Need(moments, first, second, decode)
 
     def plan(self) -> MemoryPlan:
-        """All phases."""
         generated = self._rollout() if self.sizes.generates else None
         cache = 0 if generated is None else generated.cache
         between = cache if self.config.keep_rollout_state else 0
@@ -193,7 +192,7 @@ class _Planner:
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
         # File headers and untied copies are negligible: only another dtype makes the sizes differ this much.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
-        # A rank writes its share of the common weights from its private copy.
+        # A rank writes its share of the common weights to shared memory from its private copy.
         moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
         return self._phase("load", activations=max([moved, *(size // self.sizes.layout.tp_size for size in converted)]))
 

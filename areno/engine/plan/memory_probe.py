@@ -1,7 +1,7 @@
 """Free memory, and current and peak use of this process.
 
-The figures come from PyTorch's allocator on a GPU and from the kernel on a CPU. On Linux the high-water mark of the resident
-set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
+The figures come from PyTorch's allocator on a GPU and from the operating system on a CPU. On Linux the high-water mark of the
+resident set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
 """
 
 import gc
@@ -23,7 +23,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device; for a CPU, the kernel's available memory, bounded by the control group's limit."""
+    """Free memory of a device; for a CPU, what the system reports as available, bounded by the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_bytes()

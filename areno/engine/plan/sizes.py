@@ -97,7 +97,7 @@ class Sizes(ABC):
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Number of trained tokens of each row, at most: everything but the prompt, which has at least one token."""
+        """Maximum number of trained tokens of each row: all but the prompt, which has at least one token."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
@@ -199,7 +199,6 @@ class RunSizes(Sizes):
 
 
 def _adapter(run: TrainOptions) -> AdapterOptions | None:
-    """The adapter that is trained instead of the weights, if any."""
     if not run.uses_lora:
         return None
     rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))

@@ -334,7 +334,7 @@ class _StubChannel(Channel):
 
 
 class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Releases the tensors that autograd saves in the block, and appends their bytes to ``sizes``."""
+    """Releases the tensors that autograd saves in the block, and appends their sizes in bytes to ``sizes``."""
 
     def __init__(self, sizes: list[int]) -> None:
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -68,8 +68,6 @@ class _Search(NamedTuple):
 
 @dataclass(slots=True)
 class _Tuner:
-    """A tuning run; see :func:`tune_sizes`."""
-
     engine: Backend
     options: TrainOptions
     loss_fn: LossFn
@@ -80,7 +78,6 @@ class _Tuner:
     states: int = 0
 
     def run(self) -> TrainOptions:
-        """Search for the rollout size, then for the training sizes."""
         if "drop_rollout_state" not in self.options.explicit:
             self.options = dataclasses.replace(self.options, drop_rollout_state=True)
         explicit = self.options.kv_cache_tokens
@@ -163,7 +160,6 @@ class _Tuner:
             )
 
     def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
-        """Whether a size fits according to the plan and a trial."""
         candidate = dataclasses.replace(planned, **{search.name: value})  # type: ignore[arg-type]
         plan = make_plan(candidate, self.limit)
         expected, absent = self.held + max(self._more(plan, phase) for phase in search.phases), self._absent(plan)

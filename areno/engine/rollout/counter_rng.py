@@ -20,7 +20,7 @@ _LOW_64 = 2**64 - 1
 
 
 def _mix(x: Ints) -> Ints:
-    """The splitmix64 finaliser (Steele et al. 2014): a bijection on 64 bits whose output looks random."""
+    """The splitmix64 finalizer (Steele et al. 2014): a bijection on 64 bits whose output looks random."""
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return x ^ _shifted(x, 31)

@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 
 
 class SharedPrefixes:
-    """For each row, the first row with the same prefix (its leader) and the length of that prefix.
+    """For each row, the first row with the same prefix (the row's leader), and the prefix length.
 
     Every slot holds its own copy of its prefix, so samples can join and leave freely, and attention may read any copy. Rows of
     the same prefill share its columns; rows without a prefill share nothing.

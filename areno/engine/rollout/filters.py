@@ -33,7 +33,7 @@ class Filters:
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """Weights [R, V] with filtered tokens set to 0; expects the largest weight of each row to be 1."""
+        """Return weights [R, V] with filtered tokens set to 0."""
         kept = self._keep_largest(weights) if self._any_rank else weights
         if self._any_floor:
             kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
@@ -65,7 +65,7 @@ class Filters:
         before = mass - values
         inside = (before < (self._top_p * total)[:, None]) & (rank < limits[:, None])
         count = inside.sum(-1)
-        # All candidates are in the nucleus, so it may extend beyond them: one more than their number requests a wider search.
+        # If all candidates are in the nucleus, it may extend beyond them: a count of one more requests a wider search.
         open_end = (count == values.shape[1]) & (limits > values.shape[1])
         count = torch.where(open_end, values.shape[1] + 1, count)
         return torch.where(self._top_p < 1, count, limits)

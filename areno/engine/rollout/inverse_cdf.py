@@ -21,7 +21,7 @@ def draw(weights: Tensor, sums: Tensor, u: Tensor) -> Tensor:
 
     Args:
         weights: non-negative [B, blocks, size]; 0 where a token is excluded.
-        sums: their sums [B, blocks], float64.
+        sums: sum of the weights of each block [B, blocks], float64.
         u: uniform numbers in [0, 1), float64 [B].
 
     Returns:

@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
 Requests arrive at any time and are answered through futures. Each turn admits waiting sequences, prefills a bounded number of
-tokens, and decodes one token per running sequence, so a long prompt never stalls the others. An error in the loop fails all
-pending requests with its cause.
+tokens, and decodes one token per running sequence, so a long prompt never stalls running sequences. If the loop raises an
+error, all pending requests fail, with that error as the cause.
 """
 
 import atexit
@@ -40,7 +40,7 @@ from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
-# Prompt tokens per prefill call: when idle, and between decode steps (on GPUs short calls cost as much as long ones).
+# Prompt tokens per prefill call: if nothing decodes, and between decode steps. On GPUs short calls cost as much as long ones.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 
@@ -58,7 +58,7 @@ class RolloutLoop:
         decode_mode, builds: whether decode steps may be compiled, and whether by this process; see :class:`DecodeSwitch`.
         speculate: maximum draft tokens, see :mod:`speculation`; 0 turns speculative decoding off.
         prefix_tokens: size of the prefix cache in tokens; 0 turns it off.
-        records: the model's routers, if their choices are to be recorded; on a CPU this forces eager decoding. None: not.
+        records: the routers whose choices are recorded, for which a CPU must decode eagerly; None records nothing.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -103,7 +103,7 @@ class RolloutLoop:
         self._busy = self._cancel = False
         self._cancelled: list[SampleGroup] = []
         self._thread: threading.Thread | None = None
-        release_workers()  # started by loading the model
+        release_workers()  # loading the model has started them
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
@@ -111,11 +111,11 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has died, or a request is invalid; no request is queued then.
+            EngineError: the loop has died, or a request is invalid; either way no request is queued.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
-        release_workers()  # raised to the caller, who will most likely wait
+        release_workers()  # this thread will most likely wait now
         with self._wake:
             self._check_alive()
             self._start()
@@ -125,7 +125,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request at the next step: its partial output is returned, with ``finish_reason`` "abort"."""
+        """Abort one request before the next turn; samples that are not finished get ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -182,7 +182,7 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """Bind a compiled step to the model's current weights, so that the former ones can be freed."""
+        """If idle, bind a compiled step to the model's current weights, so that the former ones can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -277,7 +277,6 @@ class RolloutLoop:
         return bool(self._incoming or self._closing or self._pause.wanted)
 
     def _take_commands(self) -> LoopCommands:
-        """Take the commands issued by other threads since the last turn."""
         cancelled = [group for group in self._cancelled if group.future in self._open]
         pause = self._pause.wanted and not self._pause.agreed
         commands = LoopCommands(self._incoming, self._cancel, cancelled, pause)
@@ -304,7 +303,6 @@ class RolloutLoop:
             group.future.set_exception(failure)
 
     def _turn(self) -> None:
-        """Prefill admitted sequences, then decode one token per running sequence."""
         self._prefill_some()
         self._make_room()
         if self.scheduler.running:
@@ -315,7 +313,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill everything that fits if no sequence is running, else a bounded number of tokens."""
+        """If no sequence is running, prefill everything that fits, else a bounded number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
@@ -396,7 +394,6 @@ class RolloutLoop:
         self._take(members, draw(logits[self._upload(owner)], [len(s.output) for s in members]))
 
     def _step(self) -> None:
-        """Decode one token per running sequence, plus accepted draft tokens."""
         running = self.scheduler.running
         self._reserve()
         drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []

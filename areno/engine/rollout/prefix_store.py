@@ -38,7 +38,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Sequence[int], version: int) -> Hit | None:
-        """Return the longest cached proper prefix of a context in whole blocks, or None."""
+        """Return a context's longest cached proper prefix of whole blocks, or None."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0

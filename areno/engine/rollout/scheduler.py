@@ -117,7 +117,6 @@ class Scheduler:
             self._take_slot(self.chunked_prefill.members)
 
     def _take_slot(self, members: list[Sequence]) -> None:
-        """Move the queue's head to ``members`` and give it a slot."""
         sequence = self.waiting.popleft()
         sequence.slot = self.held()
         members.append(sequence)

@@ -22,9 +22,9 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 
 Snapshot = dict[int, tuple[Tensor, Tensor]]
 
-# Matrix products round differently at some small row counts; with multiples of 8, a row does not depend on the others.
+# Matrix products round differently at some small row counts; with multiples of 8, a row's result does not depend on the count.
 ROW_STEP = 8
-# Attention reads a multiple of this many columns. A smaller number wastes less; from 8 on, results do not depend on it.
+# Attention reads a multiple of this number of columns. A smaller number wastes less; from 8 on, it does not affect results.
 READ_STEP = 16
 
 
@@ -46,7 +46,7 @@ class LayerShape:
 class KVCache(ABC):
     """Keys, values and recurrent states of the live sequences, in slots or in pages.
 
-    Layers allocate on first use, when the number and size of their heads are known.
+    A layer's memory is allocated on first use, when the number and size of its heads are known.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -56,7 +56,7 @@ class KVCache(ABC):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.states = SlotStates(0)
-        self.records: Routers | None = None  # the expert choices are cached as additional layers
+        self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
         """Return a routing that records expert choices through ``write(layer, keys, values)``; None if recording is off."""
@@ -71,7 +71,7 @@ class KVCache(ABC):
         return Recording(record)
 
     def routed(self, slot: int, length: int) -> Tensor:
-        """Recorded expert choices of the first tokens of a slot [length, MoE layers, K]."""
+        """Recorded expert choices [length, MoE layers, K] of a slot's first tokens."""
         assert self.records is not None
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
@@ -294,9 +294,9 @@ class DecodePlan:
 
     @classmethod
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
-        """The plan of a step of the first slots, padded to a multiple of :data:`ROW_STEP`.
+        """Plan a step over the first slots, padded to a multiple of :data:`ROW_STEP`.
 
-        Padding rows may overlap slots that are being prefilled: they write to the unused last column.
+        The slots of padding rows may be in use by a prefill, so padding rows write to the unused last column.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)

@@ -1,9 +1,9 @@
 """Speculative decoding by prompt lookup.
 
-The draft of a sample is what followed the last occurrence of its latest n-gram; one forward pass gives the distribution after
-each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted up to
-the first that differs from its sample. So the output has the same tokens as without speculation, not only the same
-distribution.
+A sample's draft is the text that followed the last occurrence of its latest n-gram; one forward pass gives the distribution
+after each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted
+up to the first that differs from the token sampled in its place. So the output has the same tokens as without speculation, not
+only the same distribution.
 """
 
 from collections.abc import Sequence as Seq
@@ -50,7 +50,7 @@ class VerifyPlan(DecodePlan):
 
     Attributes:
         tokens: ids to feed, padding included [rows * W].
-        cells: indices of the tokens after which to sample.
+        cells: indices of the fed tokens after which to sample.
         members: sequence of each cell.
         counters: index of the token that each cell samples.
     """

@@ -1,8 +1,8 @@
 """Choose the thread count of each rollout call.
 
-A decode step of a small model is hundreds of small operations, for which a second thread costs more than it gains. The rule
-compares the work of an average matrix product with a threshold, so it depends on model and batch only. Above the threshold the
-process's thread count applies (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model is hundreds of small operations, for which a second thread costs more than it gains. So a call
+runs on one thread if the work of an average matrix product, which depends on model and batch only, is below a threshold, else
+on the threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch

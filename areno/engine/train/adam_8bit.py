@@ -201,7 +201,7 @@ def is_quantised(count: int) -> bool:
 
 
 def state_bytes(count: int, quantised: bool | None = None) -> int:
-    """Size in bytes of both moments of ``count`` numbers; for part of a tensor, ``quantised`` must be set."""
+    """Size in bytes of both moments of ``count`` numbers, in 8 bits if ``quantised``; None: if a tensor of this size is."""
     if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)

@@ -19,7 +19,7 @@ WORKING_BYTES = 16 * _CHUNK
 
 
 class AdamBf16(torch.optim.Optimizer):
-    """AdamW with bf16 moments over contiguous fp32 tensors; its state has the names of :class:`torch.optim.AdamW`."""
+    """AdamW with bf16 moments over contiguous fp32 tensors; its state has the keys of :class:`torch.optim.AdamW`."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class PackedBatch:
     """One microbatch on its device."""
 
     tokens: Tensor  # packed token ids [T]
-    plan: PackedPlan  # their attention plan: concatenated sequences, or a tree of sequences with common prefixes
+    plan: PackedPlan  # the tokens' attention plan: concatenated sequences, or a tree of sequences with common prefixes
     scored: Tensor  # indices on the action axis [A] of the actions whose log-probs are needed
     sources: Tensor  # packed position that predicts each scored action
     targets: Tensor  # token to predict for each scored action
@@ -47,8 +47,8 @@ def pack_rows(
 ) -> PackedBatch:
     """Concatenate rows into a microbatch; with ``tree``, common prefixes are packed once if that saves a tenth of the tokens.
 
-    The loss receives the same data either way; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. ``routers``:
-    the model's routers, which then replay the recorded choices of the rows; ``count`` counts them.
+    The loss receives the same data either way; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. If given,
+    ``routers`` replay the rows' recorded expert choices, and ``count`` counts these.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -115,7 +115,7 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """Raise ValueError unless all rows have the same per-token lists: invented zeros would be trained on."""
+    """Raise ValueError unless all rows have the same per-token lists: training would use zeros for missing ones."""
     for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
@@ -123,7 +123,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Number of units in some rows that a loss averages over: tokens, sequences or pairs."""
+    """Number of units in ``rows`` over which a loss averages: tokens, sequences or pairs."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

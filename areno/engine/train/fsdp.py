@@ -1,8 +1,8 @@
 """AdamW over fully sharded weights (FSDP2): each rank updates its shard of every tensor.
 
-The shards are the fp32 master weights. Each backward pass already reduces their gradients over the replicas; weights are not
-gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout resumes
-from them.
+The shards are the fp32 master weights. Each backward pass already reduces their gradients over the ranks; weights are not
+gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout can
+resume from them.
 """
 
 import math
@@ -49,9 +49,8 @@ class FullyShardedAdamW(Optimizer):
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(self._master(parameter)) for parameter in self._parameters]
         meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
-        self._device = torch.device(
-            meshes[0] if meshes else "cpu"
-        )  # device for collectives, even if shards are in host memory
+        # Device for collectives, even if shards are in host memory.
+        self._device = torch.device(meshes[0] if meshes else "cpu")
         self._rounded = dtype != torch.float32
         self._adam = make_adam(self._groups(), config)
 
@@ -118,13 +117,13 @@ class FullyShardedAdamW(Optimizer):
                 local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
-        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
+        """See :meth:`Optimizer.state_bytes`."""
         count = sum(p.numel() for p in self._parameters)
         moments = 8 * count if self.config.adam_8bit else self.config.moment_bytes(count)
         return moments + (4 * count if self._rounded else 0)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's shards (the master weights) and, unless excluded, their moments."""
+        """Return the size in bytes of this rank's shards (the master weights) and, with ``moments``, their moments."""
         count = sum(share.numel() for share in self._shares)
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 

@@ -1,7 +1,7 @@
 """The loss scale of fp16 training: as large as the gradients allow, so that small gradients do not underflow to zero.
 
-An optimizer step whose gradient is not finite is skipped. After ``hysteresis`` skipped steps the scale is halved; after
-``window`` consecutive steps with a finite gradient it is doubled, as in Megatron.
+An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later one halve the
+scale; ``window`` consecutive steps with a finite gradient double it and reset the count of skipped steps, as in Megatron.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class MicroBatching:
     n_mbs: int | None = 1  # minimum number of microbatches; without ``max_tokens_per_mb`` the exact number
     granularity: int = 1  # this many adjacent rows stay together (a block)
     max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
-    n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is one
+    n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is a microbatch
     packing_algorithm: Literal["ffd", "kk"] = "ffd"  # ``ffd`` or ``kk``
     tree: bool = False  # common prefixes are computed once, and count once in ``max_tokens_per_mb``
 
@@ -44,7 +44,7 @@ class MicroBatching:
         """Raise ValueError if the number of rows is not a multiple of the granularity."""
         if rows % self.granularity:
             raise ValueError(
-                f"mb_spec.granularity {self.granularity} does not divide {rows} rows; use a divisor of their number"
+                f"mb_spec.granularity {self.granularity} does not divide the number of rows, {rows}; use one that does"
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -1,8 +1,9 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights and moments are fp32. If the model computes in fp32, the master weights are the weights themselves. If it
-computes in bf16, they are a second copy: gradients of microbatches are summed in fp32, and each step rounds the master weights
-into the model. So a learning rate of 1e-6 still changes the policy; with bf16 weights alone, rounding would undo the update.
+Master weights are fp32. If the model computes in fp32, the master weights are the weights themselves. If it computes in bf16,
+they are a second copy: gradients of microbatches are summed in fp32, and each step updates the master weights and copies them
+to the model, rounded to bf16. So a learning rate of 1e-6 still changes the policy; with bf16 weights alone, rounding would
+undo the update.
 
 Moments are in fp32, bf16 or 8 bits, see :func:`make_adam`. Masters, moments and summed gradients may be in host memory instead
 of GPU memory.
@@ -57,7 +58,11 @@ class OptimizerOptions:
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
-        """Size in bytes of both moments of ``count`` weights; for part of a tensor, ``quantised`` must be set."""
+        """Size in bytes of both moments of ``count`` weights.
+
+        With ``adam_8bit`` small tensors keep fp32 moments. ``quantised`` says which format these weights have; None decides by
+        ``count``, which must then be the size of a whole tensor.
+        """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
@@ -130,7 +135,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
         elif isinstance(adam, adam_bf16.AdamBf16):
             adam.moments_of(parameter)
         elif not adam.state[parameter]:
-            # Write to them: the memory of zeros_like is allocated on first write.
+            # Writes zeros, because the memory of zeros_like is allocated only on first write.
             moments = {name: torch.empty_like(parameter).zero_() for name in MOMENTS}
             adam.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -139,7 +144,7 @@ class Optimizer(ABC):
     """Base class of optimizers: counts steps, schedules the learning rate, and holds the update rule."""
 
     _adam: torch.optim.Optimizer
-    is_part = False  # whether other ranks have the other parameters
+    is_part = False  # whether this rank has only some of the model's parameters
 
     def __init__(self, config: OptimizerOptions) -> None:
         self.config = config
@@ -184,11 +189,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
+        """Return how many bytes of moments and master weights the ranks of this stage together write to a checkpoint."""
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's master weights and, unless excluded, moments, even if unallocated."""
+        """Return the size in bytes of this rank's master weights and, with ``moments``, moments, even if not allocated yet."""
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
@@ -200,14 +205,17 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield the tensors that an exact resume needs besides the model's weights: the parts that no earlier rank holds."""
+        """Yield this rank's parts of the tensors that an exact resume needs besides the model's weights.
+
+        Skips parts that an earlier rank also holds.
+        """
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
         """Load a state saved in any layout.
 
         Raises:
-            ValueError: the state is of different parameters, a different compute dtype or a different optimizer type.
+            ValueError: the state belongs to different parameters, a different compute dtype or a different optimizer type.
             KeyError: a tensor is missing.
         """
 
@@ -248,7 +256,7 @@ class Optimizer(ABC):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         if head["moments"] != self.config.moments:
             raise ValueError(
-                f"the saved optimizer keeps its moments in {head['moments']}, but this run in {self.config.moments}; use the "
+                f"the saved optimizer has {head['moments']} moments, but this run has {self.config.moments} moments; use the "
                 "same --adam-8bit (optimizer.type) as the saved run"
             )
         if head["sgd"] != self.config.sgd:
@@ -306,18 +314,18 @@ class MasterAdamW(Optimizer):
             torch._foreach_mul_(gradients, factor)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of master weights and, unless excluded, moments, even if unallocated."""
+        """Return the size in bytes of master weights and, with ``moments``, moments, even if not allocated yet."""
         masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
         if not moments:
             return masters
         return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory in bytes that a step needs on ``device``, in addition to states and gradients."""
+        """See :meth:`Optimizer.step_bytes`."""
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
-        """Return the size in bytes of moments and master weights, in memory and in a checkpoint."""
+        """See :meth:`Optimizer.state_bytes`: as much as in memory."""
         return self.held_bytes()
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ _PROBE_TOKENS = 64
 Keeping = Callable[[], AbstractContextManager[Any]]
 """Creates a context that controls how autograd keeps saved tensors; see ``torch.autograd.graph.saved_tensors_hooks``."""
 
-
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -36,7 +35,7 @@ class KeptBytes:
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure what a model keeps, on three short rows; the part that does not grow with the length is weights."""
+    """Measure what a model keeps, on three short rows; what does not grow with the length is weights, and not counted."""
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
     per_pair = (third - 2 * second + first) / (2 * n * n)

@@ -50,7 +50,9 @@ def replay_of(
 
 def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
     if len(record) > length:
-        raise ValueError(f"routed_experts have {len(record)} entries for a row of {length} tokens; they must align")
+        raise ValueError(
+            f"routed_experts have {len(record)} entries for a row of {length} tokens; give at most one per token"
+        )
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
             f"a row's routed_experts have the dtype {record.dtype} and the shape {list(record.shape)}, but the model has "
@@ -62,6 +64,6 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
     """Map the records of tokens to packed positions."""
     replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
-    known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first is written last
+    known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first row is written last, so it counts
     replayed[places[known]] = records[known]
     return replayed

@@ -14,7 +14,7 @@ class LrSchedule:
     lr: float
     min_lr: float = 0.0
     warmup_steps: int = 0  # steps k <= warmup_steps run at lr * k / warmup_steps
-    decay_steps: int = 0  # step at which ``min_lr`` is reached, including the warmup
+    decay_steps: int = 0  # step at which ``min_lr`` is reached, counted from the start of the warmup
     style: DecayStyle = "constant"
 
     def at(self, step: int) -> float:

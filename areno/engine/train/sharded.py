@@ -2,12 +2,12 @@
 
 Each replica holds the unsharded weights. All gradients lie in one flat fp32 buffer, which is reduce-scattered over the
 replicas; each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism
-each rank does so with its own shard of the model. Replicas on the CPUs of one machine share one copy of the weights, and each
-updates its shard in place. Each rank saves its shard, and any layout can resume from the saved shards.
+each rank does so with its own shard of the model. Where possible, replicas on the CPUs of one Linux machine share one copy of
+the weights, and each updates its shard in place. Each rank saves its shard, and any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single process,
-and replicas compute the same result. Tensors sharded by tensor parallelism have their own blocks; a resume in another layout
-rounds their moments to codes once more.
+With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single
+process, and any number of replicas computes the same result. Tensors sharded by tensor parallelism have their own blocks; a
+resume in another layout rounds their moments to codes once more.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then stage them through
 the GPU.
@@ -124,7 +124,7 @@ class ZeroAdamW(Optimizer):
         ]
 
     def _watch(self, segment: _Segment) -> None:
-        """Accumulate a parameter's gradients in the flat buffer in backward; the first one overwrites the last step's."""
+        """Accumulate a parameter's gradients in the flat buffer; a step's first gradient overwrites the previous step's."""
 
         def accumulate(parameter: Tensor) -> None:
             gradient = local_gradient(parameter).reshape(-1).to(self._home)
@@ -305,7 +305,7 @@ class ZeroAdamW(Optimizer):
         self._shared_memory.barrier()
 
     def state_bytes(self) -> int:
-        """Return the size in bytes of the moments and master weights of all ranks in a checkpoint."""
+        """See :meth:`Optimizer.state_bytes`."""
         counts = [(segment.parameter.numel(), is_unsharded(segment.parameter)) for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
         in_numbers = 8 if self.config.adam_8bit else 0  # moments of tensors sharded by tensor parallelism
@@ -314,7 +314,7 @@ class ZeroAdamW(Optimizer):
         )
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's master weights and, unless excluded, moments, even if unallocated."""
+        """See :meth:`Optimizer.held_bytes`."""
         masters = 0 if self._shared_memory is not None and self._weight_dtype == torch.float32 else 4 * self._share
         if not moments:
             return masters
@@ -322,7 +322,7 @@ class ZeroAdamW(Optimizer):
         return masters + sum(self.config.moment_bytes(*one) for one in kept)
 
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of a step in bytes, besides states and gradients: a shard, and buffers."""
+        """See :meth:`Optimizer.step_bytes`: a shard, and buffers."""
         several = self.peers.data.size > 1
         shared = several and device.type == "cpu"  # in shared memory gradients are summed and weights updated in place
         exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)
@@ -406,7 +406,6 @@ class ZeroAdamW(Optimizer):
             self._take_moments(saved)
 
     def _take_moments(self, saved: SavedState) -> None:
-        """Load this rank's shard of the moments."""
         flat = [torch.zeros(self._share, device=self._home) for _ in MOMENTS]
         for segment, start, stop in self._owned():
             for part, values in zip(flat, self._saved_moments(saved, segment), strict=True):
@@ -422,7 +421,6 @@ class ZeroAdamW(Optimizer):
                 self._adam.state[piece] = {"step": step, "exp_avg": first.to(kind), "exp_avg_sq": second.to(kind)}
 
     def _saved_moments(self, saved: SavedState, segment: _Segment) -> tuple[Tensor, ...]:
-        """Both moments of this rank's part of a parameter."""
         index = positions(segment.parameter)
         if self.config.adam_8bit:
             return low_moments(saved, segment.name, segment.parameter, index)

@@ -4,9 +4,10 @@
     shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
 
 The files are PyTorch distributed checkpoints in safetensors format: ``torch.distributed.checkpoint`` reads them with its
-``HuggingFaceStorageReader``. A file's metadata has the offset of each shard in its tensor. A file holds one shard per tensor; a
-rank with several writes several files. PyTorch's own writer is not used: it needs one process group of all ranks, and mistakes
-strided shards for contiguous ones. Its default format is pickle, which can run code when it is read; safetensors cannot.
+``HuggingFaceStorageReader``. A file's metadata has the offset of each shard in its tensor. A file holds one shard per tensor,
+so a rank with several shards of a tensor writes several files. PyTorch's own writer is not used: it needs one process group of
+all ranks, and mistakes strided shards for contiguous ones. Its default format is pickle, which can run code when it is read;
+safetensors cannot.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
 
 
 def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
-    """Write the state of one optimizer, replacing the folder; every rank must call, with the same folder."""
+    """Write the state of one optimizer, replacing the folder; every rank must call it, with the same folder."""
     if peers.first and folder.exists():  # another layout's files have different names
         shutil.rmtree(folder)
     peers.all_reduce_min(0)  # barrier
@@ -110,7 +111,7 @@ class SavedState:
             file = safe_open(path, "pt")
             metadata = file.metadata() or {}
             if _SHARDING not in metadata:
-                raise ValueError(f"{path} has no metadata of shards")
+                raise ValueError(f"{path} has no shard metadata")
             sharding = json.loads(metadata[_SHARDING])
             for key in sharding:
                 offsets, sizes = tuple(sharding[key][_OFFSETS]), tuple(file.get_slice(key).get_shape())
@@ -129,7 +130,7 @@ class SavedState:
         return self.read(key, full_index([max(axis) for axis in zip(*ends, strict=True)]))
 
     def read(self, key: str, index: Index) -> Tensor:
-        """Read a part of a tensor, on the CPU.
+        """Read a part of a tensor into host memory.
 
         Raises KeyError if there is no such tensor, ValueError if some of its entries are in no file.
         """

@@ -1,6 +1,6 @@
 """Training: microbatches in, optimizer steps out; includes gradient clipping and skipped updates.
 
-The gradient of an optimizer step is the gradient of the loss over all its rows at once. Each microbatch's mean is weighted by
+The gradient of an optimizer step is that of the loss over all rows of the step at once. Each microbatch's mean is weighted by
 its share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
 """
 
@@ -56,13 +56,12 @@ Sums = dict[str, tuple[str, Parts]]
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of passes, still on the device: reading them synchronizes."""
+    """Losses and statistics of passes, kept on the device, because reading them synchronizes."""
 
     values: list[Tensor | float] = field(default_factory=list)
     passes: list[tuple[float, list[tuple[str, str, int]]]] = field(default_factory=list)
 
     def add(self, loss: Tensor, metrics: dict[str, Any], weight: float) -> None:
-        """Record the loss and statistics of one pass."""
         entries, numbers = [], [loss]
         for name, value in metrics.items():
             kind, parts = parts_of(value) if isinstance(value, Statistic) else ("", [value])
@@ -151,7 +150,7 @@ class TrainStep:
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute gradients over this replica's rows and discard them: uses the memory of a step without an update.
+        """Compute gradients over this replica's rows and discard them, which takes the memory of a step without an update.
 
         Rows may be synthetic, so prefixes are not shared. Does not communicate with other replicas: one may have failed.
         """
@@ -269,7 +268,6 @@ class TrainStep:
         self.pipeline.run(parts, finish, backward=total > 0 and torch.is_grad_enabled())
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
-        """Return the rows that this replica trains on."""
         if self.peers.data.size == 1:
             return rows
         lengths = [len(row.tokens) for row in rows]
@@ -295,7 +293,6 @@ class TrainStep:
     def _loss(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """Return loss and statistics of a pass, and the predictions."""
         batch = self._packed(rows, tree)
         predicted = self._predict(batch, loss_fn)
         return *self._loss_of(batch, rows, loss_fn, predicted), predicted
@@ -303,7 +300,7 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and statistics of a pass over rows, and note what samples record of it."""
+        """Return loss and statistics of a pass over rows; note the token records of observed rows."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
@@ -336,7 +333,7 @@ class TrainStep:
             scale.update(finite)
         if self._skipped >= self.max_skipped:
             raise EngineError(
-                f"the gradient was not finite in {self._skipped} updates in a row; the weights are unchanged since then. "
+                f"the gradient was not finite in {self._skipped} updates in a row, which left the weights unchanged. "
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
         return stats
@@ -378,7 +375,7 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens."""
+        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens if the loss allows."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (

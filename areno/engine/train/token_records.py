@@ -1,6 +1,6 @@
-"""What an update computes for the tokens of single rows, kept for the samples that a run records.
+"""Per-token values that an update computes, kept for the samples that a run records.
 
-Only rows with a number in ``observed`` are kept, so the others cost nothing. Values stay on the device until they are taken.
+Only rows with a number in ``observed`` are kept, so other rows cost nothing. Values stay on the device until they are taken.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class TokenRecords:
             start = end
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return the records by number, and forget them."""
+        """Return the records by row number, and forget them."""
         parts, self._parts = self._parts, {}
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

@@ -30,7 +30,7 @@ class StepSpec:
     """A decode step without its weights."""
 
     config: str  # the model's configuration as JSON
-    architecture: str  # name of its class
+    architecture: str  # name of the model's class
     attention: str  # name of areno's attention function in ``transformers``
     dtype: str  # torch name of the dtype of weights and cache
     layers: tuple[LayerShape, ...]  # cache layout
@@ -48,7 +48,7 @@ class StepSpec:
         )
 
     def path(self) -> Path:
-        """Path of its package, which may not exist yet."""
+        """Path of the step's package, which may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
         # Compiled steps refer to our kernels by file name.

@@ -41,13 +41,13 @@ logger = logging.getLogger("areno.engine.inference")
 
 DecodeMode = Literal["auto", "eager", "compiled"]
 
-# Measured on two cores: 42 s for 4 layers, 50 s for 8; a compiled step takes 0.25 to 0.9 of the time of an eager one, and
-# 0.93 of one with kernels.
+# Measured on two cores: a build takes 42 s for 4 layers and 50 s for 8; a compiled step takes 0.25 to 0.9 of the time of an
+# eager one without kernels, and 0.93 of an eager one with kernels.
 BUILD_BASE_S, BUILD_LAYER_S = 34.0, 2.0
 SAVED, SAVED_BESIDE_KERNELS = 0.5, 0.07
 # Size of the weights in bytes from which matrix products dominate a step, so that kernels justify their build time.
 _LEAST_BYTES = 32 << 20
-# Number of steps between checks whether building saves time or has finished.
+# Number of steps between checks of whether a build would save time or has finished.
 _LOOK_EVERY = 32
 
 
@@ -199,8 +199,6 @@ class DecodeSwitch:
 
 
 class _Build:
-    """A build process."""
-
     def __init__(self, spec: StepSpec) -> None:
         self._folder = ScratchFolder("build")
         described = Path(self._folder.name) / "spec.json"
@@ -227,7 +225,6 @@ class _Build:
         return lines[-1] if lines else f"the build process exited with status {code}"
 
     def wait(self) -> str:
-        """Wait for the outcome."""
         self._process.wait()
         outcome = self.outcome()
         self.stop()

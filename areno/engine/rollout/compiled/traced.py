@@ -70,8 +70,8 @@ class DecodeStep(nn.Module):
             positions: their positions [B].
             write_at: cache columns to write them to [B].
             columns: indices of the columns to attend to [L].
-            leaders: row with the same prefix as each row [B].
-            shared: length of that prefix [B].
+            leaders: for each row, the first row with the same prefix [B].
+            shared: length of the prefix [B].
             temperatures: temperature of each row [B].
             greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].

@@ -1,6 +1,6 @@
 """Backends of paged decode attention: our Triton kernel, or a gather into a padded batch.
 
-The kernel is tested, not chosen by version numbers: on first use, each device runs it on a small case and selects it if the
+The kernel is chosen by a test, not by version numbers: on first use, each device runs it on a small case, and keeps it if the
 result is right.
 """
 

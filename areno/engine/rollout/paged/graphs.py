@@ -177,7 +177,7 @@ class DeviceDecode:
         self._step[:, _POSITION] = -1
         try:
             if not self._backend().fixed_shape:
-                raise CaptureError("the attention backend does not support block tables")
+                raise CaptureError("the launches of the attention backend depend on context lengths")
             if reason := why_not_captured(self.model.config, self.model.dtype):
                 raise CaptureError(reason)
             self._graphs.capture(size, lambda: self._program(size, self.cache.columns))

@@ -21,7 +21,7 @@ MIN_TILE = 16
 MAX_PARTS = 16
 # Minimum keys per part.
 MIN_KEYS = 256
-# Software pipeline stages of a program's loop. The page lookup takes two of three; the third is for keys and values.
+# Software pipeline stages of a program's loop. The page lookup takes two of the three; the third is for keys and values.
 STAGES = 3
 
 

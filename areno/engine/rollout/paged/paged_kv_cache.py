@@ -107,7 +107,7 @@ class PagedCache(KVCache):
         return list(self._rows[row])
 
     def extend(self, row: int, start: int, stop: int) -> None:
-        """Make the cells of positions ``start`` to ``stop - 1`` of a row private and writable.
+        """Prepare a row for writing to positions ``start`` to ``stop - 1``: copy shared pages, allocate missing ones.
 
         Raises:
             EngineError: the block table is too narrow, or no page is free.
@@ -131,7 +131,7 @@ class PagedCache(KVCache):
         return copy
 
     def cut(self, row: int, length: int) -> None:
-        """Drop a row's pages beyond the whole pages of its first ``length`` tokens."""
+        """Keep only the whole pages of a row's first ``length`` tokens."""
         keep = length // self.page_size
         self.allocator.drop(self._rows[row][keep:])
         del self._rows[row][keep:]

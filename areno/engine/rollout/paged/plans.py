@@ -87,7 +87,7 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate the cells of a step of the first rows and return its plan, padded to a multiple of :data:`ROW_STEP`."""
+        """Allocate cells for a step over the first rows; return its plan, padded to a multiple of :data:`ROW_STEP`."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
