@@ -21,7 +21,7 @@ class LossMaskPolicy:
     """Selects the spans of a trajectory that count in the policy loss.
 
     Each sampled token counts once, even if it is in several rows. Tokens that were not sampled (tool results, prompts) have
-    no rollout log-prob; they use the policy's log-prob at the time of the rollout.
+    no rollout log-prob; areno computes the policy's log-prob of these tokens before the update.
     """
 
     assistant_text: bool = True  # text of the model, including reasoning, except in the last answer

@@ -36,7 +36,7 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class ServerAnswer:
-    """The answer of a server, per token; EngineError if some tokens lack a log-prob or a version."""
+    """The answer of a server, per token. Raises EngineError if a token lacks a log-prob or a version."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -89,7 +89,7 @@ class ServerCalls(Protocol):
 
 @runtime_checkable
 class TransferCalls(Protocol):
-    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server does."""
+    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server can."""
 
     transfers: bool
 
