@@ -69,7 +69,6 @@ def format_checks(results: Sequence[Check]) -> str:
 
 
 def _ready(results: Sequence[Check]) -> list[str]:
-    """List what this machine can do now."""
     passed = {result.name for result in results if result.status == "OK"}
     devices = [name.removeprefix("device ") for name in sorted(passed) if name.startswith("device ")]
     missing = {extra for name, (extra, _) in _EXTRAS.items() if f"{name} (optional)" not in passed}

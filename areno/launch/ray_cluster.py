@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: each is a process started by an actor on the node where Ray has placed it.
+"""Tasks on a Ray cluster: each is a process that an actor starts, on the node where Ray has placed the actor.
 
 Each role has its own placement groups. A task is a separate process, not the actor itself, so that Ray's threads and pickling
-do not affect it, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output goes
-to Ray's logs, and to its log file if the folder of that file exists on its node.
+do not affect the task, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output
+goes to Ray's logs, and to its log file if the folder of that file exists on its node.
 """
 
 import logging
@@ -25,7 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
-_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, including all restarts of its tasks
+_PLACE_AGAIN_S = 15.0  # short, so that a lost node is reported within a minute, after all restarts of its tasks
 _CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
@@ -135,7 +135,7 @@ class RayTask:
 
 
 class RayLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Images are ignored.
+    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Ignores container images.
 
     Raises UsageError: the cluster has too few resources for the roles.
     """

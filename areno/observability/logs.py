@@ -23,7 +23,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream; a live display, while active, is sent those of ``live_level`` and above instead."""
+    """Writes records to the stream, or while a live display is active, those of ``live_level`` and above to the display."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 

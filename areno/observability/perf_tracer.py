@@ -74,8 +74,8 @@ def trace_path(logs: Path, role: str, rank: int) -> Path:
 class PerfTracer:
     """Collects events and appends them to a file; if disabled, it does nothing.
 
-    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps in
-    which to run the torch profiler.
+    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps
+    in which to run the torch profiler.
     """
 
     def __init__(
@@ -182,7 +182,6 @@ class PerfTracer:
         self._add({"name": name, "ph": "M", "ts": 0, "pid": self._pid, "tid": track, "args": dict(args)})
 
     def _track(self) -> int:
-        """The track of the current task or thread."""
         current = self._task_track.get()
         if current is not None:
             with suppress(RuntimeError):  # no event loop in this thread

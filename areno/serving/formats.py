@@ -65,9 +65,7 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Return a factory for the constraint of the response without reasoning; ``after`` is the marker after which it
-        applies.
-        """
+        """Return a factory of the constraint without reasoning; ``after`` is the marker after which the constraint applies."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):

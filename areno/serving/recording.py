@@ -40,7 +40,7 @@ class RecordedSample:
     message: dict[str, Any]  # the assistant's message, as sent to the client
     tokens: Sequence[GeneratedToken]  # sampled tokens, including the stop token; empty if the context was full
     finish: FinishReason
-    by_token: bool  # whether a stop token ended it, not a stop string or the length limit
+    by_token: bool  # whether a stop token ended the sample, not a stop string or the length limit
     temperature: float  # temperature of the log-probs: the sampling temperature, or 1 for greedy samples
     text: str  # visible text
     offsets: Sequence[int]  # character offset of each token in the text

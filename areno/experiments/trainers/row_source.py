@@ -34,7 +34,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 class RowSource:
     """Endless iterator over rows, epoch after epoch, in an order that depends only on the seed.
 
-    With ``drop_last``, an incomplete last batch is dropped; else it is filled from the next epoch.
+    With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
     """
 
     def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:

@@ -156,7 +156,6 @@ class _OpenTurn:
         self.prompt_tokens, self.prompt_text = begun.prompt, begun.prompt_text
 
     def seeds(self, samples: int) -> list[int]:
-        """Seeds of the samples."""
         return self._tape.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:

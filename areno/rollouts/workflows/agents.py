@@ -148,7 +148,6 @@ def is_agent(thing: Any) -> bool:
 
 
 def _accepted(run: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``extra`` that ``run`` accepts."""
     parameters = inspect.signature(run).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra

@@ -41,9 +41,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class RolloutWorkflow(ABC):
-    """Runs an episode as a coroutine. If the coroutine raises, the episode is dropped, counted and logged. All episodes run in
-    one event loop, so a workflow must await long operations and must not block.
-    """
+    """Runs episodes as coroutines, which must not block: they share one event loop. One that raises is dropped and logged."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:

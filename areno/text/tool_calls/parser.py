@@ -71,7 +71,7 @@ class RawCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Text that was meant to be a call; it remains text and is counted."""
+    """Text that was meant to be a call; it remains text, and is counted as malformed."""
 
     source: str
 
@@ -108,7 +108,7 @@ stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the
 class CallFormat:
     """One way to write calls."""
 
-    openers: tuple[str, ...]  # opening markers; none is part of another one
+    openers: tuple[str, ...]  # opening markers; none contains another one
     scanner: Callable[[int], Scan]  # creates a scanner for the opening marker at this position
 
 
@@ -137,7 +137,7 @@ class ToolCallParser:
 
     name: str  # as in ``--tool-call-parser``
     formats: tuple[CallFormat, ...]  # the formats in which the model writes calls
-    wrappers: tuple[str, ...] = ()  # markers around calls without a meaning of their own
+    wrappers: tuple[str, ...] = ()  # markers that surround calls and have no further meaning
     separators: str = ""  # characters besides white space that may separate two calls
     shape: CallShape | None = None  # serialization for grammars; None if unsupported
 

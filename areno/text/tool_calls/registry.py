@@ -51,8 +51,8 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs of
-# a more general format as well.
+# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs
+# of a more general format as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
