@@ -188,6 +188,6 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
 
 def _memory(report: dict[str, Any]) -> Iterator[Check]:
     available = report["cpu"].get("available_bytes")
-    if available is not None:  # unknown without torch; its check has failed already
+    if available is not None:  # unknown without torch, whose check has failed already
         remedy = "Close other programs; a tiny model needs about 2 GiB."
         yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)

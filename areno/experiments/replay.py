@@ -32,7 +32,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Settings that override those of the run: a replay neither evaluates nor reports, and writes elsewhere."""
+"""Settings that override the settings of the run: a replay neither evaluates nor reports to services."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",

@@ -134,7 +134,7 @@ class Launcher(Protocol):
 
     Attributes:
         names: None if all tasks are on this machine.
-        host: address of this machine for the tasks.
+        host: address at which the tasks reach this machine.
     """
 
     names: Names | None

@@ -240,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        There is one group per engine, or one for the role with ``ray_placement_strategy=shared`` and engines of one worker.
+        Each engine gets its own group. With ``ray_placement_strategy=shared``, engines of one worker share the role's group.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Exported = Literal["avg, min, max", "number"]
-"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one under its name."""
+"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one number under ``name``."""
 
 MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
-"""Names that are also exported without ``/avg``, as an alias of the mean."""
+"""Statistics whose mean is also exported under the name without ``/avg``."""
 
 
 @dataclass(frozen=True, slots=True)

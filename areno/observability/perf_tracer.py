@@ -38,7 +38,7 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks start here, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Name of the event that is recorded when areno's clock is read, to find the offset between the profiler's clock and ours."""
+"""Name of the event that is recorded when areno's clock is read, which gives the offset to the profiler's clock."""
 
 
 class Category(StrEnum):
@@ -251,7 +251,7 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
 
 
 def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Convert profiler events to our clock and tracks; each track starts with a metadata event."""
+    """Convert profiler events to areno's clock and tracks; each track starts with a metadata event."""
     begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
     if begin is None:
         return

@@ -118,7 +118,7 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that belong together. On a small terminal, blocks lose their last lines, or are left out; low ``rank``s stay."""
+    """Lines that belong together. A small terminal leaves out their end, or the block; low ``rank``s stay longest."""
 
     rank: int
     lines: list[Line]

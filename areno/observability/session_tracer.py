@@ -2,8 +2,8 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
 
-A task (a prompt group) may have several sessions. The current session is a context variable, so that code in the session finds
-it without being passed it, in child tasks, too.
+A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session,
+including child tasks, finds the session without a parameter.
 """
 
 import itertools

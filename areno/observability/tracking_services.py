@@ -1,8 +1,8 @@
 """Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
-A service's package is imported only if a run uses it; a missing one is an error with the install command. On resume, a
-service with its own history continues it: repeated steps appear after those before the crash, because these services
-cannot delete points; MLflow keeps several values of a step.
+A service's package is imported only if a run uses it; a missing package is an error that names the install command. When a
+run resumes, its history in a service continues: repeated steps are appended, because these services cannot delete points;
+MLflow keeps several values of a step.
 """
 
 from __future__ import annotations

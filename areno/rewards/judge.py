@@ -22,7 +22,7 @@ class Judge:
     """Asks a model for a grade and reads the last number of its response.
 
     Args:
-        url: base URL of the server, with its version.
+        url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
         question: the judge's prompt; ``{prompt}``, ``{completion}`` and columns of the row are filled in, other braces kept.
         most: the maximum grade. Grades are divided by it and clipped to [0, 1].
         model: model name on the server; None: the first model that the server lists.

@@ -59,9 +59,9 @@ class BatchDispatcher:
         queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
         max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits it.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards the trajectory.
-        max_errors_in_a_row: allowed number of consecutive failed episodes; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: allowed number of consecutive failed or rejected episodes; None: 16 batches, at least 128.
-        stall_report_s, stall_timeout_s: seconds without progress until a wait is reported, and until it fails.
+        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
+        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 batches, at least 128.
+        stall_report_s, stall_timeout_s: seconds without progress after which a waiting method logs its state, and raises.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: called with the status of every episode, in any thread.
         stops_on: episode errors that end the run at once.
@@ -192,7 +192,7 @@ class BatchDispatcher:
         return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 
     def close(self) -> None:
-        """Cancel running episodes, and close workflows and event loop; a second call does nothing."""
+        """Cancel running episodes, and close the workflows and the event loop; a second call does nothing."""
         with self._changed:
             if self._closed:
                 return

@@ -171,7 +171,7 @@ class EngineClient:
 
         Raises:
             DataError: the prompt leaves no room for an answer.
-            EngineError: generation timed out, or failed or was aborted in all retries.
+            EngineError: generation timed out, failed or was aborted in all attempts.
         """
         return (await self.agenerate_group(request, 1))[0]
 

@@ -1,4 +1,4 @@
-"""Admission control of episodes in ``areno run``, which limits the staleness of the trained tokens.
+"""Admission control of episodes in ``areno run``: it limits the staleness of the trained tokens.
 
 ``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group; two limits apply:
 
@@ -35,8 +35,8 @@ class StalenessManager:
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: by how many versions the weights may advance from the start of an episode until it is trained
-            on; 0: synchronous training.
+        max_head_offpolicyness: by how many versions the weights may advance between the start of an episode and the training
+            on it; 0: synchronous training.
         replaces_rejected: start another episode for each rejected one; False if dynamic batches count rejected episodes.
 
     Raises:

@@ -38,7 +38,7 @@ class Generation:
     """The in-flight samples of one HTTP request; create it in the event loop.
 
     Args:
-        metrics: receive the token latencies.
+        metrics: where token latencies are recorded.
         requests: one per prompt; samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive.

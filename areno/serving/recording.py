@@ -1,7 +1,7 @@
 """The interface through which the chat endpoints record conversations for training.
 
-Without a recorder, requests are independent. With one, the API key of a request selects a :class:`Tape`, which holds the
-conversations of that key. The tape chooses the prompt's tokens: a continued conversation must extend exactly the tokens that
+Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`Tape`, which holds
+the key's conversations. The tape chooses the prompt's tokens: a continued conversation must extend exactly the tokens that
 the model read and sampled.
 """
 

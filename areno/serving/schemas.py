@@ -30,7 +30,7 @@ class StrictSchema(BaseModel):
 
 
 class RequestBody(StrictSchema):
-    """Base of generation requests; their size is checked before anything else."""
+    """Base of generation requests, whose size is checked before they are validated."""
 
     _characters: int = PrivateAttr(0)
 

@@ -138,7 +138,7 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal cancels requests. Raises ArenoError if the engine failed."""
+        """Serve until a signal, then drain; a second signal cancels requests. Raises ArenoError if the engine failed."""
         run_loop(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.

@@ -33,7 +33,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
 _RETRY = {"Retry-After": "1"}  # seconds
-# Threads that render templates, tokenize and compile grammars, so that a slow request does not block the others.
+# Number of threads that render templates, tokenize and compile grammars, so that a slow request does not block others.
 _PREPARE_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
 # A token of prose has about four characters. A request above this limit cannot fit, and tokenizing it would take long.
@@ -200,7 +200,7 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait up to ``timeout_s`` for open ones, cancel the rest; return the samples cancelled."""
+        """Refuse new requests, wait ``timeout_s`` for open ones, cancel the rest; return the number of cancelled samples."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:

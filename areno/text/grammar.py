@@ -203,7 +203,7 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """The start rule; with ``after``, any text may precede that marker."""
+        """The start rule; with ``after``, any text that ends with this marker precedes the response."""
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"

@@ -304,7 +304,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Raise UsageError if the trial has run without checkpoints; else drop the records of a start that left none."""
+        """Raise UsageError if the trial has run without checkpoints; drop the records of an attempt that left none."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

@@ -3,7 +3,7 @@
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-Separate processes generate the next batches meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
 
 import logging

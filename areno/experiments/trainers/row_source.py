@@ -14,7 +14,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``. Without a
-    loader, the path is a file, or ``split`` of a folder or hub data set.
+    loader, ``path`` is a file, or a folder or hub data set, of which ``split`` is loaded.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)

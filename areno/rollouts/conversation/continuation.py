@@ -53,7 +53,7 @@ class Turn:
         default_factory=list
     )  # whether a grammar allowed only this token; empty without a grammar
     routed_experts: RoutingRecord | None = None  # for all prompt and sampled tokens except the last
-    cut_mass: float = 0.0  # mean probability per sampled token removed by top-k, top-p, min-p and a grammar
+    cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar remove, mean over sampled tokens
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context
     by_token: bool = True  # whether the answer ended at a stop token
     temperature: float = 1.0

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 TAIL_LINES = 50
-# A replica that has run this long gets all its restarts back.
+# Seconds that a replica must have run to get all its restarts back.
 _STEADY_S = 600.0
 _LONGEST_BACKOFF_S = 60.0
 

@@ -62,7 +62,7 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError, on every rank, if a trainer's tensor is missing, differs in shape, or cannot be merged exactly."""
+    """Raise a UsageError, on every rank, if the trainer lacks a tensor, its shape differs, or it cannot be merged exactly."""
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:

@@ -78,7 +78,7 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory and broadcast them; return the error of the broadcast, or an empty string."""
+    """Write the weights to shared memory or broadcast them, or both; return the broadcast's error, or an empty string."""
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first

@@ -127,7 +127,7 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and return the JSON of the response, or None if it has none; EngineError as in :class:`ServerCalls`."""
+    """POST, and return the response's JSON, or None if the response is not JSON; EngineError as in :class:`ServerCalls`."""
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 

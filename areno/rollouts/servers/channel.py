@@ -57,7 +57,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights to the servers, and keep them for later ones; return the seconds by server, if it was reached."""
+        """Send the weights to the servers, and keep them for later ones; return the seconds of each server reached."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""

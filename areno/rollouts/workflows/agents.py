@@ -96,7 +96,7 @@ class AgentWorkflow(RolloutWorkflow):
         return export_interactions(turns, self._options, engine.tokenizer)
 
     async def aclose(self) -> None:
-        """Close processes and server."""
+        """Close the agents' processes and the server."""
         if self._processes is not None:
             self._processes.close()
         if self._server is not None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
-"""The rows of one sample as plain lists, see :func:`areno.rollouts.trajectory.samples_of`; empty if it was rejected."""
+"""The rows of a sample as plain lists (:func:`areno.rollouts.trajectory.samples_of`); empty if the sample was rejected."""
 
 
 @dataclass(slots=True)

@@ -38,8 +38,8 @@ class RLVRWorkflow(RolloutWorkflow):
     """One answer per episode.
 
     Args:
-        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data)``, which returns a number, its name, or an
-            :class:`AsyncReward`; None leaves rewards at 0, for a reward model to set.
+        reward_fn: a function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns a number; or its name;
+            or an :class:`AsyncReward`. None leaves rewards at 0, for a reward model to set.
         gconfig: sampling settings.
         tokenizer: tokenizer of the model.
         enable_thinking: passed to the chat template.

@@ -89,7 +89,7 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON.
+    """The format of this name; ``auto`` detects it from the chat template and the added tokens, and falls back to JSON.
 
     Raises UsageError if the name is unknown.
     """
