@@ -69,7 +69,6 @@ def format_checks(results: Sequence[Check]) -> str:
 
 
 def _ready(results: Sequence[Check]) -> list[str]:
-    """List what this machine can do now."""
     passed = {result.name for result in results if result.status == "OK"}
     devices = [name.removeprefix("device ") for name in sorted(passed) if name.startswith("device ")]
     missing = {extra for name, (extra, _) in _EXTRAS.items() if f"{name} (optional)" not in passed}
@@ -189,6 +188,6 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
 
 def _memory(report: dict[str, Any]) -> Iterator[Check]:
     available = report["cpu"].get("available_bytes")
-    if available is not None:  # unknown without torch; its check has failed already
+    if available is not None:  # unknown without torch, whose check has failed already
         remedy = "Close other programs; a tiny model needs about 2 GiB."
         yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)

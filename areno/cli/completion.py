@@ -66,8 +66,8 @@ def run(argv: list[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno completion",
-        description="Print a completion script. Load it with: source <(areno completion bash), the same with zsh after "
-        "compinit, or areno completion fish | source.",
+        description="Print a completion script. Load it with: source <(areno completion bash), in zsh the same after "
+        "compinit, in fish areno completion fish | source.",
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=_SHELLS, help="The shell.")
@@ -93,7 +93,7 @@ def _command(name: str) -> _Command:
         options.update(dict.fromkeys(action.option_strings, value))
         if not action.option_strings:
             rest = _Value(rest.words + value.words, rest.files or value.files)
-    # Some commands read a few options and files by themselves; their usage names these.
+    # A few commands parse some options and files themselves; their usage text names these.
     usage = output.getvalue() if shown is None else output.getvalue().partition("\n\n")[0]
     for flag, placeholder in re.findall(r"(--[a-z][a-z-]+)(?: ([A-Z]+))?", usage):
         options.setdefault(flag, _Value(files=placeholder == "RUN", switch=not placeholder))

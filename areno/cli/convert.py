@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Return names and values from files, ``--name value`` and ``name=value``."""
+    """Yield names and values from files, ``--name value`` and ``name=value``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

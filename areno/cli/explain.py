@@ -97,7 +97,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """The name under which a run recorded a metric: that of the number in the query, or of a statistic's mean."""
+    """The name under which a run recorded a metric: the number that the query names, or the mean of a statistic."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

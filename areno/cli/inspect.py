@@ -96,7 +96,7 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
     yield f"sample {name}  reward {float(sample['reward']):g}{_parts(sample)}  finish {sample['finish_reason']}"
     yield from _conversation(sample.get("messages") or (), every_token)
     if "rows" not in sample:
-        yield "Its tokens were not saved (a step saves those of its first samples only). The text:"
+        yield "The tokens of this sample were not saved (a step saves the tokens of its first samples only). The text:"
         yield f"  prompt: {sample['prompt']!r}"
         yield f"  answer: {sample['completion']!r}"
         return

@@ -36,9 +36,8 @@ COMMANDS = {
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
     "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
 }
-"""Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code;
-``main`` reports an `ArenoError` that ``run`` raises.
-"""
+"""Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name, and returns the exit
+code or raises an `ArenoError`, which ``main`` reports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

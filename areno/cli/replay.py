@@ -1,7 +1,4 @@
-"""``areno replay``: trains on the recorded rows of a step again, without generating, and compares the statistics.
-
-The run directory is only read.
-"""
+"""``areno replay``: trains on the recorded rows of a step again, without generating, and compares the statistics."""
 
 import tempfile
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The workers of an experiment on a Ray cluster or in a Slurm job: the resources of each role, and their launcher."""
+"""The workers of an experiment on a Ray cluster or in a Slurm job: the resources of each role, and the launcher."""
 
 import uuid
 from dataclasses import replace
@@ -74,7 +74,7 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
         shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
         beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
-        if server_of(config):  # a single process with the devices of all ranks
+        if server_of(config):  # an inference server is one process with the devices of all its ranks
             need = _need(spec, parallel.data, 1, gpus, beside)
             needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
         else:

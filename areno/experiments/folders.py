@@ -41,7 +41,7 @@ def _user() -> str:
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     """Open the run directory and its log for the block; the first log line names the directory.
 
-    Does not import torch, which takes seconds. Nested calls only return the directory.
+    Does not import torch, which would take seconds. Nested calls only return the directory.
     """
     run_dir = ExperimentFolders.of(config).create()
     if LoggingSetup.active is not None:

@@ -123,7 +123,7 @@ class ExperimentPlan:
     titles: tuple[str, str]  # titles of the two plans
     transfer: int  # size in bytes of the shared memory for weight transfers
     together: bool  # both share one memory, and must fit into it together
-    share: int = 0  # bytes on the fullest rank if the layout shards weights, else 0: the plans assume unsharded weights
+    share: int = 0  # bytes on the fullest rank if the layout shards weights, which the plans do not consider; else 0
 
     @property
     def needed(self) -> int:
@@ -216,7 +216,7 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 
 def _largest_pass(config: Any, longest: int) -> int:
-    """Number of tokens of a replica's largest microbatch with the current settings."""
+    """Number of tokens in the largest microbatch of a data-parallel replica with the current settings."""
     layout = engines.training_layout(config.actor)
     return sum(
         ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]

@@ -1,4 +1,4 @@
-"""``areno replay`` of an experiment: updates on recorded rows, by its own trainer without a rollout engine."""
+"""``areno replay`` of an experiment: updates on recorded rows, with the experiment's trainer but no rollout engine."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Settings that override those of the run: a replay neither evaluates nor reports, and writes elsewhere."""
+"""Settings that override the settings of the run: a replay neither evaluates nor reports to services."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",
@@ -58,7 +58,7 @@ class ReplayPPOTrainer(PPOTrainer):
         """Start nothing."""
 
     def rollout_state(self) -> Any:
-        """There is none."""
+        """Return None, because nothing is generated."""
         return None
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
@@ -70,7 +70,7 @@ class ReplayPPOTrainer(PPOTrainer):
         self.state.step = self.replay.step
 
     def total_steps(self) -> int:
-        """The number of steps after the last update."""
+        """The number of completed steps after the last update."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:

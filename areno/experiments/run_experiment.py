@@ -48,8 +48,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run the experiment to its end.
 
-    With recovery enabled, a failed process is followed by up to ``recover.retries`` further attempts, each from the newest
-    recovery checkpoint.
+    With recovery enabled, up to ``recover.retries`` engine failures, such as a process that died, are each followed by another
+    attempt from the newest recovery checkpoint.
     """
     check_inputs(config)
     with open_log(config):
@@ -103,8 +103,8 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
         raise UsageError(f"--resume {run}: the run's configuration places it in {logs}; move the run there")
     if not config.recover.enabled:
         raise UsageError(
-            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints; to repeat it from "
-            "the first step, add recover.mode=auto"
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints; to repeat it "
+            "from the first step, add recover.mode=auto"
         )
 
 

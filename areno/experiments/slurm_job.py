@@ -17,7 +17,7 @@ from areno.launch.placement import most_on_a_node, place_workers
 from areno.python_process import python_command
 
 SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
-# Seconds before the time limit at which SIGTERM is sent: time for a step and a checkpoint.
+# SIGTERM is sent this many seconds before the time limit, to leave time for a step and a checkpoint.
 _WARNING_S = 120
 _POLL_S = 1.0
 

@@ -30,8 +30,8 @@ class Task:
 
     Attributes:
         role, number: role and index of the worker; the launcher knows the resources of the role.
-        environment: variables in addition to those of its machine.
-        log_file: file for its output; None inherits the launcher's.
+        environment: variables in addition to those of the machine that runs the task.
+        log_file: file for the output; None inherits the launcher's output.
     """
 
     role: str
@@ -134,7 +134,7 @@ class Launcher(Protocol):
 
     Attributes:
         names: None if all tasks are on this machine.
-        host: address of this machine for the tasks.
+        host: address at which the tasks reach this machine.
     """
 
     names: Names | None
@@ -144,7 +144,7 @@ class Launcher(Protocol):
         """Start tasks and wait until all have connected. If one does not, kills all and raises EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role. Raises EngineError or UsageError; then nothing has changed."""
+        """Reserve resources for ``workers`` workers of a role. If it raises EngineError or UsageError, nothing has changed."""
 
     def close(self) -> None:
         """Kill running tasks and release reserved resources; idempotent."""

@@ -21,9 +21,8 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial, and the run's key in hex. On the same machine: the number of
-an inherited socket, and no key.
-"""
+"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial (on one machine the number of an inherited socket), and the
+run's key in hex (on one machine none)."""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
 """Environment variable that a worker sets: the address at which other machines reach its machine."""
@@ -32,7 +31,7 @@ _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
 _UNPROVEN = 64  # maximum number of unauthenticated connections; further ones are closed
 _IDLE_S, _PROBE_S, _PROBES = 10, 5, 4
-# Timeouts of unacknowledged data. The starter's is longer, because Ctrl-Z or a debugger may stop it for a while.
+# Timeouts of unacknowledged data. A worker waits longer, because Ctrl-Z or a debugger may stop the starter for a while.
 _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 

@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Of a role's resources, it uses only variables and commands."""
+    """See :class:`areno.launch.launcher.Launcher`. Uses only the variables and commands of a role, and reserves nothing."""
 
     names: Names | None = None
     host = "127.0.0.1"

@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: each is a process started by an actor on the node where Ray has placed it.
+"""Tasks on a Ray cluster: each is a process that an actor starts, on the node where Ray has placed the actor.
 
 Each role has its own placement groups. A task is a separate process, not the actor itself, so that Ray's threads and pickling
-do not affect it, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output goes
-to Ray's logs, and to its log file if the folder of that file exists on its node.
+do not affect the task, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output
+goes to Ray's logs, and to its log file if the folder of that file exists on its node.
 """
 
 import logging
@@ -25,7 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
-_PLACE_AGAIN_S = 15.0  # a lost node is reported within a minute, including all restarts of its tasks
+_PLACE_AGAIN_S = 15.0  # short, so that a lost node is reported within a minute, after all restarts of its tasks
 _CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
@@ -135,7 +135,7 @@ class RayTask:
 
 
 class RayLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Images are ignored.
+    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Ignores container images.
 
     Raises UsageError: the cluster has too few resources for the roles.
     """
@@ -240,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        There is one group per engine, or one for the role with ``ray_placement_strategy=shared`` and engines of one worker.
+        Each engine gets its own group. With ``ray_placement_strategy=shared``, engines of one worker share the role's group.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

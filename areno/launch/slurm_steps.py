@@ -31,9 +31,9 @@ _ENDED = (
     "DEADLINE",
     "PREEMPTED",
 )
-# Time that srun takes to notice the end of its job step.
+# Seconds that srun may take to notice the end of its job step.
 _NOTICE_S = 10.0
-# Settings of the job that would conflict with the options of a step.
+# Variables of the job, by prefix, that would conflict with the options of a step.
 _OF_THE_JOB = (
     "SLURM_MEM_",
     "SLURM_CPUS_PER_TASK",
@@ -189,8 +189,8 @@ def size() -> tuple[int, int]:
 def exit_code_of(job: str) -> int | None:
     """Return the exit code of a finished job (128 + signal if killed), or None while it is pending or running.
 
-    Retries for a while, because a controller that is restarting may not know the job. Raises EngineError if it does not answer,
-    or does not know the job.
+    Retries for a while, because a controller that is restarting may not know the job. Raises EngineError if the controller
+    does not answer, or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:

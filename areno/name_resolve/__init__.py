@@ -1,8 +1,8 @@
 """Name service of an experiment's processes.
 
 A name is a path such as ``user/experiment/trial/workers/rollout/0``; its value is a string. ``memory`` works within one
-process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, ``ray`` in a Ray cluster. The functions of this module use
-one repository, which :func:`reconfigure` replaces.
+process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, ``ray`` in a Ray cluster. The functions of this module
+share one store, which :func:`reconfigure` replaces.
 """
 
 from dataclasses import dataclass

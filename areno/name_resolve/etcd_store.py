@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _PREFIX = "/areno/names/"
 _CALL_S = 5.0
-# How long a call is retried while the server is unreachable.
+# Seconds for which a call is retried while the server is unreachable, and between two attempts.
 _RETRY_S, _PAUSE_S = 30.0, 0.2
 
 

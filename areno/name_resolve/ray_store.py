@@ -41,8 +41,10 @@ def connect(setting: str) -> Any:
 
 
 class RayStore:
-    """See :class:`NameStore`. The actor outlives the processes that use it. If Ray restarts it, it is empty, and the next
-    :meth:`touch` writes the values of this process again. Raises UsageError if there is no Ray cluster.
+    """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
+
+    The actor outlives the processes that use it. An actor that Ray has restarted is empty; the next :meth:`touch` writes the
+    values of this process again.
     """
 
     def __init__(self, actor_name: str) -> None:

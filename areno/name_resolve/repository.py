@@ -24,8 +24,8 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
 class Repository:
     """Names and their values in a store.
 
-    A value with a time to live is kept alive by a thread of the process that added it. It expires soon after that process ends,
-    even if the process was killed.
+    A thread of the process that added a value with a time to live keeps the value alive. The value expires soon after the
+    process ends, even if the process was killed.
     """
 
     def __init__(self, store: NameStore) -> None:
@@ -89,11 +89,11 @@ class Repository:
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Return, sorted, all names with a value that are ``name_root`` or below it."""
+        """Return the sorted names that have a value and are ``name_root`` or below it."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
-        """Wait for the value of a name. Raises TimeoutError after ``timeout`` seconds."""
+        """Wait until a name has a value, and return it. Raises TimeoutError after ``timeout`` seconds."""
         name, start = _normal(name), time.monotonic()
         while (value := self.store.read(name)) is None:
             if timeout is not None and time.monotonic() - start >= timeout:
@@ -154,7 +154,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
 
 
 def _normal(name: str) -> str:
-    """Normalize a name: strip slashes at its ends."""
+    """Strip slashes at the ends of a name. Raises UsageError if a word of the path is invalid."""
     words = name.strip("/").split("/")
     if any(word in ("", ".", "..") or "\0" in word for word in words):
         raise UsageError(

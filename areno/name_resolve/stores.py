@@ -29,7 +29,7 @@ class NameStore(Protocol):
         """Delete a value; returns whether there was a value."""
 
     def under(self, root: str) -> list[str]:
-        """Return all names with a value that are ``root`` or below it."""
+        """Return all names that have a value and are ``root`` or below it."""
 
     def touch(self, name: str, ttl: float) -> bool:
         """Renew the time to live of a value written by this process; returns whether the value still exists."""
@@ -95,8 +95,8 @@ class FileStore:
     """Names as files ``{root}/{name}/ENTRY``; the folder is created when needed.
 
     A file is written under a temporary name and then linked or renamed, so that readers never see a partial file, and only one
-    of two concurrent writers succeeds. It contains the value and its time to live in seconds as JSON; its age is measured from
-    its modification time, which :meth:`touch` renews.
+    of two concurrent writers succeeds. It contains the value and the time to live in seconds as JSON. The time to live starts
+    at the file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:

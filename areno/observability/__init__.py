@@ -11,5 +11,5 @@
 - ``tracing``: the tracers of this process; ``perf_tracer``: timelines; ``session_tracer``: rollout sessions.
 - ``memory_profiler``: snapshots of GPU memory; ``environment``: the machine and the versions, for ``environment.json``.
 
-Import the submodules individually, so that a command that only logs starts fast. No submodule imports torch when imported.
+Import the submodules individually, so that a command that only logs starts fast. Importing a submodule does not import torch.
 """

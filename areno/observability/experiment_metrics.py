@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Exported = Literal["avg, min, max", "number"]
-"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one under its name."""
+"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one number under ``name``."""
 
 MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
-"""Names that are also exported without ``/avg``, as an alias of the mean."""
+"""Statistics whose mean is also exported under the name without ``/avg``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ _ROLLOUT: _Rows = (
 )
 _EPISODES: _Rows = (
     ("accepted", "prompts so far whose episodes are in a batch or may become part of one"),
-    ("rejected", "prompts so far that failed or were filtered out"),
-    ("failed", "those of the rejected whose workflow raised"),
-    ("filtered", "those of the rejected that the filter refused"),
+    ("rejected", "prompts so far whose episodes failed, returned None or were filtered out"),
+    ("failed", "rejected prompts whose workflow raised"),
+    ("filtered", "rejected prompts whose trajectory the filter refused"),
     ("stale", "prompts so far whose episodes were too old by the time a batch could use them"),
 )
 _LAG: _Rows = (
-    ("staleness", "versions between the weights of the oldest token of each episode and those being trained"),
+    ("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),
 )
 _EVALUATED: _Rows = (
     ("accepted", "prompts of this evaluation that succeeded"),
-    ("rejected", "prompts that failed"),
+    ("rejected", "prompts of this evaluation that failed"),
     ("n_prompts", "prompts of this evaluation"),
 )
 _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)
@@ -76,12 +76,12 @@ _BATCH: _Rows = (
 _BATCH_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
     ("correct_n_seqs", "sequences with a reward above 0"),
-    ("incorrect_n_seqs", "sequences without"),
+    ("incorrect_n_seqs", "sequences with any other reward"),
     ("n_tokens", "tokens of the step, including prompts"),
     ("n_valid_tokens", "trained tokens"),
     ("eps_clip", "current clip range"),
     ("c_clip", "current dual-clip bound; absent without one"),
-    ("use_dual_clip", "1 with a dual-clip bound"),
+    ("use_dual_clip", "1 if there is a dual-clip bound, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no reward"),
     ("rs_upper", "upper bound of rejection sampling; absent without one"),
     ("rs_lower", "lower bound of rejection sampling; absent without one"),
@@ -97,7 +97,7 @@ _UPDATE: _Rows = (
         "clip_ratio",
         "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; mostly below 0.1",
     ),
-    ("dual_clip_ratio", "share of the same tokens at the dual-clip bound"),
+    ("dual_clip_ratio", "share of tokens at the dual-clip bound, among those that rejection sampling and M2PO keep"),
     ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),
     ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
@@ -117,7 +117,7 @@ _UPDATE_COUNTS: _Rows = (
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
-    ("update_successful", "1; 0 if the gradient was not finite and the update was skipped"),
+    ("update_successful", "1, or 0 if the update was skipped because the gradient was not finite"),
     (
         "num_micro_batches",
         "forward and backward passes per optimizer step over all ranks, mean over the update's steps",
@@ -181,7 +181,7 @@ _DPO: _Rows = (
 _TIMES: _Rows = (
     ("step", "the step without saving and evaluating"),
     ("rollout", "waiting for a batch of episodes"),
-    ("rollout_pause", "generation paused"),
+    ("rollout_pause", "longest pause of a replica's generation during the weight update"),
     ("recompute_logp", "computing proximal log-probs"),
     ("ref_logp", "computing log-probs of the reference"),
     ("teacher_logp", "computing log-probs of the teacher"),

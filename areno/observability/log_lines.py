@@ -1,7 +1,7 @@
 """The documented log lines of trainers and engine.
 
-The lines are a public contract (users grep them, tools parse them), so they are defined in one place and tested literally. Each
-function takes the caller's logger, then the values of the line.
+The lines are a public contract (users grep them, tools parse them), so this module defines all of them, and tests compare
+their text. Each function takes the caller's logger, then the values of the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ ScoreKind = Literal["logprob_score", "old_logprob_score", "value_score", "score"
 
 
 def _line(form: str) -> Callable[..., None]:
-    """A function that logs lines of this format; it takes the logger and the values in order."""
+    """Return a function that logs lines of this format; it takes the logger and the values in order."""
 
     def write(logger: Logger, *values: object) -> None:
         logger.info(form, *values)
@@ -22,7 +22,7 @@ def _line(form: str) -> Callable[..., None]:
 
 
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
-    """A function that logs ``epoch=0 step=0 role=policy stage=...``, with `` rows=8`` (SFT) or `` pairs=4`` (DPO) if passed."""
+    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``, with `` rows=8`` or `` pairs=4`` if passed."""
 
     def write(
         logger: Logger,

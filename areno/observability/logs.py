@@ -2,7 +2,7 @@
 
 Handlers are attached to the logger ``areno``, and only by the command line; programs that use areno as a library keep
 their own. ``log.txt`` gets every record, the console the records of level ``ARENO_LOG_LEVEL`` and above. While a live display
-uses the terminal, console lines go through it (``route_console``), so that they do not corrupt it.
+uses the terminal, console lines go through the display (``route_console``), so that they do not corrupt it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream; a live display, while active, is sent those of ``live_level`` and above instead."""
+    """Writes records to the stream, or while a live display is active, those of ``live_level`` and above to the display."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 
@@ -122,7 +122,7 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Whether the console's level was set to INFO or lower: the lines of each step are wanted, and no live display."""
+    """Whether the console's level was set to INFO or lower, which asks for a line per step instead of a live display."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 

@@ -38,7 +38,7 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks start here, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Name of the event that is recorded when areno's clock is read, to find the offset between the profiler's clock and ours."""
+"""Name of the event that is recorded when areno's clock is read, which gives the offset to the profiler's clock."""
 
 
 class Category(StrEnum):
@@ -74,8 +74,8 @@ def trace_path(logs: Path, role: str, rank: int) -> Path:
 class PerfTracer:
     """Collects events and appends them to a file; if disabled, it does nothing.
 
-    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps in
-    which to run the torch profiler.
+    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps
+    in which to run the torch profiler.
     """
 
     def __init__(
@@ -182,7 +182,6 @@ class PerfTracer:
         self._add({"name": name, "ph": "M", "ts": 0, "pid": self._pid, "tid": track, "args": dict(args)})
 
     def _track(self) -> int:
-        """The track of the current task or thread."""
         current = self._task_track.get()
         if current is not None:
             with suppress(RuntimeError):  # no event loop in this thread
@@ -252,7 +251,7 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
 
 
 def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Convert profiler events to our clock and tracks; each track starts with a metadata event."""
+    """Convert profiler events to areno's clock and tracks; each track starts with a metadata event."""
     begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
     if begin is None:
         return

@@ -19,9 +19,9 @@ MAX_CHARS = 8000
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
 EVAL_PROMPTS = 8
-"""Prompts of an evaluation whose first answers are recorded, so that they can be compared over the run."""
+"""Number of prompts of an evaluation whose first answers are recorded, to compare the answers over the run."""
 MAX_TOKENS = 8192
-"""Maximum tokens per step whose details are recorded."""
+"""Maximum number of tokens per step whose details are recorded."""
 
 Texts = Callable[[int], tuple[str, list[int]]]
 """Returns the text and the bytes of a token."""

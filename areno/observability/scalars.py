@@ -34,7 +34,7 @@ def step_scalars(
         train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
         skipped_long: prompts that were skipped in this step because they are too long.
-        total_skipped_long: the same since the start of the run.
+        total_skipped_long: prompts that were skipped as too long since the start of the run.
         rewards: one per sample; None if there are none.
     """
     scalars = {

@@ -95,7 +95,7 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class ScreenState:
-    """Everything that is shown; ``trends`` has the reward or the loss under their names, and reward parts in ``parts``."""
+    """Everything that is shown; ``trends`` has ``reward`` and ``loss``, ``parts`` the parts of the reward by name."""
 
     heading: RunHeading = field(default_factory=RunHeading)
     done: int = 0
@@ -118,7 +118,7 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that belong together: on a small terminal the last ones are left out, or the block; low ``rank``s stay longest."""
+    """Lines that belong together. A small terminal leaves out their end, or the block; low ``rank``s stay longest."""
 
     rank: int
     lines: list[Line]

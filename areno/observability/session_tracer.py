@@ -2,8 +2,8 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
 
-A task (a prompt) has one session per sample. The current session is a context variable, so that code that runs in it, including
-child tasks, need not be passed the session.
+A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session,
+including child tasks, finds the session without a parameter.
 """
 
 import itertools

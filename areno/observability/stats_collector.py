@@ -183,7 +183,6 @@ class StatsTracker:
 
     @staticmethod
     def _add(accumulator: _Accumulator, values: Any, mask: Any) -> None:
-        """Add the elements selected by ``mask``."""
         import torch
 
         if values.numel():
@@ -251,7 +250,7 @@ _trackers_lock = threading.Lock()
 
 
 def get(name: str = "") -> StatsTracker:
-    """The process's tracker of that name, created on first use; ``rollout`` and ``eval-rollout`` are the common ones."""
+    """The process's tracker of that name, created on first use; ``rollout`` and ``eval-rollout`` are common names."""
     with _trackers_lock:
         return _trackers.setdefault(name, StatsTracker(name))
 

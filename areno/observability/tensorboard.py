@@ -24,8 +24,8 @@ _CLOSE_DEADLINE_S = 60.0
 class EventWriter:
     """Writes the scalars of a run as TensorBoard events.
 
-    ``purge_step`` is the first step that a resumed run writes again; TensorBoard hides what was
-    written before for this step and later ones. ``option`` is the option that sets the folder, for error messages.
+    ``purge_step`` is the first step that a resumed run writes again; TensorBoard hides older events of this and later steps.
+    ``option`` is the option that sets the folder, for error messages.
     """
 
     name = "TensorBoard"

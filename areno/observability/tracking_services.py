@@ -1,8 +1,8 @@
 """Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
-A service's package is imported only if a run uses it; a missing one is an error with the install command. On resume, a
-service with its own history continues it: repeated steps appear after those before the crash, because these services
-cannot delete points; MLflow keeps several values of a step.
+A service's package is imported only if a run uses it; a missing package is an error that names the install command. When a
+run resumes, its history in a service continues: repeated steps are appended, because these services cannot delete points;
+MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -247,8 +247,6 @@ def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> T
 
 
 class _MLflowRun:
-    """A run of an MLflow store."""
-
     name = "MLflow"
 
     def __init__(self, client: Any, run_id: str, metric: Callable[..., Any]) -> None:
@@ -265,7 +263,7 @@ class _MLflowRun:
 
 def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
     """MLflow: a server, or a database such as ``sqlite:///mlflow.db``; a restart resumes the run whose tag has its id."""
-    # By default a server that is gone is called for four minutes, while the training waits.
+    # By default MLflow retries an unreachable server for four minutes, while the training waits.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     mlflow = _package("mlflow", "mlflow", "mlflow")

@@ -129,7 +129,6 @@ def _write_inputs(root: Path, seed: int) -> int:
 
 
 def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str, object]) -> Path:
-    """Train; returns the checkpoint."""
     data = root / "data"
     hook = ("--dataset-loader-fn", data / "loader.py") if algo == "sft" else ("--reward-fn-path", data / "reward.py")
     inputs = {"--algo": algo, "--ckpt": model, "--dataset-path": data / f"{algo}.jsonl", hook[0]: hook[1]}

@@ -43,7 +43,7 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Fractions of exact answers to held-out orders before and after; the keys of ``summary.json``."""
+    """Fractions of exact answers to held-out orders before and after training; the keys of ``summary.json``."""
 
     exact_before: float
     exact_after: float

@@ -1,10 +1,10 @@
 """LLM as a judge: a reward function that asks any OpenAI-compatible server to grade completions.
 
+The file of ``--reward-fn-path`` or ``reward.fn`` may contain::
+
     from areno.rewards.judge import Judge
 
     reward_fn = Judge("http://HOST:8000/v1", "Grade this answer from 0 to 10.\\n{prompt}\\n{completion}\\nGrade:")
-
-in the file of ``--reward-fn-path`` or ``reward.fn``.
 """
 
 import re
@@ -22,8 +22,8 @@ class Judge:
     """Asks a model for a grade and reads the last number of its response.
 
     Args:
-        url: base URL of the server, with its version.
-        question: the prompt; ``{prompt}``, ``{completion}`` and the columns of the row are filled in; other braces are kept.
+        url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
+        question: the judge's prompt; ``{prompt}``, ``{completion}`` and columns of the row are filled in, other braces kept.
         most: the maximum grade. Grades are divided by it and clipped to [0, 1].
         model: model name on the server; None: the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.

@@ -43,7 +43,7 @@ _text_warning_logged = threading.Event()
 
 
 def math_verify_reward(completion: str, answer: Any) -> float:
-    """Compare a completion with the reference answer: text, a number, or a list that starts with it.
+    """Compare a completion with the reference answer, which is text, a number, or the first element of a list.
 
     Returns:
         1.0 or 0.0.

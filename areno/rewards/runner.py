@@ -2,7 +2,8 @@
 
 Functions from a file run in worker processes that import it once, before the first rollout, and are killed when a record
 exceeds its deadline. A plain function scores one record per worker at a time, a coroutine function many in each worker's
-event loop. If the loop blocks, its unfinished records are retried one by one, so that only the record that causes it fails.
+event loop. If a call blocks the event loop past the deadline, the worker is replaced, and all records that it was scoring are
+retried one at a time, so that only the record that blocks fails.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from areno.types import RewardParts, RewardRecord
 logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 120.0
-_ASYNC_GRACE_S = 1.0  # the event loop enforces deadlines itself; if this much longer passes, it must be blocked
+_ASYNC_GRACE_S = 1.0  # an event loop enforces deadlines itself; if a record takes this much longer, a call blocks the loop
 _MAX_WAIT_S = 60.0
 _MAX_DEFAULT_WORKERS = 8
 _PREVIEW_CHARS = 200
@@ -53,9 +54,9 @@ class RewardRunner:
         path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``; runs in processes, which can be killed.
         timeout_s: deadline per record in seconds from the start of its call.
         workers: number of processes or threads; by default one per CPU, at most 8.
-        on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value for it.
+        on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value.
         retries: how often a record is retried after its worker process died or did not start it in time.
-        memory_gb: data limit of each worker process of a reward file, in GiB; None is unlimited.
+        memory_gb: memory limit (``RLIMIT_DATA``) of each worker process of a reward file, in GiB; None is unlimited.
         parts: weights of reward parts, shared by all runners of one function; None: each part has weight 1.
 
     Raises:
@@ -235,7 +236,7 @@ class RewardRunner:
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)
-        # If nothing was running, the worker died between two records; attributing that to the next record guarantees progress.
+        # If nothing was running, the worker died between two records; blaming the next record guarantees progress.
         suspects = list(slot.running) or slot.waiting[:1]
         batch.queue.extendleft(index for index in reversed(slot.waiting) if index not in suspects)
         if len(suspects) > 1:
@@ -294,7 +295,6 @@ class _RewardBatch:
         self.last_call_s: float | None = None  # duration of the latest call
 
     def finish(self, index: int, outcome: RewardOutcome) -> None:
-        """Store the outcome of a record."""
         self.outcomes[index] = outcome
         self.unfinished -= 1
 

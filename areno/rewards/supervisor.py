@@ -1,8 +1,8 @@
 """The supervisor of a worker process: kills all descendants of the worker when the worker or the trainer ends.
 
-:func:`supervised` forks. The child is the worker; the parent only waits. As a child subreaper it adopts orphaned descendants,
-so that neither ``setsid`` nor a double fork escapes it. Without ``/proc`` (outside Linux), only the worker's process group is
-killed.
+:func:`supervised` forks. The child is the worker; the parent, the supervisor, only waits. As a child subreaper it adopts
+orphaned descendants, so that no descendant escapes by ``setsid`` or a double fork. Without ``/proc`` (outside Linux), only the
+worker's process group is killed.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork a supervisor, and return the connection to the trainer in the child, the worker. The worker's stdout goes to stderr.
+    """Fork a supervisor; return the connection to the trainer in the child, the worker. The worker's stdout goes to stderr.
 
     Args:
-        lifeline: a socket whose other end the trainer holds; the worker ends when it closes, even if the trainer is killed.
+        lifeline: a socket whose other end the trainer holds; the worker is killed when that end closes.
         connection: the worker's connection; the supervisor closes its own copy, so that the trainer gets EOF at once when the
             worker ends.
     """
@@ -40,7 +40,7 @@ def supervised(lifeline: int, connection: int) -> Frames:
 
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
-    """Fork and return in the child, which is killed with its descendants when the lifeline closes; see :func:`supervised`."""
+    """Fork, and return in the child, which is killed with its descendants when the lifeline closes; see :func:`supervised`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` handles these signals
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

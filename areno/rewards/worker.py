@@ -1,8 +1,8 @@
 """The loop of a reward worker: receives records, runs the user's function, and reports rewards or errors.
 
-The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process
-the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so that
-untrusted code that writes to the pipe can never make the trainer execute code. Imports no torch.
+The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process, the
+function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so that
+untrusted code that writes to the connection can never make the trainer execute code. Imports no torch.
 """
 
 import asyncio

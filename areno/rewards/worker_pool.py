@@ -38,7 +38,7 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process with a connection.
 
-    All its descendants end when it ends or when this process ends, for any reason. The module must first call
+    When the process or its parent ends for any reason, all its descendants are killed. ``main`` of the module must first call
     :func:`areno.rewards.supervisor.supervised`.
 
     Args:
@@ -111,11 +111,11 @@ class RewardProcess(WorkerProcess):
         super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
     def payload(self, record: RewardRecord) -> Any:
-        """Pickle a record. Errors of pickling are not caught."""
+        """Pickle a record. Raises whatever pickling raises."""
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker. It is reading, so this does not block."""
+        """Send jobs to an idle worker, which reads them at once, so that this does not block."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
@@ -131,7 +131,7 @@ class RewardProcess(WorkerProcess):
 class RewardThread:
     """A daemon thread for a callable, which need not be importable or picklable; has the methods of `RewardProcess`.
 
-    A function that hangs cannot be stopped, but does not keep the program running.
+    A function that hangs cannot be stopped, but the program can end nevertheless.
     """
 
     def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:

@@ -1,8 +1,8 @@
 """Generates batches of ``areno train`` some steps before they are trained on (``--max-staleness``).
 
 Generation of the batch of step s starts when the weights have version s - ``max_staleness``. This bounds the staleness of all
-tokens of the batch, however long an answer takes. Batches are trained on in data order; with a bound of 0, each one starts
-after the previous one has been trained on.
+tokens of the batch, however long an answer takes. Batches are trained on in data order. With ``max_staleness`` 0, generation
+of a batch starts after training on the previous one.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """Starts batches by calling ``begin`` with a step and the parts of its batch by index."""
+    """Starts the batch of a step by calling ``begin`` with the step and the items of the batch by index."""
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -24,7 +24,7 @@ class BatchesAhead:
         self._restored: dict[int, dict[int, Any]] = {}
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the planned steps, each after starting the batches that may run concurrently with it."""
+        """Yield the planned steps; before each, start the batches that may be generated while it trains."""
         ahead: deque[PlannedStep] = deque()
         while True:
             for step in islice(planned, self.max_staleness + 1 - len(ahead)):
@@ -35,7 +35,7 @@ class BatchesAhead:
             yield ahead.popleft()
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
-        """Start the batch of a step, except for parts restored from a checkpoint."""
+        """Start generating the batch of a step, except for results restored from a checkpoint."""
         begun: dict[int, Future[Any]] = {}
         for index, result in self._restored.pop(step, {}).items():
             begun[index] = Future()
@@ -45,7 +45,7 @@ class BatchesAhead:
         self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
-        """Return the results of a step's batch, which are kept until the step is complete."""
+        """Return the futures of a step's batch; they are kept until :meth:`complete` is called."""
         return self._begun[step]
 
     def complete(self, step: int) -> None:
@@ -53,7 +53,7 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Finished results that have not been trained on yet, by step and index; a resume restarts unfinished parts."""
+        """Results that are finished but not trained on, by step and index; a resumed run generates the others again."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()
@@ -61,7 +61,7 @@ class BatchesAhead:
         return {step: parts for step, parts in done.items() if parts}
 
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
-        """Use results from :meth:`export_state` instead of generating their parts again."""
+        """Use the results of :meth:`export_state` instead of generating them again."""
         self._restored = dict(state)
 
 

@@ -2,8 +2,8 @@
 
 Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
 :mod:`episode_thread`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
-shuffles them. Every wait reports what it waits for, and ends when no more results can arrive. If no episodes are accepted, it
-ends the run with the first exception.
+shuffles them. A method that waits logs what it waits for, and raises an error at once if no more results can arrive. Too many
+rejected episodes in a row end the run with an error that contains the first exception.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class BatchDispatcher:
     """Runs episodes and forms batches; close it, or use it as a context manager.
 
     Args:
-        client: the engine for episodes.
-        staleness: limits the running episodes; its batch size is that of :meth:`prepare_batch`.
+        client: gives episodes access to the engine.
+        staleness: limits the running episodes; its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
-        dynamic_bs: count rejected episodes towards the batch size; a batch then has only the accepted ones. ``staleness``
-            must have ``replaces_rejected=False``.
-        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. Staleness control limits it further.
-        max_staleness: how many versions old a token may be when it is used; None relies on admission control.
-        on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards it.
-        max_errors_in_a_row: allowed number of consecutive failed episodes; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: allowed number of consecutive failed or rejected episodes; None: 16 batches, at least 128.
-        stall_report_s, stall_timeout_s: seconds without progress until a wait is reported, and until it fails.
+        dynamic_bs: count rejected episodes towards the batch size, so that a batch may have fewer trajectories.
+            ``staleness`` must have ``replaces_rejected=False``.
+        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
+        max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits it.
+        on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards the trajectory.
+        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
+        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 batches, at least 128.
+        stall_report_s, stall_timeout_s: seconds without progress after which a waiting method logs its state, and raises.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: called with the status of every episode, in any thread.
         stops_on: episode errors that end the run at once.
         on_wait: called repeatedly during a wait; if it raises, the wait ends and no work is lost.
 
     Raises:
-        UsageError: options contradict each other.
+        UsageError: a value is invalid, or options contradict each other.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class BatchDispatcher:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Set the weight version after an update, and start the episodes that it admits."""
+        """Set the weight version after an update, and start the episodes that the new version admits."""
         with self._changed:
             self._version = version
             self._pump()
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`, reasons for rejection (``failed``, ``filtered``, ``empty``), and ``restarted``."""
+        """Counters of :class:`RolloutStat`, of each reason for rejection (``failed, filtered, empty``), and ``restarted``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -154,14 +154,14 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following ones.
 
-        All trajectories of the batch use the workflow and the filter of this call: waiting rows adopt them; rows started
-        with others are run again (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in
-        the caller's thread.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call: rows that were
+        started with another workflow or filter are run again (counted as ``restarted``). ``rows`` are read in the caller's
+        thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for too long, or progress is impossible.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or one raised an error of ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -172,7 +172,7 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run all rows, for an evaluation; returns trajectories in row order. Errors are those of :meth:`prepare_batch`."""
+        """Run all rows, for an evaluation; return accepted trajectories in row order. Errors as in :meth:`prepare_batch`."""
         plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)
@@ -192,7 +192,7 @@ class BatchDispatcher:
         return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 
     def close(self) -> None:
-        """Cancel running episodes, and close workflows and event loop; a second call does nothing."""
+        """Cancel running episodes, and close the workflows and the event loop; a second call does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -215,10 +215,10 @@ class BatchDispatcher:
     # -- recovery --------------------------------------------------------------------------------------------------
 
     def export_state(self) -> dict[str, Any]:
-        """State for recovery, between two batches: waiting and running rows, unused trajectories, and counters.
+        """Return the state for recovery: waiting and running rows, unused trajectories, and counters.
 
-        Running rows are saved as waiting, and restart in their original order. With this state and the saved position in the
-        data, a resumed run uses every row in exactly one batch.
+        Must be called between two batches. Running rows are saved as waiting, and restart in their original order. With this
+        state and the saved position in the data, a resumed run uses every row in exactly one batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
@@ -239,7 +239,7 @@ class BatchDispatcher:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`export_state`; UsageError if episodes were already started."""
+        """Restore the state of :meth:`export_state`; UsageError if episodes were already started."""
         with self._changed:
             if self._next_id:
                 raise UsageError("load_state must be called before the first batch; episodes were already started")
@@ -267,7 +267,7 @@ class BatchDispatcher:
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue; return whether more rows may follow. The caller's iterator runs without the lock."""
+        """Fill the queue; return whether more rows may follow. The lock is not held while the caller's iterator runs."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -284,7 +284,7 @@ class BatchDispatcher:
             self._workflows.append(plan.workflow)
 
     def _adopt(self, plan: EpisodePlan) -> None:
-        """Use this plan from now on, and restart the rows that were started with another plan."""
+        """Use ``plan`` from now on, and restart the rows that were started with another plan."""
         with self._changed:
             self._use(plan)
             again = []
@@ -355,7 +355,7 @@ class BatchDispatcher:
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
-        """Handle the end of an episode; called in the thread of the event loop."""
+        """Handle the end of an episode; called in the event loop's thread or the thread that cancels the episode."""
         with self._changed:
             if self._running.get(task.id) is not task:
                 return  # the task was withdrawn

@@ -15,7 +15,7 @@ class TrajectoryDump:
         self.folder, self._tokenizer = Path(folder), tokenizer
 
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
-        """Write one group of samples, and return the file.
+        """Write one group of samples, and return the path of the file.
 
         Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one), ``head_version`` and
         ``tail_version`` (weight versions of the first and the last sampled token), ``reward``, ``reward_parts`` if the reward

@@ -1,7 +1,7 @@
-"""The engine as workflows see it: one awaitable per request, with any engine that takes requests.
+"""The engine as workflows see it: an asynchronous client of any engine that takes requests.
 
-Every token of an answer has its log-prob and the weight version that sampled it. If the weights are updated during an answer,
-the remaining tokens have the new version.
+Every sampled token comes with its log-prob and the version of the weights that sampled it. If the weights are updated during
+an answer, its remaining tokens have the new version.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """Identity of an episode, from which seeds are derived: different for each sample, equal in repeated runs.
+    """The identity of an episode. Seeds derived from it differ between samples, and are the same in a repeated run.
 
     ``sample`` is the index in the episode's group, ``draws`` counts the requests of the sample.
     """
@@ -133,11 +133,11 @@ EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("areno_
 
 
 class EngineClient:
-    """The engine as workflows see it.
+    """Sends requests to an engine.
 
     Args:
         engine: generates the answers.
-        seed: base of the seeds of all requests, together with the episode's number.
+        seed: base seed; the seeds of a request are derived from it and from the :class:`Episode`.
         request_timeout: time limit of a request in seconds.
         request_retries: number of retries after an engine failure.
         enable_rollout_tracing: log every request and answer.
@@ -171,12 +171,12 @@ class EngineClient:
 
         Raises:
             DataError: the prompt leaves no room for an answer.
-            EngineError: generation timed out, or failed or was aborted in all retries.
+            EngineError: generation timed out, failed or was aborted in all attempts.
         """
         return (await self.agenerate_group(request, 1))[0]
 
     async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
-        """Return several answers to one prompt, which is prefilled once; errors as in :meth:`agenerate`."""
+        """Return several answers to one prompt, which areno's engine prefills once; errors as in :meth:`agenerate`."""
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:
@@ -196,7 +196,7 @@ class EngineClient:
         episode = EPISODE.get() or self._outside
         draw = next(episode.draws)
         if draw and episode is not self._outside and not self._keeps:
-            # Episodes have several turns; each reuses the cache of the previous one.
+            # The second request of a sample: from now on, each turn reuses the KV cache of the previous one.
             self._keeps, keep = True, getattr(self.engine, "enable_prefix_cache", None)
             if keep is not None:
                 await asyncio.get_running_loop().run_in_executor(None, keep, True)

@@ -17,7 +17,7 @@ from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """The interface of a fleet, implemented by the trainer's engine; the trainer closes that engine."""
+    """Implements the interface of a fleet with the trainer's engine, which only the trainer closes."""
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine
@@ -25,7 +25,7 @@ class SharedEngine:
         self._lock = threading.RLock()
         self._generates = self._closed = False
         self._waiting: dict[Future[RolloutResult], Request] = {}
-        self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # futures of the engine
+        self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # our future -> the engine's future
 
     def __getattr__(self, name: str) -> Any:
         """Delegate to the engine: tokenizer, lengths, ``load``, ``enable_prefix_cache`` and others."""
@@ -33,7 +33,7 @@ class SharedEngine:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context in which the engine generates. On exit, it waits for the requests that were started in the context."""
+        """Context in which the engine generates. Leaving it waits for the requests that were started in it."""
         self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True
@@ -48,7 +48,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each. An invalid request raises its error from its future.
+        """Queue requests, and return one future each. The future of an invalid request raises the error.
 
         Raises:
             EngineError: the rollout is closed.
@@ -63,7 +63,7 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; it returns its partial answer. A request that still waits is withdrawn."""
+        """Abort one request; its future returns the partial answer. If the request still waits, its future is cancelled."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)

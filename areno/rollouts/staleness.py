@@ -1,16 +1,13 @@
-"""Admission control of episodes in ``areno run``, which limits the staleness of the trained tokens.
+"""Admission control of episodes in ``areno run``: it limits the staleness of the trained tokens.
 
-In ``areno train``, :mod:`areno.rollouts.batches_ahead` limits it.
-
-Episodes are counted, one per prompt group, and admitted under two limits:
+``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group; two limits apply:
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
 
 Fewer than ``(eta + v + 1) * batch`` episodes are admitted before an episode that is admitted at version ``v``, where eta is
 ``max_head_offpolicyness``. If batches were taken in the order of admission, that episode would be used at version ``eta + v``
-at the latest. This bounds admission only: shorter episodes may overtake a long one. :func:`too_old` is the exact bound for each
-trajectory.
+at the latest. This bounds admission only: shorter episodes may overtake a long one. :func:`too_old` checks each trajectory.
 """
 
 import threading
@@ -38,8 +35,8 @@ class StalenessManager:
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: by how many versions the weights may advance from the start of an episode until it is trained
-            on; 0: synchronous training.
+        max_head_offpolicyness: by how many versions the weights may advance between the start of an episode and the training
+            on it; 0: synchronous training.
         replaces_rejected: start another episode for each rejected one; False if dynamic batches count rejected episodes.
 
     Raises:
@@ -77,7 +74,7 @@ class StalenessManager:
         return (self.max_head_offpolicyness + 1) * self.batch_size
 
     def capacity(self, version: int) -> int:
-        """How many more episodes may start at this weight version; may be negative."""
+        """Number of further episodes that may start at this weight version; may be negative."""
         with self._lock:
             stat = self._stat
             room = self.max_concurrent - stat.running
@@ -105,18 +102,18 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Remove an accepted episode that is not used, because it is ``stale`` or its workflow changed.
+        """Stop counting an accepted episode that is not used, because it is ``stale`` or its workflow has changed.
 
-        Another episode may start in its place, unless a dynamic batch has ``claimed`` it.
+        Another episode may start in its place, unless it is ``claimed``: a dynamic batch still counts it.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
     def unclaim(self) -> None:
-        """Remove a claimed rejected episode, whose row is run again."""
+        """Stop counting a rejected episode towards a dynamic batch."""
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts, with ``unused`` accepted and ``claimed`` rejected episodes for the next batch."""
+        """Restore the counts at ``version``; the next batches use ``unused`` accepted and ``claimed`` rejected episodes."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 

@@ -23,7 +23,7 @@ class RolloutStoppedError(ArenoError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """How rows are run: the workflow, and the filter of its trajectories (None accepts all)."""
+    """How rows are run: the workflow, and a filter for its trajectories (None accepts all)."""
 
     workflow: Any
     should_accept_fn: Accept | None = None
@@ -51,10 +51,10 @@ class Batch:
     """The trajectories of a training step."""
 
     trajectories: list[Trajectory]  # one per prompt group, in random order
-    task_ids: list[int]  # task ids of the same groups
+    task_ids: list[int]  # the task of each group
     version: int  # current weight version
-    staleness: list[int]  # for each group, how many versions its oldest token is behind
-    rejected: int = 0  # rejected episodes that a dynamic batch counts
+    staleness: list[int]  # current version minus the version of the oldest token, per group
+    rejected: int = 0  # number of rejected episodes that count towards the size of a dynamic batch
 
     @classmethod
     def of(cls, tasks: Sequence[EpisodeTask], version: int) -> Batch:

@@ -150,10 +150,9 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
-    """Training rows of a batch, group by group.
+    """Training rows of a batch. Each trajectory is one group, even if some of its samples were rejected.
 
-    Each trajectory is one group, even if it has lost samples, so the groups of later rows do not shift. Weight versions and
-    further log-probs are copied to the fields of :class:`TrainSequence`.
+    Log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``) are copied if a trajectory has them.
     """
     sequences = []
     for group, trajectory in enumerate(trajectories):

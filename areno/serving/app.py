@@ -86,7 +86,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """Describe the model by name."""
+        """Describe the served model with this name."""
         service.check_model(name)
         return _model(service)
 
@@ -127,7 +127,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_rewards(app: FastAPI, service: Service) -> None:
     @app.post("/rl/set_reward", responses=_ERRORS)
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
-        """Reward a response of this API key."""
+        """Set the reward of a response to a request with this API key."""
         try:
             request.scope[TAPE].set_reward(body.reward, body.interaction_id)
         except ValueError as error:
@@ -153,7 +153,7 @@ async def _chat(
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """Check the server's state, the model name and the amount of text, before the prompt is prepared. Raises ApiError."""
+    """Check the server's state, the model name and the amount of text before the prompt is prepared. Raises ApiError."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)

@@ -125,8 +125,6 @@ def _prompt(
 
 @dataclass(slots=True)
 class _PartialMessage:
-    """A message under construction."""
-
     sample: ChoiceState
     reader: MessageReader
     texts: list[str] = field(default_factory=list)  # visible text so far
@@ -159,7 +157,6 @@ class _PartialMessage:
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason in OpenAI's terms."""
         return "tool_calls" if self.calls and self.sample.finish == "stop" else self.sample.finish
 
 
@@ -176,7 +173,7 @@ class ChatResponse(SampledResponse):
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def check(self) -> None:
-        """Raise ApiError if the response is incomplete."""
+        """Raise ApiError if the grammar failed, or the response is incomplete."""
         if self._expected.failures:
             message = f"the grammar failed during generation: {self._expected.failures[0]}; simplify the schema"
             raise ApiError(400, message, param=_format_param(self._body), code="grammar_failed")
@@ -248,7 +245,7 @@ class ChatResponse(SampledResponse):
             | self._details(message.sample, range(len(message.sample.tokens)), first=True)
             for message in self._messages
         ]
-        if len(choices) > 1:  # with a single choice, its record is at the top level, where clients expect it
+        if len(choices) > 1:  # the record of a single choice is at the top level, where clients expect it
             choices = [self._with_record(*pair) for pair in zip(choices, self._messages, strict=True)]
         return self._with_record(self._envelope(choices), self._messages[0])
 

@@ -11,7 +11,7 @@ from areno.serving.errors import ApiError
 MAX_HEAD_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 120.0
-# Lets a busy event loop read data that arrived in time before the connection is closed.
+# A busy event loop gets this much longer to read data that arrived in time, before it closes the connection.
 _GRACE_S = 0.1
 
 

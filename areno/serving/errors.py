@@ -54,7 +54,7 @@ def bad_field(param: str, message: str, *, where: str | None = None, code: str |
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Return every error that an endpoint raises in OpenAI's format."""
+    """Let all endpoints return their errors in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _(_: Request, error: ApiError) -> JSONResponse:
@@ -79,7 +79,7 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Report the most deeply nested error: for a union, pydantic reports an error per member."""
+    """Report the most deeply nested error, because pydantic reports an error for each member of a union."""
     errors = error.errors()
     first = max(errors, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":

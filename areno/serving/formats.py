@@ -38,7 +38,7 @@ class Formats:
         """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or the choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
-        # A reasoning format without a pair of markers consists of special tokens (harmony).
+        # A reasoning format without an opening marker (harmony) consists of special tokens.
         structured = reasoning.name != "none" and not reasoning.opener
         special = structured or any(token in marker for marker in markers for token in self._special)
         expected = Expectation(reasoning, self._calls, tools, tool_choice, parallel, special)
@@ -65,9 +65,7 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Return a factory for the constraint of the response without reasoning; ``after`` is the marker after which it
-        applies.
-        """
+        """Return a factory of the constraint without reasoning; ``after`` is the marker after which the constraint applies."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):

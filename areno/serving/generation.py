@@ -38,7 +38,7 @@ class Generation:
     """The in-flight samples of one HTTP request; create it in the event loop.
 
     Args:
-        metrics: receive the token latencies.
+        metrics: where token latencies are recorded.
         requests: one per prompt; samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive.
@@ -106,7 +106,7 @@ class Generation:
         self._inbox.call(self._count_down)
 
     def _count_down(self) -> None:
-        # Does not depend on reading, so that a slow client does not occupy the queue.
+        # A sample leaves the queue even if a slow client has not read its tokens yet.
         self._running -= 1
         if not self._running:
             self._on_end()

@@ -71,8 +71,6 @@ class ServingMetrics:
 
 
 class _EngineLoad:
-    """Collector that reads the engine's load on each scrape."""
-
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
 

@@ -13,11 +13,11 @@ from areno.serving.errors import ApiError, unexpected
 from areno.serving.recording import KEY_PREFIX, Tape
 from areno.serving.service import Service
 
-# Health checks of load balancers, which have no key.
+# Paths without a key, for the health checks of load balancers.
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 TAPE = "areno.tape"
-"""Key of the ASGI scope under which the request's tape is stored, with a recorder."""
+"""Key of the ASGI scope under which a server with a recorder stores the tape of the request."""
 
 
 class RequestMiddleware:
@@ -27,7 +27,6 @@ class RequestMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -75,7 +74,7 @@ class RequestMiddleware:
     def _check_host(self, scope: Scope, header: bytes) -> None:
         """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
 
-        A web page whose domain resolves to 127.0.0.1 reaches the server, but still sends its own domain as the host.
+        A foreign web page whose domain resolves to 127.0.0.1 reaches the server, but sends its own domain as the host.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None

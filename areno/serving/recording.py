@@ -1,7 +1,7 @@
 """The interface through which the chat endpoints record conversations for training.
 
-Without a recorder, requests are independent. With one, the API key of a request selects a :class:`Tape`, which holds the
-conversations of that key. The tape chooses the prompt's tokens: a continued conversation must extend exactly the tokens that
+Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`Tape`, which holds
+the key's conversations. The tape chooses the prompt's tokens: a continued conversation must extend exactly the tokens that
 the model read and sampled.
 """
 
@@ -40,7 +40,7 @@ class RecordedSample:
     message: dict[str, Any]  # the assistant's message, as sent to the client
     tokens: Sequence[GeneratedToken]  # sampled tokens, including the stop token; empty if the context was full
     finish: FinishReason
-    by_token: bool  # whether a stop token ended it, not a stop string or the length limit
+    by_token: bool  # whether a stop token ended the sample, not a stop string or the length limit
     temperature: float  # temperature of the log-probs: the sampling temperature, or 1 for greedy samples
     text: str  # visible text
     offsets: Sequence[int]  # character offset of each token in the text

@@ -14,11 +14,11 @@ from areno.types import Request, SamplingParams, TokenConstraint
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
-# Below this temperature, scaled logits overflow, and the most likely token always wins.
+# Below this temperature, scaled logits could overflow; sampling is greedy, because the most likely token always wins.
 _GREEDY_BELOW = 1e-4
 # Maximum number of alternatives per request; each takes about a kilobyte until the response is sent.
 _MAX_ALTERNATIVES = 2**19
-# Stands for top_p=0: keeps only the most likely token.
+# Replaces top_p=0, which keeps only the most likely token.
 _MIN_TOP_P = 1e-9
 
 
@@ -59,8 +59,8 @@ def build_job(
     """Validate a request against the model and build the engine requests.
 
     ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` gives an empty response. If
-    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError 400 if a value
-    is invalid for this model.
+    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError 400 if a
+    value is invalid for this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API, built on the chat endpoint; stateless."""
+"""``POST /v1/responses``: OpenAI's Responses API, built on the chat endpoint; responses are not stored."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Request schemas of the two OpenAI completion endpoints: the supported fields.
 
-Undeclared fields are ignored; declared fields are validated strictly, and ``null`` means unset. Names and ranges are OpenAI's;
-``top_k``, ``min_p``, ``repetition_penalty``, ``return_token_ids`` and ``chat_template_kwargs`` are common extensions of other
-servers.
+Undeclared fields are ignored; declared fields are validated strictly, and ``null`` means unset. Names are OpenAI's, or common
+extensions of other servers (``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``,
+``return_token_ids``, ``chat_template_kwargs``).
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -30,7 +30,7 @@ class StrictSchema(BaseModel):
 
 
 class RequestBody(StrictSchema):
-    """Base of generation requests; their size is checked before anything else."""
+    """Base of generation requests, whose size is checked before they are validated."""
 
     _characters: int = PrivateAttr(0)
 
@@ -206,7 +206,7 @@ class CompletionRequest(GenerationBody):
 
 
 class RewardRequest(StrictSchema):
-    """Body of ``POST /rl/set_reward`` of a server that records."""
+    """Body of ``POST /rl/set_reward``, which only servers with a recorder have."""
 
     reward: float
     interaction_id: str | None = None

@@ -61,7 +61,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers, with a limit of connections (None: unlimited)."""
+    """uvicorn without its signal handlers, with a limit on open connections (None: unlimited)."""
 
     def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
@@ -132,16 +132,13 @@ class ForegroundServer:
     service: Service
     load: Callable[[], Backend]  # creates the engine; runs in a thread
     sock: socket.socket
-    drain_timeout_s: float  # time for running requests to finish at shutdown
+    drain_timeout_s: float  # seconds that running requests get to finish at shutdown
     print_status: Callable[[str], None]  # prints lines about the server's state
     engine: Backend | None = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT (once: drain; twice: cancel running requests).
-
-        Raises ArenoError if the engine failed.
-        """
+        """Serve until a signal, then drain; a second signal cancels requests. Raises ArenoError if the engine failed."""
         run_loop(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.
@@ -176,7 +173,7 @@ class ForegroundServer:
         running = self.service.open_samples
         if running:
             self.print_status(
-                f"finishing {running} samples within {self.drain_timeout_s:g} s; signal again to cancel them"
+                f"finishing {running} samples within {self.drain_timeout_s:g} s; send a second signal to cancel them"
             )
         draining = asyncio.create_task(self.service.drain(self.drain_timeout_s))
         cancelling = asyncio.create_task(self._cancel_requested.wait())

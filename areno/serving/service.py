@@ -33,15 +33,15 @@ State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
 _RETRY = {"Retry-After": "1"}  # seconds
-# Threads that render templates, tokenize and compile grammars, so that a slow request does not block the others.
+# Number of threads that render templates, tokenize and compile grammars, so that a slow request does not block others.
 _PREPARE_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
-# A token of prose has about four characters. Text above this limit cannot fit, and its tokenization would take long.
+# A token of prose has about four characters. A request above this limit cannot fit, and tokenizing it would take long.
 _CHARS_PER_TOKEN, _MIN_CHAR_LIMIT = 16, 2**16
 
 _SERVING_GC_THRESHOLDS = (50_000, 20, 20)
 _gc_lock = threading.Lock()
-_previous_thresholds: list[tuple[int, int, int]] = []  # cache with one entry per running server
+_previous_thresholds: list[tuple[int, int, int]] = []  # one entry per running server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +152,7 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError 429 if the queue is full, 504 after
-        the timeout.
-        """
+        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError 429: queue full; 504: timeout."""
         self.check_capacity(samples)
         self._preparing_samples += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
@@ -177,9 +175,7 @@ class Service:
         return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
 
     def check_capacity(self, samples: int) -> None:
-        """Check that the queue can take ``samples`` more. Raises ApiError 429 if the queue is full, and 400 if it could never
-        take them.
-        """
+        """Check that the queue can take ``samples`` more. Raises ApiError 429 if it is full, 400 if it is too small."""
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
             message = f"{samples} samples in one request exceed this server's limit of {limit}; send fewer"
@@ -204,7 +200,7 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait up to ``timeout_s`` for open ones, cancel the rest; return the samples cancelled."""
+        """Refuse new requests, wait ``timeout_s`` for open ones, cancel the rest; return the number of cancelled samples."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -237,7 +233,7 @@ def reduced_gc() -> Iterator[None]:
     """Collect garbage less often, and exclude the objects that exist now: modules, model, tokenizer.
 
     A server allocates many small live objects; scanning them, and a million others in each full collection, took a fifth
-    of its time. The old thresholds come back at the end, because training must release dead tensors.
+    of its time. The old thresholds are restored at the end, because training must release dead tensors.
     """
     _freeze_heap()
     with _gc_lock:

@@ -1,7 +1,4 @@
-"""Sends responses, complete or streamed, and cancels generation as soon as the client disconnects.
-
-One task waits for the disconnect while another waits for tokens.
-"""
+"""Sends responses, complete or streamed, and cancels generation as soon as the client disconnects."""
 
 import asyncio
 import contextlib

@@ -75,7 +75,6 @@ class TokenTexts:
         self._cache: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Text and UTF-8 bytes of a token."""
         if token not in self._cache:
             self._cache[token] = self._look_up(token)
         return self._cache[token]

@@ -125,7 +125,7 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
     a response becomes an empty list, which drops the pair.
 
     Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template`` is False) the pair stays text, and
-    the prompt is the common prefix up to an ``Assistant:``.
+    the prompt is the common prefix up to its last ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):

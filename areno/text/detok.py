@@ -20,8 +20,8 @@ class IncrementalDetokenizer:
     """Decodes tokens one by one into text that is never retracted.
 
     The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of all
-    tokens. (One exception: a byte-fallback tokenizer re-decodes a valid character as invalid if stray bytes follow directly;
-    this class leaves it valid.)
+    tokens, with one exception: if stray bytes directly follow a valid character, a byte-fallback tokenizer decodes the
+    character as invalid, but this class keeps it.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -91,7 +91,7 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """Decode a short window, with a cache: models repeat the same pairs of tokens."""
+    """A function that decodes a short window, with a cache, because models repeat the same pairs of tokens."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]

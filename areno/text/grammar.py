@@ -38,17 +38,17 @@ class ConstraintOptions(TypedDict, total=False):
 
 
 def json_object_constraint(tokenizer: Any, **options: Unpack[ConstraintOptions]) -> ConstraintFactory:
-    """Any JSON object; see :func:`json_schema_constraint`."""
+    """Constrain to any JSON object; see :func:`json_schema_constraint`."""
     return json_schema_constraint(tokenizer, {"type": "object"}, **options)
 
 
 def json_schema_constraint(
     tokenizer: Any, schema: Mapping[str, Any] | bool, **options: Unpack[ConstraintOptions]
 ) -> ConstraintFactory:
-    """JSON that matches a schema, with properties in the order of the schema.
+    """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a cheap factory for the state of one sample. Raises UsageError: the schema is invalid or unsupported, ``llguidance``
-    is not installed, or the tokenizer is slow or has no EOS token.
+    Returns a cheap factory for the state of one sample. Raises UsageError: the schema is invalid or unsupported,
+    ``llguidance`` is not installed, or the tokenizer is slow or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -63,7 +63,7 @@ def tool_call_constraint(
     parallel: bool = True,
     **options: Unpack[ConstraintOptions],
 ) -> ConstraintFactory:
-    """Tool calls and nothing else, in the format of ``parser``.
+    """Constrain to tool calls and nothing else, in the format of ``parser``.
 
     Parameter schemas that are not fully supported are enforced in part, unless the tool has ``"strict": true``.
 
@@ -72,7 +72,7 @@ def tool_call_constraint(
         tool_choice: ``required``, or the one tool to call.
 
     Raises:
-        UsageError: the format cannot be enforced, there are no tools, or as for :func:`json_schema_constraint`.
+        UsageError: the format cannot be enforced, or there are no tools; further errors as in :func:`json_schema_constraint`.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)
@@ -203,7 +203,7 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """The start rule; with ``after``, any text may precede that marker."""
+        """The start rule; with ``after``, any text that ends with this marker precedes the response."""
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"

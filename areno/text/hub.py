@@ -27,7 +27,7 @@ def check_reachable(path: str) -> None:
         raise UsageError(f"{not_local}, and HF_HUB_OFFLINE disables the hub")
     for attempt in range(_TRIES):
         try:
-            with suppress(EntryNotFoundError):  # adapters alone have no config.json
+            with suppress(EntryNotFoundError):  # a repository with only an adapter has no config.json
                 get_hf_file_metadata(url, timeout=_TIMEOUT_S)
             return
         except RepositoryNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Detects prompts that already contain chat template markers, and so would get them twice."""
+"""Detects prompts that already contain chat template markers, which the template would add again."""
 
 import logging
 import re
@@ -38,7 +38,7 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Warn, once per tokenizer and so once per run, if a prompt contains markers or gets no template."""
+    """Warn, once per tokenizer, if a prompt already contains markers or the tokenizer has no template."""
     if tokenizer in _warned:
         return
     if not getattr(tokenizer, "chat_template", None):

@@ -76,8 +76,8 @@ class _MarkerStream:
     parser: ReasoningParser
     state: str = field(init=False)
     _source: GrowingText = field(default_factory=GrowingText)
-    _at: int = 0  # everything before was emitted or skipped
-    _scanned: int = 0  # everything before was scanned
+    _at: int = 0  # the text before this position was emitted or skipped
+    _scanned: int = 0  # the text before this position was scanned
     _started: bool = False  # whether some reasoning was emitted
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class _HarmonyStream:
     """
 
     _source: GrowingText = field(default_factory=GrowingText)
-    _at: int = 0  # everything before was parsed
+    _at: int = 0  # the text before this position was parsed
     _channel: str | None = None  # channel of the part whose body is being parsed; None if a header may follow
     _channels: set[str] = field(default_factory=set)
 

@@ -1,7 +1,7 @@
 """Stop strings: end generation as soon as one occurs in the decoded text, regardless of token boundaries.
 
-Only text that has become final is searched, with the few characters before it in which a stop string may have started. So the
-cost per token is constant.
+To keep the cost per token constant, only new final text is searched, with the few characters before it in which a stop string
+may have started.
 """
 
 from typing import Any

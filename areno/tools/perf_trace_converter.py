@@ -2,8 +2,8 @@
 
     python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
 
-Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes are renumbered, as process ids
-of different machines may collide. Malformed lines are skipped and counted.
+Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes are renumbered, because process
+ids of different machines may be equal. Malformed lines are skipped and counted.
 """
 
 import json

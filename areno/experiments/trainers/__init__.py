@@ -3,7 +3,7 @@
 A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 
 1. rollout: :class:`areno.rollouts.dispatcher.BatchDispatcher` returns a batch of episodes; ``workflows`` makes the workflow
-2. reward: the workflow has set the rewards, or a reward model does
+2. reward: the workflow has set the rewards, or a reward model sets them
 3. advantage and update: :mod:`areno.training.objectives.policy`, with settings and loss from ``update``
 4. new weights: ``update_weights`` of :class:`areno.rollouts.fleet.fleet.RolloutFleet`
 

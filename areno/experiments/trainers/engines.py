@@ -202,7 +202,7 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """How many rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
+    """Number of rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
@@ -216,7 +216,7 @@ def make_engine(
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
-    """Options of the external inference servers, or None for areno's own engine; UsageError if not installed."""
+    """Options of the inference servers, or None for areno's own engine; UsageError if the product is not installed."""
     product: Any = server_of(config)
     if not product:
         return None

@@ -193,7 +193,6 @@ class ExperimentTrainer(TrainingLoop):
         return make_engine(section, config, training_layout(actor), self.launcher)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Further engine options."""
         return {}
 
     def _spec(self) -> RunSpec:
@@ -272,7 +271,7 @@ class ExperimentTrainer(TrainingLoop):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Trace and memory profiler of a step."""
+        """Trace a step, and record its memory if the memory profiler selects it."""
         with super().around_step(step), self.memory.step(step):
             yield
 
@@ -305,7 +304,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Raise UsageError if the trial has run before, and drop the records of an attempt that left no checkpoint."""
+        """Raise UsageError if the trial has run without checkpoints; drop the records of an attempt that left none."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

@@ -1,4 +1,4 @@
-"""PPO, GRPO and related algorithms: rollout runs in separate processes while this process trains.
+"""PPO, GRPO and related algorithms. Separate processes generate while this process trains, unless its engine does both.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
@@ -355,7 +355,7 @@ class PPOTrainer(ExperimentTrainer):
         )
 
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
-        """Give the rows of a step all inputs of the loss."""
+        """Add all inputs of the loss to the rows of a step."""
         return self.objective.prepare(rows)
 
     def update(self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int]) -> dict[str, float]:

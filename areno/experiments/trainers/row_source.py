@@ -14,7 +14,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``. Without a
-    loader, the path is a file, or ``split`` of a folder or hub data set.
+    loader, ``path`` is a file, or a folder or hub data set, of which ``split`` is loaded.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)
@@ -34,7 +34,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 class RowSource:
     """Endless iterator over rows, epoch after epoch, in an order that depends only on the seed.
 
-    With ``drop_last``, an incomplete last batch is dropped; else it is filled from the next epoch.
+    With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
     """
 
     def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:

@@ -44,7 +44,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Examples | None]:
-        """Training rows or pairs, without those longer than ``max_length``."""
+        """Training rows or pairs, without those longer than ``max_length`` or the model's context."""
         config, section = self.config, self.config.train_dataset
         examples = self._encoded(train, section, "train_dataset")
         held_out = None
@@ -129,7 +129,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Set the reference log-probs of all rows, unless ``actor.algorithm`` has its own loss without a reference."""
+        """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set: its loss uses no reference."""
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")

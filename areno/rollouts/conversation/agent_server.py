@@ -8,13 +8,13 @@ from areno.rollouts.conversation.recorder import ConversationRecorder
 from areno.serving.recording import KEY_PREFIX
 from areno.types import SamplingParams
 
-# Requests of agents beyond the engine's capacity wait instead of being rejected.
+# Agents' requests that exceed the engine's capacity wait instead of being rejected.
 _MAX_QUEUE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """Access to the server with an API key of its own; ``url`` has no ``/v1``."""
+    """An agent's access to the server, with an API key of its own; ``url`` has no ``/v1``."""
 
     api_key: str
     tape: ConversationRecorder
@@ -32,7 +32,7 @@ class AgentSession:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables from which clients read address and key."""
+        """Environment variables from which clients read the address and the key."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -81,7 +81,7 @@ class AgentServer:
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder; ``seed`` is the base of the seeds of its requests."""
+        """Create an API key with an empty recorder; the seeds of the key's requests are derived from ``seed``."""
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)

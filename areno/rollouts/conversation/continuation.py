@@ -1,10 +1,10 @@
 """Continues a conversation from its recorded tokens, tokenizing only what is new in a request.
 
-The template renders the conversation twice: up to the model's answer, and with the messages added since. If the first text is a
-prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are never tokenized again.
-Otherwise the template now renders the history differently (most often without the reasoning). Continuing from the recorded
-tokens would then train on a context that a deployed model never sees, so the request starts a new row; :class:`Forked` gives
-the reason.
+The chat template renders the conversation up to the model's answer, and once more with the messages added since. If the first
+text is a prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are never
+tokenized again. Otherwise the template now renders the history differently, most often without the reasoning. To continue from
+the recorded tokens would train on a context that a deployed model never sees, so the request starts a new row
+(:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turn:
     parent: Turn | None  # turn that this one continues; None for the start of a conversation
     context_tokens: list[int]  # prompt tokens after the parent's answer, or the complete prompt without a parent
     context_text: str  # text of `context_tokens`
-    anchor: str  # text before `context_text` when it was tokenized; empty for a complete prompt
+    anchor: str  # text that preceded `context_text` when it was tokenized; empty for a complete prompt
     prompt_text: str  # the complete rendered prompt
     messages: list[dict[str, Any]]  # messages of the request
     tools: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Turn:
         default_factory=list
     )  # whether a grammar allowed only this token; empty without a grammar
     routed_experts: RoutingRecord | None = None  # for all prompt and sampled tokens except the last
-    cut_mass: float = 0.0  # mean probability per sampled token removed by top-k, top-p, min-p and a grammar
+    cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar remove, mean over sampled tokens
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context
     by_token: bool = True  # whether the answer ended at a stop token
     temperature: float = 1.0
@@ -64,7 +64,7 @@ class Turn:
     fork: ForkReason | None = None  # why the turn starts a new row although it continues a conversation
     keys: Sequence[int] = ()  # see `prefix_keys`; empty without a recorder
     extended: bool = False  # whether another turn continues this one
-    response_id: str = ""  # the client's id of the response, without a prefix
+    response_id: str = ""  # id of the response that the client received, without its type prefix
     reward: float | None = None
 
     @property
@@ -113,7 +113,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of a text after ``anchor``: some tokenizers treat the start of a text specially."""
+    """Token ids of a text that follows ``anchor``, because some tokenizers treat the start of a text specially."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -142,8 +142,9 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """:func:`_after_answer` for an answer that ended at a stop token. The template must write that token too: as the end of the
-    turn or, in formats without an end token, as the start of the next turn.
+    """:func:`_after_answer` for an answer that ended at a stop token, which the template must write, too.
+
+    It ends the turn or, in formats without an end token, starts the next one.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -1,7 +1,7 @@
 """Compares message lists as conversations, and ignores reformatting by clients.
 
-Clients split content into parts, reserialize call arguments, drop reasoning for which they have no field, and add empty fields.
-None of that counts as an edit: only what the model can see of a message is compared.
+Clients split content into parts, reserialize call arguments, drop reasoning for which they have no field, and add empty
+fields. None of that counts as an edit: only what the model can see of a message is compared.
 """
 
 import itertools

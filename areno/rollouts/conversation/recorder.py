@@ -2,7 +2,7 @@
 
 A recorder belongs to one API key. Its turns form trees: a request that extends an answered turn becomes a child of that turn
 and adds only its new tokens; any other request starts a new tree. Each path becomes a training row, see
-:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from the server's threads, so all access is locked.
+:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from several threads of the server, so changes are locked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """The conversations of one API key; implements :class:`areno.serving.recording.Tape`.
 
-    ``seed`` is the base of the seeds of its requests; ``session`` is the traced session in which the recorder was created.
+    The seeds of requests are derived from ``seed``; ``session`` is the traced session in which the recorder was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -35,7 +35,7 @@ class ConversationRecorder:
         self.session = current_session()
         self._tokenizer, self._seed = tokenizer, seed
         self._lock = threading.Lock()
-        self._answered: dict[int, list[Turn]] = {}  # by the key of the messages of request and answer
+        self._answered: dict[int, list[Turn]] = {}  # by the key of the messages up to and including the answer
         self._openings: set[int] = set()  # keys of requests up to their first user message
         self._prefixes: set[int] = set()  # keys of all prefixes of requests
         self._by_id: dict[str, Turn] = {}
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """The longest answered turns that a request extends, most likely first, each with its number of messages."""
+        """The longest answered turns that a request extends, most likely first, each with its length in messages."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
@@ -156,7 +156,6 @@ class _OpenTurn:
         self.prompt_tokens, self.prompt_text = begun.prompt, begun.prompt_text
 
     def seeds(self, samples: int) -> list[int]:
-        """Seeds of the samples."""
         return self._tape.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:

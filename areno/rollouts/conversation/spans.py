@@ -21,7 +21,7 @@ class LossMaskPolicy:
     """Selects the spans of a trajectory that count in the policy loss.
 
     Each sampled token counts once, even if it is in several rows. Tokens that were not sampled (tool results, prompts) have
-    no rollout log-prob; they use the policy's log-prob at the time of the rollout.
+    no rollout log-prob; areno computes the policy's log-prob of these tokens before the update.
     """
 
     assistant_text: bool = True  # text of the model, including reasoning, except in the last answer
@@ -71,7 +71,7 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
-    # Search for the text after the last call from the end, because arguments may contain the same text.
+    # Search backwards for the text after the last call, because arguments may contain the same text.
     stop = len(turn.text)
     for piece in reversed(pieces[calls[-1] + 1 :]):
         start = -1 if isinstance(piece, ToolCallDelta) else turn.text.rfind(piece.text, 0, stop)

@@ -1,8 +1,7 @@
 """Converts recorded turns to training rows: one row of context and sampled tokens per branch of a conversation.
 
-Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and the common
-prefix is trained on only in the first of them. A row has one temperature; turns sampled at another temperature are trained
-in a separate row.
+Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and only the first
+one trains on the common prefix. A row has one temperature; turns sampled at another temperature are trained in another row.
 """
 
 from collections.abc import Callable, Sequence

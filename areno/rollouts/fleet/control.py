@@ -1,7 +1,7 @@
 """Changes the number of replicas of a running experiment: both ends of ``areno scale``.
 
-A running fleet keeps ``replicas.json`` in its run directory, with the number of replicas and the state of a request. A
-request is the file ``replicas.wanted.json``, one at a time.
+A running fleet keeps ``replicas.json`` in its run directory, with the number of replicas and the state of the last request.
+``areno scale`` sends a request as the file ``replicas.wanted.json``, one at a time.
 """
 
 import json
@@ -108,7 +108,7 @@ def request(
     """Request a different number of replicas from a running experiment, wait, and return the new number.
 
     Raises:
-        EngineError: the run does not respond, cannot be resized, or has not finished in time (it then continues to resize).
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` (it continues to resize).
     """
     before = replicas_of(folder)
     request_id = uuid.uuid4().hex
@@ -127,7 +127,7 @@ def request(
                 f"resizing from {before} replicas; new replicas load the model, replicas to be removed finish their samples"
             )
         now, beat = time.monotonic(), _last_heartbeat(folder)
-        if beat != last:  # only changes of the time count, because the clocks of machines differ
+        if beat != last:  # compare the time only with itself, because the clocks of machines differ
             last, alive = beat, now
         if now - alive > _ANSWER_S:
             (folder / _WANTED).unlink(missing_ok=True)

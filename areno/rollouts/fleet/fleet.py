@@ -52,10 +52,10 @@ class FleetOptions:
     role: str = "rollout"
     log_folder: Path = Path("logs")
     restart: bool = True  # restart a dead or stuck replica, with the current weights
-    max_restarts: int = 3  # allowed restarts per replica within ten minutes; one more failure ends the fleet
+    max_restarts: int = 3  # allowed restarts of a replica until it has run for ten minutes; one more failure ends the fleet
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
-    stall_s: float = STALL_S  # a replica with work that makes no progress for this long is stuck
+    stall_s: float = STALL_S  # seconds without progress after which a replica with work counts as stuck
     threads: int | None = None  # PyTorch threads per process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
     server: ServerOptions | None = None  # set if replicas are external inference servers
@@ -70,7 +70,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """One replica: its worker, and its number of unfinished requests."""
+    """One replica: the state of its processes, and its number of unfinished requests."""
 
     worker: Worker
     unfinished: int
@@ -101,7 +101,7 @@ class RolloutFleet:
             of the cores.
 
     Raises:
-        UsageError: the checkpoint cannot be used, or not in this layout.
+        UsageError: the checkpoint is unsupported, or does not fit the layout.
         WorkerCreationError: a replica could not be started.
     """
 
@@ -160,7 +160,7 @@ class RolloutFleet:
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; it returns its partial answer."""
+        """Abort one request; its future returns the partial answer."""
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:
@@ -172,7 +172,7 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Context for waiting on generation; replicas also generate outside of it."""
+        """Do nothing: unlike a :class:`SharedEngine`, replicas generate at any time."""
         return nullcontext()
 
     def enable_prefix_cache(self, enabled: bool) -> None:
@@ -209,7 +209,7 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """If the replicas run on the CPU, limit this process to ``threads``, by default as many as a replica's rank uses."""
+        """If the replicas run on the CPU, limit this process to ``threads`` PyTorch threads; None: as many as a rank."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
@@ -227,8 +227,8 @@ class RolloutFleet:
         ``addresses``: further servers to join. A new replica gets the newest weights before its first request.
 
         Raises:
-            UsageError: there are no resources for that many replicas.
-            EngineError, WorkerCreationError: a new replica could not be started; the number is unchanged.
+            UsageError: there are no resources for that many replicas, or an address cannot be joined.
+            EngineError, WorkerCreationError: a new replica could not be started; the number of replicas is unchanged.
         """
         with self._resizing:
             if addresses:
@@ -259,8 +259,8 @@ class RolloutFleet:
                 raise UsageError(f"--add {address} is already a replica")
         if replace(server, addresses=added).elsewhere and self.weights.folder is None:
             raise UsageError(
-                f"--add {', '.join(added)}: this run transfers weights in the memory of this machine; to join servers on other "
-                "machines, start it with weight_update_mode=disk and a shared folder"
+                f"--add {', '.join(added)}: this run transfers weights through this machine's memory; to join servers on "
+                "other machines, start it with weight_update_mode=disk and a shared folder"
             )
         return replace(server, addresses=(*server.addresses, *added))
 
@@ -289,7 +289,7 @@ class RolloutFleet:
         )
 
     def close(self) -> None:
-        """End all replicas; pending requests return their partial answers. A second call does nothing."""
+        """End all replicas; a second call does nothing. Waiting requests fail; running ones return partial answers or fail."""
         if self._closed:
             return
         self._closed = True
@@ -363,6 +363,6 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """End the fleet when a replica has used up its restarts or, if restarts are disabled, when no replica is left."""
+        """End the fleet if a replica has used up its restarts or, with restarts disabled, if no replica is left."""
         if self.options.restart or not self._up():
             self._router.end(error)

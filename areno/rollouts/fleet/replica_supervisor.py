@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 TAIL_LINES = 50
-# A replica that has run this long gets all its restarts back.
+# Seconds that a replica must have run to get all its restarts back.
 _STEADY_S = 600.0
 _LONGEST_BACKOFF_S = 60.0
 
@@ -80,7 +80,7 @@ class ReplicaJob:
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
     on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a failed replica
-    on_leaving: Callable[[int], None] = lambda _number: None  # must return when the replica is no longer in use
+    on_leaving: Callable[[int], None] = lambda _number: None  # called before a replica is ended; returns when it is unused
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
     restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s``
@@ -105,7 +105,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The slot of a replica, which persists over restarts."""
+    """A replica and the replicas that replace it after failures."""
 
     number: int
     name: str
@@ -247,7 +247,7 @@ class ReplicaSupervisor:
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """Handle the failure of a replica that was ready; called in a thread of its group."""
+        """Handle the failure of a replica that was ready; called in a thread of the replica."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return

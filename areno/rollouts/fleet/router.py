@@ -13,7 +13,7 @@ from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.replica_supervisor import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
-# If this many replicas died while they processed a request, the request fails: it may be the cause.
+# If this many replicas died while they processed a request, the request fails, because it may be the cause.
 _MAX_TRIES = 3
 _DRAIN_POLL_S = 0.1
 
@@ -99,7 +99,7 @@ class RequestRouter:
         return list(opened)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort a request; it returns its partial answer."""
+        """Abort a request; its future returns the partial answer."""
         with self._lock:
             routed = self._open.get(future)
             if routed is None:

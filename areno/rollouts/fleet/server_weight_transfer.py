@@ -1,7 +1,7 @@
 """Transfers new weights from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
 
-The transfer is verified by its result: for a fixed prompt, a server must return the log-probs of the trainer. Neither a
-"success" response nor changed output proves that the weights are right.
+A transfer is verified by its result: for a fixed prompt, a server must return the trainer's log-probs. Neither a "success"
+response nor changed output proves that the weights are right.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PROBE_TOKENS = 32
-# Maximum mean difference of log-probs in nats; the key is whether both sides compute in fp32.
+# Maximum mean difference of log-probs in nats, by whether the server computes in fp32.
 _MAX_GAP = {True: 0.01, False: 0.3}
 
 
@@ -124,7 +124,7 @@ class ServerWeightTransfer:
     def _root(self, engine: Backend, mode: Mode) -> Path:
         if self.options.folder is not None:
             return self.options.folder
-        # Two versions exist at the same time; the size of a checkpoint with optimizer is an upper bound.
+        # Two versions exist at the same time; the size of a checkpoint with optimizer state bounds theirs.
         fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()
         root = _MEMORY if fits else None
         if root not in self._scratch:

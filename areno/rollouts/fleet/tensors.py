@@ -1,8 +1,8 @@
 """The weights of an engine as named full tensors, independent of the layout of its ranks.
 
 The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
-is transferred; if only the sender has one, it sends the merged weights. ``Tensor.copy_`` rounds values to the
-receiver's dtype, as the optimizer does with its master weights.
+is transferred; if only the sender has one, it sends the merged weights. ``Tensor.copy_`` rounds the values to the receiver's
+dtype.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError, on every rank, if a trainer's tensor is missing, differs in shape, or cannot be merged exactly."""
+    """Raise a UsageError, on every rank, if the trainer lacks a tensor, its shape differs, or it cannot be merged exactly."""
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:
@@ -85,10 +85,10 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 
 
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``; its generation must be idle.
+    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``; the trainer must not be generating.
 
-    Every rank that holds a part of the model must consume all tensors, in this order, because ranks that share a tensor gather
-    it together. Tensors of other pipeline stages are sent to the first rank; on other ranks such a tensor may be empty.
+    Every rank that holds a part of the model must consume all tensors, in this order, because the ranks that share a tensor
+    gather it together. The first rank receives the tensors of all pipeline stages; elsewhere, those of other stages are empty.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
@@ -120,7 +120,7 @@ def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _base_name(name: str) -> str:
-    """Name of a tensor in a layer with an adapter."""
+    """Name that a layer's own tensor has when the layer has an adapter."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 

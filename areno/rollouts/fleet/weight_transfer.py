@@ -87,7 +87,7 @@ class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
     With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
-    None: a private folder, because the trainer and all replicas are on one machine and share memory.
+    None: a private folder, and the trainer and all replicas must share the memory of one machine.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class WeightTransfer:
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
-        if isinstance(self._sender, EngineGroup):  # does not wait for training
+        if isinstance(self._sender, EngineGroup):  # `tell` does not wait for a training step to end
             self._sender.workers.tell(0, "apply", weight_update.hand_over, sent, self._where, size)
         else:
             self._sender.run_on_all_ranks(weight_update.hand_over, sent, self._where, size)
@@ -198,7 +198,7 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Seconds that each replica paused. Dead replicas are skipped; replicas that fail to update are ended and replaced."""
+        """Seconds that each replica paused. Dead replicas are skipped; those that fail to update are ended and restarted."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -214,7 +214,7 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast to all replicas; replicas that it did not reach load the kept weights, if any."""
+        """Broadcast to all replicas; those that the broadcast did not reach get the kept weights, if any."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -246,7 +246,7 @@ class WeightTransfer:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """Return the collective of the trainer and these replicas; a new one if a member has changed."""
+        """Return the name of the collective of the trainer and these replicas; a new one if a member has changed."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel

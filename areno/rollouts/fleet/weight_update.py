@@ -42,7 +42,7 @@ from areno.rollouts.fleet.tensors import (
 
 logger = logging.getLogger(__name__)
 
-# How long the members of a collective wait for each other.
+# Seconds that the members of a collective wait for each other.
 PATIENCE_S = 120.0
 _channels: dict[str, RankGroup] = {}
 # On rank 0 of a trainer: the newest weights by version, if ``Update.kept`` is set.
@@ -78,7 +78,7 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory and broadcast them; return the error of the broadcast, or an empty string."""
+    """Write the weights to shared memory or broadcast them, or both; return the broadcast's error, or an empty string."""
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first
@@ -110,7 +110,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on the ranks that assemble them, and nothing on data-parallel replicas with the same weights."""
+    """Yield the full tensors on the ranks that assemble them, and nothing on other data-parallel replicas of the weights."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
@@ -164,7 +164,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
 
 
 def receive(engine: Engine, update: Update) -> float:
-    """Receive and install new weights; return for how many seconds generation paused.
+    """Receive and install new weights; return the seconds for which generation paused.
 
     Raises:
         BrokenChannelError: the weights did not arrive; the old ones remain.
@@ -212,7 +212,7 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Weights of a checkpoint folder; loading maps their stored names."""
+    """The weights of a checkpoint folder, under the names of the specs."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
@@ -234,7 +234,7 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Join a collective of ``size`` members. Returns an empty string if all have joined, else the reason.
+    """Join a collective of ``size`` members. Returns an empty string if all have joined, else the reason why not.
 
     Args:
         engine: engine of a trainer, of which only rank 0 joins, or of a replica.
@@ -267,7 +267,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """A rendezvous at an existing TCP store, which other programs can join too; see :class:`Rendezvous`."""
+    """A rendezvous at an existing TCP store, which programs other than areno can join; see :class:`Rendezvous`."""
 
     host: str
     port: int
@@ -283,7 +283,7 @@ class DialledStore:
         """Do nothing: members are not announced."""
 
     def members(self, name: str) -> int:
-        """Return a number above any group size: members are not counted here, because creating the group waits for them."""
+        """Return a number above any group size, because creating the group waits for the members."""
         return 2**31
 
     def call_off(self, name: str) -> None:

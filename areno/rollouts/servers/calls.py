@@ -36,7 +36,7 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class ServerAnswer:
-    """The answer of a server, per token; EngineError if some tokens lack a log-prob or a version."""
+    """The answer of a server, per token. Raises EngineError if a token lacks a log-prob or a version."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -89,7 +89,7 @@ class ServerCalls(Protocol):
 
 @runtime_checkable
 class TransferCalls(Protocol):
-    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server does."""
+    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server can."""
 
     transfers: bool
 
@@ -127,7 +127,7 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and return the JSON of the response, or None if it has none; EngineError as in :class:`ServerCalls`."""
+    """POST, and return the response's JSON, or None if the response is not JSON; EngineError as in :class:`ServerCalls`."""
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 

@@ -57,7 +57,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights to the servers, and keep them for others; returns the seconds taken by each server reached."""
+        """Send the weights to the servers, and keep them for later ones; return the seconds of each server reached."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -116,7 +116,10 @@ class ServerChannel:
                 self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """Return the name of the group of all members; empty if they could not connect, which is not retried."""
+        """Return the name of the group of all members; empty if they could not connect.
+
+        Unless a server has failed, broadcasts are then disabled, and later weights are sent as folders.
+        """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
             return self._name

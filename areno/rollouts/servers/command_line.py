@@ -89,7 +89,7 @@ def has_custom_worker(options: ServerOptions) -> bool:
 
 
 def arguments_of(path: str, options: ServerOptions) -> list[str]:
-    """The arguments of a server of the model at ``path``."""
+    """The arguments of a server for the model at ``path``."""
     where = ["--host", HOST, "--port", PORT, "--served-model-name", SERVED_NAME]
     if options.product == "sglang":
         weights = ["--model-path", path, "--weight-version", "0"]

@@ -23,7 +23,7 @@ class InferenceServerProcess:
     """A server process, on this machine or on one that the launcher of ``processes`` chooses.
 
     Args:
-        command: the command with arguments; ``{host}`` and ``{port}`` are replaced by its listening address.
+        command: the command with arguments; ``{host}`` and ``{port}`` stand for the address on which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
         on_failure: called once, in a thread of this object, when the server ends or is abandoned.
@@ -69,7 +69,7 @@ class InferenceServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Running process ids: the supervisor, and on this machine the server and its child processes."""
+        """Ids of running processes: the supervisor and, if they are on this machine, the server and its child processes."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]

@@ -1,7 +1,6 @@
 """An inference server as a rollout replica: one HTTP call per sample; weights are sent as folders or by a broadcast.
 
-All calls run in one thread with an event loop. The server is either a process that this class starts, or an external one that
-it joins.
+All calls run in one thread with an event loop. The server is either a process that areno has started, or an external one.
 """
 
 import asyncio
@@ -139,7 +138,7 @@ class ServerReplica:
         return opened
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; it returns its partial answer."""
+        """Abort one request; its future returns the partial answer."""
         with self._lock:
             entry = self._open.get(future)
         if entry is not None and not entry.cancelled:
@@ -237,7 +236,7 @@ class ServerReplica:
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size``, as members from ``first`` on. Raises EngineError on failure."""
+        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on; EngineError on failure."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:

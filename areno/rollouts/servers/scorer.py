@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-It sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``; vLLM and SGLang support this. The
-model must have the vocabulary of the policy, which is not checked.
+A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``; vLLM and SGLang support
+this. The model must have the vocabulary of the policy; areno does not check this.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Runs any agent as a workflow: an object with ``async run(data, **extra)`` that uses an OpenAI or Anthropic client.
 
-Only the address of the agent's client has to be changed. The server records the exact tokens, which become training rows when
-the run returns a reward.
+The agent only needs another server address for its client. The server records the exact tokens, which become training rows
+when the run returns a reward.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     Args:
         agent: has ``async run(data, **extra)``. ``extra`` contains ``base_url``, ``api_key`` and, in mode ``inline``,
-            ``http_client``. A ``run`` without ``**extra`` gets only those it declares.
+            ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
         options: how the agent is run. In mode ``subproc``, address and key are in the agent's environment
             (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
@@ -96,7 +96,7 @@ class AgentWorkflow(RolloutWorkflow):
         return export_interactions(turns, self._options, engine.tokenizer)
 
     async def aclose(self) -> None:
-        """Close processes and server."""
+        """Close the agents' processes and the server."""
         if self._processes is not None:
             self._processes.close()
         if self._server is not None:
@@ -128,7 +128,7 @@ class AgentWorkflow(RolloutWorkflow):
             return await self._processes.run(self._sent, data, arguments, session.environment, self._timeout_s)
         import httpx
 
-        # A new client per run, because an agent may close it; no certificate checks, as the address is a loopback address.
+        # A new client per run, because an agent may close it; no certificate checks, because the server is on this machine.
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline, httpx.AsyncClient(timeout=self._timeout_s, verify=False) as http_client:
@@ -148,7 +148,6 @@ def is_agent(thing: Any) -> bool:
 
 
 def _accepted(run: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``extra`` that ``run`` accepts."""
     parameters = inspect.signature(run).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
-"""The rows of one sample as plain lists, see :func:`areno.rollouts.trajectory.samples_of`; empty if it was rejected."""
+"""The rows of a sample as plain lists (:func:`areno.rollouts.trajectory.samples_of`); empty if the sample was rejected."""
 
 
 @dataclass(slots=True)
@@ -41,9 +41,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class RolloutWorkflow(ABC):
-    """Runs an episode as a coroutine. If the coroutine raises, the episode is dropped, counted and logged. All episodes run in
-    one event loop, so a workflow must await long operations and must not block.
-    """
+    """Runs episodes as coroutines, which must not block: they share one event loop. One that raises is dropped and logged."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:

@@ -22,8 +22,8 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process; ``option`` names it in errors.
 
-    Objects defined in a user's own file are pickled by value, because importing the file may be impossible, or may load a whole
-    trainer. Objects of installed packages are pickled by reference.
+    Objects defined in a user's own file are pickled by value, because the other process may be unable to import the file, or
+    would load a whole trainer with it. Objects of installed packages are pickled by reference.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -57,7 +57,7 @@ class RewardCall:
         self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
 
     def __call__(self, record: RewardRecord) -> Any:
-        """Call the function; if it returns a coroutine, run it to its end."""
+        """Call the function; if it returns a coroutine, run that to its end."""
         ids = record.metadata["prompt_ids"], record.tokens
         returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
         return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned

@@ -1,7 +1,7 @@
 """Runs agents in separate processes, so that an agent that blocks, crashes or leaks costs only one episode.
 
-A process runs one agent at a time, with the session's variables in its environment. It does not import torch or a model, unless
-the agent does.
+A process runs one agent at a time, with the session's variables in its environment. It imports torch or a model only if the
+agent does.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class AgentProcesses:
         raise AgentError(f"the agent's process failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Return a process that has answered to the pool, and kill any other."""
+        """Return a process to the pool if it has answered, else kill it."""
         self._busy.discard(worker)
         if asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)
@@ -72,7 +72,7 @@ class AgentProcesses:
     def close(self) -> None:
         """End all processes, including busy ones."""
         for worker in self._busy:
-            worker.stop()  # the caller that waits for it closes it
+            worker.stop()  # the call of `run` that waits for the worker closes it
         for worker in self._idle:
             worker.kill()
         self._idle = []

@@ -27,15 +27,15 @@ reward_fn = RewardCall({sent!r})
 class AsyncReward:
     """A reward function with a timeout.
 
-    Each call has its own worker process, which is killed and replaced on a timeout. A call that times out or whose process dies
-    is retried; a call that raises is not. A final failure is an error, never a reward of 0.
+    A worker process runs one call at a time, and is killed and replaced if the call times out. A call that times out or whose
+    process dies is retried; a call that raises is not. A call that fails in the end raises an error; it never returns 0.
 
     Args:
-        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or a dictionary of named parts, or
-            its name (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
+        reward_fn: a function or coroutine function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns
+            a number or a dictionary of named parts; or its name (``package.module.fn`` or ``file.py:fn``).
         timeout_seconds: timeout of a call.
         max_workers: number of concurrent calls; None: half of the CPUs.
-        max_retries: number of retries of a lost call.
+        max_retries: number of retries of a call that times out or whose process dies.
         weights: weights of named reward parts; None weights each by 1.
 
     Raises:
@@ -60,7 +60,7 @@ class AsyncReward:
             self.name = sent = reward_fn
         else:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
-        # Given as a file, so that workers load the function before the timeout starts.
+        # The runner gets the function as a file, so that workers load it before the timeout starts.
         self._folder = ScratchFolder("reward")
         self._file = f"{self._folder.name}/reward.py"
         Path(self._file).write_text(_FILE.format(sent=sent), encoding="utf-8")
@@ -75,7 +75,7 @@ class AsyncReward:
         """Compute the reward and its parts, if any. Fields of ``data`` that have the name of another argument are ignored.
 
         Raises:
-            RewardError: the function raised, returned no finite number, or was lost in all retries.
+            RewardError: the function raised, returned no finite number, or timed out or died in all retries.
         """
         record = RewardRecord(
             prompt=prompt,

@@ -38,8 +38,8 @@ class RLVRWorkflow(RolloutWorkflow):
     """One answer per episode.
 
     Args:
-        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, its name, or an
-            :class:`AsyncReward`; None leaves rewards at 0, for a reward model to set.
+        reward_fn: a function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns a number; or its name;
+            or an :class:`AsyncReward`. None leaves rewards at 0, for a reward model to set.
         gconfig: sampling settings.
         tokenizer: tokenizer of the model.
         enable_thinking: passed to the chat template.
@@ -66,7 +66,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return (await self.arun_group(engine, data, 1))[0]
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Generate several answers; the prompt is prefilled once."""
+        """Generate several answers with one request to the engine."""
         prompt_ids = list(self._input_ids(self._prompt_of(data), self.tokenizer, self.enable_thinking))
         answers = await engine.agenerate_group(ModelRequest(prompt_ids, self.gconfig), samples)
         prompt = self.tokenizer.decode(prompt_ids)

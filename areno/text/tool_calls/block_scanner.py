@@ -101,7 +101,7 @@ class _BlockScanner:
 class HeaderJson(BlockBody):
     """A short header followed by a JSON object; the tool's name is in the header or in the object."""
 
-    header: re.Pattern[str]  # the text before the brace; its first matching group is the tool's name
+    header: re.Pattern[str]  # matches the text before the brace; the first group that matches is the tool's name
     make_span: Callable[[int], ValueSpan] = JsonSpan
     load: Callable[[str], Any] = load_json
     _brace: int = -1

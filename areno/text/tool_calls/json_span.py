@@ -134,9 +134,7 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of ``{"name", "arguments"}``; also accepts ``parameters`` as the key, and ``{"function":
-    {...}}``.
-    """
+    """Name and arguments of ``{"name", "arguments"}``; accepts the key ``parameters``, too, and ``{"function": {...}}``."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -1,4 +1,4 @@
-"""Kimi K2's format: ``functions.NAME:INDEX`` and a JSON object between tokens of their own."""
+"""Kimi K2's format: special tokens around ``functions.NAME:INDEX`` and a JSON object."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import ToolCallParser

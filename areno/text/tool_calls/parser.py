@@ -2,7 +2,7 @@
 
 A :class:`CallFormat` knows the form of a call from its opening marker on. The parser of this module finds the markers, emits
 the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed call can
-remain text. Parsing a complete text means streaming it in one piece, so both always agree.
+remain text. A complete text is parsed by streaming it in one piece, so that streamed parsing always agrees with it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RawCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Text that was meant to be a call; it remains text and is counted."""
+    """Text that was meant to be a call; it remains text, and is counted as malformed."""
 
     source: str
 
@@ -108,7 +108,7 @@ stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the
 class CallFormat:
     """One way to write calls."""
 
-    openers: tuple[str, ...]  # opening markers; none is part of another one
+    openers: tuple[str, ...]  # opening markers; none contains another one
     scanner: Callable[[int], Scan]  # creates a scanner for the opening marker at this position
 
 
@@ -117,9 +117,9 @@ class CallShape:
     r"""The serialization of calls, from which grammars that force a call are built.
 
     The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before`` (where ``{name}`` is the tool
-    as a JSON string and ``{bare_name}`` its plain name), the arguments, and ``after``. The arguments are one JSON object;
-    or, with ``argument_before`` (where ``{key}`` is the argument's name) and ``argument_after``, each is enclosed by these:
-    strings verbatim, other values as JSON.
+    as a JSON string and ``{bare_name}`` its plain name), the arguments, and ``after``. The arguments are one JSON object,
+    unless ``argument_before`` (where ``{key}`` is the argument's name) and ``argument_after`` enclose each argument: strings
+    verbatim, other values as JSON.
     """
 
     before: str
@@ -137,7 +137,7 @@ class ToolCallParser:
 
     name: str  # as in ``--tool-call-parser``
     formats: tuple[CallFormat, ...]  # the formats in which the model writes calls
-    wrappers: tuple[str, ...] = ()  # markers around calls without a meaning of their own
+    wrappers: tuple[str, ...] = ()  # markers that surround calls and have no further meaning
     separators: str = ""  # characters besides white space that may separate two calls
     shape: CallShape | None = None  # serialization for grammars; None if unsupported
 
@@ -205,7 +205,7 @@ class StreamingParser:
     functions: dict[str, Mapping[str, Any]]
     malformed: int = 0  # number of malformed calls so far
     _source: GrowingText = field(default_factory=GrowingText)
-    _at: int = 0  # everything before was parsed
+    _at: int = 0  # the text before this position was parsed
     _pending: int = 0  # start of white space and wrappers before `_at`: emitted if text follows, dropped next to a call
     _scan: Scan | None = None
     _calls: int = 0

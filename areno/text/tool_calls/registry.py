@@ -51,8 +51,8 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs of
-# a more general format as well.
+# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs
+# of a more general format as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -89,7 +89,7 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """A format by name; ``auto`` detects it from chat template and added tokens, else JSON.
+    """The format of this name; ``auto`` detects it from the chat template and the added tokens, and falls back to JSON.
 
     Raises UsageError if the name is unknown.
     """

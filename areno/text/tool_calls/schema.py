@@ -1,4 +1,4 @@
-"""Converts arguments of formats that write all values as text to the types of the tool's JSON schema."""
+"""Converts the arguments of formats that write all values as text to the types of the tool's JSON schema."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -19,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format. A marker of ``name_ends`` that is also in ``kept`` ends the name but is not consumed."""
+    """The tags of one format. A marker of ``name_ends`` ends the name; if it is also in ``kept``, it is not consumed."""
 
     name_ends: tuple[str, ...]
     argument: str

@@ -71,7 +71,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         self._group = gloo(store, rank, init_info.size, options)
 
     def start_weight_update(self) -> None:
-        """Begin an update; the model cannot compute until it is finished."""
+        """Begin an update; the model cannot compute until :meth:`finish_weight_update`."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ class ArenoWorker:
     model_runner: Any
 
     def areno_repack(self) -> int:
-        """Repack output layers after a weight update, and return how many.
+        """Repack output layers after a weight update, and return the number of layers.
 
-        On a CPU, vLLM keeps a packed copy of the output layer. If it is tied to the embedding, an update changes only the
-        embedding, and the copy would keep the initial weights.
+        On a CPU, vLLM keeps a packed copy of the output layer. If this layer is tied to the embedding, an update changes only
+        the embedding, and the copy would keep the initial weights.
         """
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
