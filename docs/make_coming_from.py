@@ -27,12 +27,13 @@ areno convert trl grpo.yaml --learning_rate 2e-6
 areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5
 ```
 
-Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check the
-result with `--dry-run`, which reads the model's configuration, the data and the reward function before anything is loaded.
+Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check
+the printed command with `--dry-run`, which checks options, paths and the reward function, and estimates the memory,
+without loading model or data.
 
-Two things differ in all cases. A *reward function* gets one record, which has the answer and the row of the data set, and
-returns a number or named parts ([rewards](rewards.md)), so its signature must be adapted. *Data* is JSON lines, Parquet or a
-data set of the hub, with prompts as text or messages ([data](data.md)).
+Two things differ in all cases. A *reward function* gets one record, which has the answer and the row of the data set,
+and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature. *Data* is a file or folder
+of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages ([data](data.md)).
 
 ## AReaL
 
@@ -43,8 +44,8 @@ reason ([experiments](experiments.md), [settings](configuration.md)).
 _TRL = """
 ## TRL
 
-`per_device_train_batch_size` counts answers on one device; `--batch-size` counts prompts of a whole step, which is
-per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
+`per_device_train_batch_size` counts answers on one device; `--batch-size` counts the prompts of a whole step, and
+equals per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
 
 """
 

@@ -5,9 +5,10 @@
 writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist of
 this letter), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
 
-A model can only improve by reinforcement learning if it sometimes does the task. This one is trained from random weights in a
-few seconds with plain PyTorch: at first half of the training answers are right, later one in twenty, and the others are random
-letters. Its mean reward is then about 0.1 of 1. The teacher is the same model after further steps on right answers.
+A model can only improve by reinforcement learning if it sometimes does the task. Plain PyTorch trains this one from random
+weights in a few seconds: at first half of the training answers are right, later one in twenty, and the others are random
+letters. The model's mean reward is then about 0.1; the maximum is 1. The teacher is this model after further steps on right
+answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the repair tasks of ``bugs.py`` as JSON lines; it has made the file ``dataset.jsonl`` in this folder.
+"""Writes the repair tasks of ``bugs.py`` as JSON lines, such as ``dataset.jsonl`` in this folder.
 
 python examples/agentic/coding/dataset_generator.py --output examples/agentic/coding/dataset.jsonl
 """

@@ -2,8 +2,8 @@
 
 A command sees the system's programs and libraries (read-only) and a folder with its files. It cannot reach the network,
 other processes or any other file; time, memory, processes, file sizes and output are limited. bubblewrap, namespaces and
-Landlock are tried in this order, each with a command that must work; if none does, nothing is run (:class:`NoSandboxError`). As
-root, commands run under an unused user id.
+Landlock are tried in this order, each with a test command; if none works, :class:`NoSandboxError` is raised. As root, commands
+run under an unused user id.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Each action costs energy::
     MOVE           1   one tile up, down, left or right, not onto a wall or the other player; a trap costs 2 health
     ATTACK         1   3 damage to a player on one of the four neighboring tiles
     RANGED_ATTACK  2   2 damage to a player in the same row or column, at most 4 tiles away, with no wall between
-    SHIELD         1   every hit until the own next turn does 2 less damage
-    PICKUP         0   take what lies on the own tile: health 3 (10 at most) or energy 2
+    SHIELD         1   every hit until the player's next turn does 2 less damage
+    PICKUP         0   take what lies on the player's tile: health 3 (10 at most) or energy 2
     WAIT           0   end the turn
 
 An illegal action ends the turn. A player without health has lost; after the last turn the player with more health has won.

@@ -1,7 +1,7 @@
 """An unmodified agent of the OpenAI Agents SDK (``pip install openai-agents``).
 
-The SDK uses the Responses API or chat completions; areno serves both. Each task has a key of its own, under which its turns are
-recorded, so only the agent's client has to be configured.
+The SDK uses the Responses API or chat completions; areno serves both. Each task has its own key, by which areno records the
+turns of the task, so that only the agent's client has to be configured.
 """
 
 from __future__ import annotations
