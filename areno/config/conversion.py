@@ -1,7 +1,7 @@
 """Settings of TRL and verl, and the equivalent options of ``areno train``.
 
-There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. ``areno convert`` and
-``docs/coming-from.md`` are made from these tables.
+There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. ``areno convert`` uses these tables;
+``docs/coming-from.md`` shows them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """A value that is used only if another setting is on."""
+    """Return a function that returns a setting's value if the setting ``name`` is on, else None."""
     return lambda value, settings: value if _is_on(settings.get(name, False)) else None
 
 
@@ -196,7 +196,7 @@ VERL: dict[str, Rule] = {
         "--advantage",
         value=lambda value, settings: "group_mean" if not _is_on(value) and _estimator(settings) == "grpo" else None,
     ),
-    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef with --algo ppo"),
+    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef above 0"),
     "algorithm.kl_ctrl.kl_coef": Rule(
         "--kl-reward-coef",
         value=_if_on("algorithm.use_kl_in_reward"),
@@ -270,7 +270,7 @@ VERL: dict[str, Rule] = {
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
-    "trainer.experiment_name": Rule(note="the name is that of the run directory: --run-dir"),
+    "trainer.experiment_name": Rule(note="a run is named after its directory: --run-dir"),
     "trainer.logger": Rule(
         "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
     ),

@@ -1,4 +1,4 @@
-"""Options without effect in a run, and why. Setting one explicitly is an error; they are not stored."""
+"""Options without effect in a run, and why. Setting one explicitly is an error. ``config.yaml`` omits them."""
 
 from collections.abc import Iterator, Sequence
 

@@ -42,7 +42,7 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration with changed metadata or default, and without its restriction to algorithms."""
+    """Copy an option of another declaration, for all algorithms, and with ``changes`` of its metadata or default."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)
@@ -59,7 +59,7 @@ class EvalOptions(CommandOptions):
         "checkpoint), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
     )
     model: str | None = option(
-        None, group="Basic", metavar="NAME", unset="its first", help="Name of the model on the server of --ckpt."
+        None, group="Basic", metavar="NAME", unset="the server's first", help="Model on the server at --ckpt."
     )
     dataset_path: str | None = option_from(
         BasicOptions,

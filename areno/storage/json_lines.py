@@ -10,7 +10,7 @@ _STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
+    """Return the record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -22,7 +22,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def as_float(value: Any) -> float:
-    """A value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
+    """Return a value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

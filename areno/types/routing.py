@@ -13,7 +13,7 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """The number that replaces an expert's id if nothing was recorded."""
+    """Return the number that stands for an expert's id if nothing was recorded."""
     return int(np.iinfo(record.dtype).max)
 
 
@@ -24,9 +24,9 @@ def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each extending the tokens of the previous one, to one record of ``tokens``.
+    """Join the records of successive requests, each extending the tokens of the previous one, to one record of all ``tokens``.
 
-    The first record of a token counts: it is from the pass that sampled the next token. None if there is no record.
+    Of several records of a token the first counts, from the pass that sampled the next token. None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

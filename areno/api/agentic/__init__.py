@@ -6,7 +6,8 @@
 - ``samples``: converts returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
   and records the tokens of every turn.
 - ``conversation_loop``: the loop of turns and tools of an environment (``converse``); ``environment``: games and tasks as
-  classes, from which agent and reward are derived; ``tools``: their tools; ``demonstrations``: rows for SFT from an expert.
+  classes, from which agent and reward are derived; ``tools``: Python functions as tools; ``demonstrations``: rows for SFT from
+  an expert.
 """
 
 import importlib

@@ -16,7 +16,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 
 Expert = Callable[[Any], Message]
-"""Returns an answer, given the environment; see :func:`says` and :func:`calls`."""
+"""Returns the expert's next answer in an environment; see :func:`says` and :func:`calls`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Last part of a key of an earlier format version, or of a program that published files were written for -> message."""
+"""Messages by the last part of a key. The keys are of earlier format versions, or of programs with published YAML files."""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -131,13 +131,11 @@ def nearest_path(path: str, candidates: list[str]) -> str:
 
 @dataclass(frozen=True)
 class _Context:
-    """State of a build."""
-
     root: type[BaseExperimentConfig]
     extra: Mapping[str, Any]  # defaults that override declared ones, by path
     unknown: Problems
     problems: Problems
-    inherited: set[str] = field(default_factory=set)  # paths
+    inherited: set[str] = field(default_factory=set)  # paths of settings with inherited values
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
