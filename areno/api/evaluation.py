@@ -46,7 +46,7 @@ OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 
 # Second part of every seed of an evaluation; in training it is the step, which never reaches this number.
 EVALUATION_STREAM = 0x6576616C
-# Samples per batch, as a multiple of the concurrent samples: enough to keep the engine busy, and few enough for the memory.
+# Samples per batch, as a multiple of the concurrent samples. Larger batches keep the engine busier, but hold more tokens.
 _WAVES = 4
 
 
@@ -173,7 +173,6 @@ def _completions(
     max_running: int,
     seed: int,
 ) -> list[EvalAnswer | None]:
-    """Generate the answers to a batch, ordered by prompt."""
     seeds = [
         [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts
     ]
@@ -246,7 +245,6 @@ class _EvalTotals:
             self.outcomes.append((len(valid), sum(score > 0 for score in valid)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by short name."""
         if not self.rewards:
             raise RewardError(
                 f"all rewards of the evaluation failed ({len(self.lengths)} answers); use --on-reward-error stop to see the "

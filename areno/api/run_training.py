@@ -137,7 +137,6 @@ def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequenc
 
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
-    """Return the options with sizes that were probed on the loaded model."""
     from areno.engine.plan.tuner import tune_sizes
 
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)

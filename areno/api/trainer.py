@@ -126,7 +126,8 @@ class Trainer(Sampler):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context, or has an id outside the vocabulary.
+            UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs of unknown
+                temperature.
             ValueError: no rows, or invalid sizes for the loss.
         """
         arguments.function("loss_fn", loss_fn)
@@ -239,7 +240,7 @@ class Trainer(Sampler):
 
         Raises:
             EngineError: there is no such role, or it is frozen.
-            ValueError: no rows, or rows without ``returns``.
+            ValueError: no rows, or a row without ``returns`` or ``values``.
         """
         from areno.loss_fns import value_loss_fn  # lazy: it imports torch
 

@@ -40,7 +40,7 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer reads with any loss."""
+"""Options that a trainer reads, whatever its loss is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Create ``options`` with a run's values; None if the algorithm declares none. Raises the dataclass's ValueError."""
+        """Create ``options`` with a run's values; None if the algorithm declares none. May raise ValueError."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}

@@ -164,7 +164,7 @@ TRL: dict[str, Rule] = {
     "use_vllm": Rule(
         "--rollout-backend",
         value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
-        note="areno's own engine generates; with --rollout-backend vllm, servers do",
+        note="areno's own engine generates; with --rollout-backend vllm, vLLM servers generate instead",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
     "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
@@ -172,7 +172,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="no equivalent: a reward function knows why an answer ended, and can return any reward for it"
+        note="no equivalent: a reward function can read why an answer ended, and choose the reward accordingly"
     ),
 }
 
@@ -248,7 +248,9 @@ VERL: dict[str, Rule] = {
             _positive(settings.get("actor_rollout_ref.model.lora_rank", 0), settings) and value
         ),
     ),
-    f"{_ROLLOUT}.name": Rule(note="areno's own engine generates; with --rollout-backend vllm or sglang, servers do"),
+    f"{_ROLLOUT}.name": Rule(
+        note="areno's own engine generates; with --rollout-backend vllm or sglang, their servers generate instead"
+    ),
     f"{_ROLLOUT}.n": Rule("--n-samples"),
     f"{_ROLLOUT}.temperature": Rule("--temperature"),
     f"{_ROLLOUT}.top_p": Rule("--top-p"),
@@ -311,7 +313,6 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
 
 def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
-    """Return the algorithm, and options that depend on several settings."""
     rows = _whole(settings.get("per_device_train_batch_size", 8)) * devices
     of_step = rows * _whole(settings.get("gradient_accumulation_steps", 1))
     algorithm, words = kind, ["--mini-bs", str(rows)]

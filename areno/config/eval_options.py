@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that do not apply to a server: it decides them itself, or its protocol lacks them.
+# Options that do not apply to a server, which decides them itself or whose protocol has no field for them.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
@@ -111,7 +111,7 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="If a reward fails: stop, or exclude that sample from the averages and count it.",
+        help="If a reward fails: stop, or leave that sample out of the averages and count the failure.",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -170,7 +170,6 @@ def _problems(options: EvalOptions) -> Iterator[str]:
 
 
 def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
-    """Yield options that have no effect with the others, and why."""
     if is_address(options.ckpt):
         for name in _LOCAL_MODEL_ONLY:
             yield name, "on the model of a server; remove the option"

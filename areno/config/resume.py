@@ -80,7 +80,7 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: Path, option: str = "--resume") -> StoredRun:
-        """Read the options of a run directory; ``option`` names it in messages."""
+        """Read the options of a run directory; messages name ``option``."""
         file = path / "config.yaml"
         raw = load_config(file, option=option)
         spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
@@ -158,7 +158,6 @@ def _continue(options: TrainOptions, run: StoredRun) -> TrainOptions:
 
 
 def _check_step(options: TrainOptions) -> None:
-    """Raise UsageError if there is no checkpoint of ``--resume-step``."""
     step, root = options.resume_step, options.checkpoint_path
     if step is None:
         return

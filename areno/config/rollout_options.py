@@ -187,7 +187,9 @@ class RolloutOptions:
         help="Memory limit in GiB of each process of the reward function; a record that exceeds it fails.",
     )
     on_reward_error: str = _rollout_free(
-        "stop", choices=("stop", "drop"), help="If a reward fails: stop the run, or drop that sample and count it."
+        "stop",
+        choices=("stop", "drop"),
+        help="If a reward fails: stop the run, or drop that sample and count the failure.",
     )
 
 

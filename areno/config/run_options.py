@@ -131,7 +131,8 @@ class CheckpointOptions:
         help="Keep only the newest N checkpoints, and the last checkpoint before an update with non-finite results.",
     )
     keep_best: bool = _checkpoint(
-        False, help="Also keep the checkpoint with the best evaluation, as the folder best next to the others."
+        False,
+        help="Also keep the checkpoint with the best evaluation, in the folder best next to the other checkpoints.",
     )
     model_save_interval: int | None = _checkpoint(
         None,

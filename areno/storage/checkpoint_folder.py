@@ -251,7 +251,6 @@ def _check(checkpoint: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:

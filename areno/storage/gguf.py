@@ -32,7 +32,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def gguf_folder(path: str | Path) -> Path:
-    """Return the checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template. Cached.
+    """Return the cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template.
 
     Raises:
         UsageError: the file is damaged, or its model is unsupported.

@@ -15,7 +15,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # the latter: nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if isinstance(step, int) and -_STEPS <= step < _STEPS else None

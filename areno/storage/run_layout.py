@@ -108,7 +108,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return the folder in which a section saves: below its own ``fileroot``, else the run directory's link to it."""
+    """Return the folder in which a section saves: below its own ``fileroot``, else ``checkpoints`` in the run directory."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

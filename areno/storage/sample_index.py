@@ -89,7 +89,7 @@ def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, 
         head, marker, _ = line.partition(_ROWS)
         try:
             record: dict[str, Any] = json.loads(head + b"}" if marker and not tokens else line)
-        except ValueError:  # longer texts, or a message with a key of that name
+        except ValueError:  # the texts are longer, or a message has a key "rows"
             file.seek(int(entry["offset"]))
             record = json.loads(file.read(length))
         return record

@@ -131,7 +131,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if another user owns a checkpoint folder or can write to it."""
+    """Raise CheckpointError if another user owns, or can write to, the folder of the checkpoints or anything below."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}

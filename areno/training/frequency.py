@@ -1,4 +1,4 @@
-"""When to save, evaluate and checkpoint: every N epochs, steps or seconds, whichever comes first.
+"""When to save, evaluate and checkpoint: every N epochs, every N steps, every N seconds, or several of these.
 
 The three counters are independent: each restarts only when its own interval has passed, so "every epoch" does not affect
 "every 100 steps". Each schedule has its own :class:`FrequencyControl`.

@@ -55,7 +55,7 @@ class TrainingLoop(ABC):
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False  # whether an evaluation may lack that metric; it is then never the best
+    best_may_be_missing: bool = False  # whether evaluations may lack that metric, and are then never the best
     stop: StopController
     saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
     saver: Saver | None = None  # saves these models; None: no models are saved
@@ -97,7 +97,7 @@ class TrainingLoop(ABC):
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
         """Called once before the state is restored: loads the models needed besides the policy."""
 
-    def prepare(self) -> None:  # noqa: B027  (or prepares anything)
+    def prepare(self) -> None:  # noqa: B027  (not every algorithm prepares anything)
         """Called once before the first step, after the state is restored."""
 
     def start_fresh(self) -> None:
@@ -141,7 +141,7 @@ class TrainingLoop(ABC):
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
         """Called once after the last step of a run that was not stopped."""
 
-    def cleanup(self) -> None:  # noqa: B027  (or holds anything)
+    def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
         """Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
@@ -164,7 +164,7 @@ class TrainingLoop(ABC):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Context of a complete step; traces it."""
+        """Trace a block that makes a complete step."""
         with tracing.perf_tracer().step(step):
             yield
         tracing.save(step)
@@ -235,7 +235,6 @@ class TrainingLoop(ABC):
                 self.checkpoint()
 
     def _advance(self, planned: PlannedStep) -> None:
-        """Record a finished step in the state."""
         state, at = self.state, planned.at
         state.step, state.position = at.global_step + 1, planned.position
         state.epoch, state.epoch_step = at.epoch, at.epoch_step + 1

@@ -55,12 +55,12 @@ class RecordedStep:
         return self
 
     def forget(self, column: str) -> None:
-        """Empty a per-token list of all rows, so that it is scored again."""
+        """Empty a per-token list in all rows, so that its values are computed again."""
         for row in self.saved.rows:
             setattr(row, column, [])
 
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
-        """Return a copy whose advantages will be computed from the rewards, because of the options ``because``.
+        """Return a copy whose advantages are to be computed from the rewards, as the options ``because`` require.
 
         Raises UsageError: the advantages compare all samples of a prompt (``by_group``), but some samples were not recorded.
         """

@@ -105,7 +105,7 @@ class Reporter(ABC):
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Context for writing a checkpoint."""
+        """Display that a checkpoint is written in the block."""
         self.display.phase("save")
         yield
 

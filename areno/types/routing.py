@@ -18,7 +18,7 @@ def no_expert(record: RoutingRecord) -> int:
 
 
 def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
-    """Extend a record of the first tokens of a row to all its ``tokens``."""
+    """Extend a record that covers only a row's first tokens to all ``tokens`` tokens of the row."""
     missing = np.full((tokens - len(record), *record.shape[1:]), no_expert(record), record.dtype)
     return np.concatenate([record, missing])
 

@@ -50,7 +50,7 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Concatenate; if the temperatures differ, the result has none."""
+        """Concatenate; the result is a plain list, without a temperature, if the temperatures differ."""
         joined = list.__add__(list(first), list(second))
         temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
         return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined

@@ -185,7 +185,6 @@ class AgentRunner:
             )
 
     def _calls(self, server: AgentServer, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
-        """Yield calls as they end."""
         waiting = deque(batches)
         running: list[AgentCall] = []
         try:

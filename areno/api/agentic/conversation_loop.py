@@ -67,7 +67,7 @@ class Conversation:
 
     messages: list[Message]  # all messages, including the last answer and its tool results
     toolset: Toolset  # tools, with the numbers of calls and errors
-    turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
+    turns: list[tuple[int, Any]] = field(default_factory=list)  # per answer: number of messages sent, and the response
     ending: Ending = "turn limit"
 
 
@@ -81,7 +81,7 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Let a model play an environment on a data row, without closing it.
+    """Let a model play an environment that starts from a data row. Does not close the environment.
 
     Args:
         environment: the game.

@@ -36,7 +36,7 @@ class AgentBatch:
 
     records: list[dict[str, Any]]  # source data rows
     prompts: list[str]
-    input_tokens: list[list[int]]  # prompt tokens of each prompt
+    input_tokens: list[list[int]]  # token ids of each prompt
     n_samples: int  # tasks per prompt
 
     def __post_init__(self) -> None:

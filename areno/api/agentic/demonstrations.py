@@ -1,6 +1,6 @@
 """Demonstrations: an expert plays an environment, and every answer becomes a row for supervised training.
 
-Reinforcement learning needs a model that already succeeds occasionally; training on demonstrations provides one. Rows are
+Reinforcement learning needs a model that already succeeds occasionally, which training on demonstrations provides. Rows are
 rendered by the model's chat template, including tools, so that supervised training uses the same tokens as agents.
 """
 

@@ -1,4 +1,4 @@
-"""Converts what an agent returned for a task to a sample for rewards and training.
+"""Converts the turns that an agent returned for a task into a sample, which is then rewarded and trained on.
 
 A reward function receives the same record as for a prompt completion, with more fields set.
 """
@@ -161,7 +161,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function; ``recorded`` are the turns of ``turns``, ``rows`` define the loss mask."""
+    """Build the record for the reward function; ``recorded`` corresponds to ``turns``, and ``rows`` have the loss mask."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -190,7 +190,6 @@ def _record_of(
 
 
 def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tool results as ``{"name", "tool_call_id", "content"}``."""
     names = {
         call.get("id"): call["function"]["name"]
         for message in messages

@@ -102,7 +102,7 @@ class DatasetTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics on held-out rows by short name, including ``best_metric``; interruptible, and must not train."""
+        """Return metrics of held-out rows, including ``best_metric``. Must not train, and may be interrupted."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
             "option, or implement evaluate(rows) in the trainer"

@@ -25,7 +25,7 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Trainer with rollouts, rewards, advantages from groups and policy steps, see :class:`TrainingLoop`."""
+    """Trains the policy with advantages that are estimated from groups of rewards; see :class:`TrainingLoop`."""
 
     logger = logger
 

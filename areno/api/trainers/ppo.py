@@ -28,7 +28,7 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPODatasetTrainer")
 
 
 class PPODatasetTrainer(RolloutTrainer):
-    """Trainer with rollouts, rewards, values, GAE, critic and policy steps, see :class:`TrainingLoop`."""
+    """Trains a policy, and a critic from whose values advantages are computed (GAE); see :class:`TrainingLoop`."""
 
     logger = logger
     role: ClassVar[log_lines.Role] = "actor"

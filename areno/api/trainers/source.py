@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """Generates the samples of each step; must be closed. ``version``, the number of completed steps, numbers the weights."""
+    """Generates the samples of each step; must be closed. ``version``, that of the weights, counts completed steps."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -137,7 +137,7 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Return the episodes of training, or of evaluation, which always uses the engine of this process."""
+        """Return the runner of training or evaluation episodes; the latter always use the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling
@@ -258,7 +258,6 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
 
 
 def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
-    """Return the options of the inference servers of ``--rollout-backend``; None for areno's engine."""
     if config.rollout_backend == "areno":
         return None
     product: Any = config.rollout_backend

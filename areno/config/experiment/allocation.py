@@ -183,7 +183,6 @@ def _no_backend(spec: str, text: str) -> str:
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
-    """Parse sizes into fields of `ParallelStrategy`."""
     if not re.fullmatch(r"([a-z][1-9][0-9]*)+", dims):
         raise InvalidAllocationModeError(
             f"{spec!r}: {dims!r} is not a list of sizes; write letters with numbers from 1, such as d2t2"

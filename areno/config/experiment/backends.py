@@ -44,7 +44,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield settings that inference servers do not support, and settings only for servers."""
+    """Yield settings that inference servers do not support, or that only inference servers read."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):

@@ -102,8 +102,8 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: it has no engine of its own, because the actor's engine scores for it; keep path, rl_loss_weight "
-            "and distill_loss_weight, and remove the rest"
+            "teacher: the actor's engine scores for the teacher, which has no engine of its own; keep path, "
+            "rl_loss_weight and distill_loss_weight, and remove the rest"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
@@ -114,7 +114,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
-    """Whether a section has most of these keys."""
+    """Whether some section of the experiment has most of the keys of ``value``."""
     kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 

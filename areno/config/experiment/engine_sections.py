@@ -228,7 +228,7 @@ class TrainEngineConfig:
     disable_dropout: bool = setting(
         False,
         "Train without dropout.",
-        no_effect="areno never trains with dropout: rollouts have none, so the importance ratios would be noisy",
+        no_effect="training never uses dropout, because rollouts have none and the importance ratios would be noisy",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     offload_activations: bool = setting(

@@ -23,7 +23,7 @@ of_gateway = partial(setting, no_effect="read by services of _version v2 only")
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
-"""Declares a timeout of process start only."""
+"""Declares a timeout for starting a process without loading a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -120,7 +120,7 @@ class AgentConfig:
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the agent's process; exactly one entry.")
     mode: str = setting(
         "inline",
-        "inline runs agents in the rollout process, subproc in killable processes.",
+        "inline runs agents in the rollout process, subproc in processes that can be killed.",
         choices=("inline", "subproc", "online"),
         refused_values={
             "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "

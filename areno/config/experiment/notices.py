@@ -120,7 +120,6 @@ def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of roles that run in the actor's processes."""
     for role in ("ref", "critic"):
         engine, because = engine_of(config, role), f"{role} runs in the actor's processes"
         if engine is None:

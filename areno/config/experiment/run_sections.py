@@ -103,12 +103,12 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "on and auto resume from the last recovery checkpoint if there is one; off and disabled never do.",
+        "on and auto write recovery checkpoints, and resume from the last one if there is one; off and disabled do neither.",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(3, "How often a failed run is restarted.", minimum=0)
     no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
-    no_load_optim: bool = setting(False, "Resume with a new optimizer.")
+    no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved ones.")
 
     @property
     def enabled(self) -> bool:

@@ -76,7 +76,6 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
 
 def _lora_rank(rank: int) -> int:
-    """Return the smallest sufficient rank that vLLM accepts."""
     sufficient = [accepted for accepted in _LORA_RANKS if accepted >= rank]
     if not sufficient:
         raise UsageError(f"vllm.max_lora_rank={rank}: vLLM accepts at most {_LORA_RANKS[-1]}")

@@ -17,7 +17,7 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Problems: pairs of the name of a setting within its section, and the text of the problem."""
+"""Problems, each as the name of a setting within its section and the text of the problem."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 

@@ -29,7 +29,7 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "nfs uses one file per name, etcd3 an etcd server, ray an actor, memory the process itself.",
+        "nfs stores each name in a file, etcd3 in an etcd server, ray in an actor, memory in the process itself.",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
@@ -97,7 +97,9 @@ class SchedulingSpec:
         shown="this machine's share (node: 8)",
     )
     gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
-    mem: int = _cluster(32, "Memory in GB per GPU; the default means a proportional part of the node's.", minimum=1)
+    mem: int = _cluster(
+        32, "Memory in GB per GPU; the default means a proportional part of the node's memory.", minimum=1
+    )
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
     image: str = _slurm("", "Container image; empty runs on the node itself.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))

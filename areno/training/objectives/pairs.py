@@ -34,7 +34,7 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows into pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped rows.
+    """Tokenize preference rows into pairs (chosen, rejected), in order; ``group`` numbers them. Also count the dropped rows.
 
     A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations are rendered
     by the chat template; their common token prefix is context, the rest is trained on. Pairs that are too long, have an empty

@@ -58,7 +58,7 @@ class Prepared:
 
     Attributes:
         populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
-        divergences: KL estimates between the sampling policy and the policy before the update, means over trained tokens.
+        divergences: KL estimates between the sampling policy and the policy before the update, averaged over trained tokens.
     """
 
     rows: list[TrainSequence]  # the rows to train on

@@ -4,7 +4,7 @@ The reference is in memory only while it scores. A reference that equals the ini
 scores before its first step, or with its adapter disabled. A run whose log-probs are cached loads no reference either.
 
 The name of a cache file is a hash of all inputs: the token rows, which tokens are trained on, the files of the reference
-checkpoint, and the compute dtype. Other inputs give another name, so stale values are never read. The files are in
+checkpoint, compute dtype, quantization, and the seed of random weights. So stale values are never read. The files are in
 ``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted at any time.
 """
 
