@@ -65,8 +65,8 @@ class RolloutOptions:
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Record the experts that each token was routed to, and use the same experts in training, so that routing does "
-        "not make rollout and training log-probs differ. On a CPU, this disables the compilation of decode steps.",
+        help="Record each token's experts and use the same experts in training, so that routing does not make rollout and "
+        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
         False, help="Free the KV cache after each rollout: saves memory, but the next rollout starts more slowly."

@@ -339,8 +339,8 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm (as for areno train --algo) whose loss to use, such as gmpo or simpo, or your own as file.py:NAME. A "
-        "variant of the policy loss, such as cispo, changes the defaults of the policy loss's options.",
+        "Algorithm whose loss to use (as for areno train --algo): gmpo, simpo, or your own as file.py:NAME. A variant of "
+        "the policy loss, such as cispo, changes the defaults of the policy loss's options.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Options of the algorithm, by name.")
 

@@ -239,8 +239,8 @@ class InferenceEngineConfig:
     )
     return_routed_experts: bool = setting(
         False,
-        "Record the experts that each token was routed to, and use the same experts in training, so that routing does "
-        "not make rollout and training log-probs differ. On a CPU, this disables the compilation of decode steps.",
+        "Record each token's experts and use the same experts in training, so that routing does not make rollout and "
+        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
