@@ -1,6 +1,6 @@
 """areno: reinforcement-learning post-training for language models, from a laptop CPU up.
 
-The public API is available here and under ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
+The public API can be imported from ``areno`` or ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
 Map of the packages: docs/architecture.md.
 """
 
@@ -8,10 +8,10 @@ import importlib
 import os
 from typing import Any
 
-# How long an idle OpenMP thread spins before it sleeps. For a small model, waking a thread costs more than the thread's work: a
-# training step of 28 ms on two cores takes 42 ms with a spin of 0.5 ms. Next to a busy process, GNU OpenMP's default of about
-# 13 ms is the worst (400 ms per step); a short spin takes 115 ms, and this spin (40 ms) takes 100 ms, because a spinning thread
-# keeps its core. The value must be set before torch is loaded; the user's own value wins.
+# How long an idle OpenMP thread spins before it sleeps. With a small model, waking a sleeping thread costs more than its work.
+# A training step on two cores takes 28 ms with this value (a spin of about 40 ms), and 42 ms with a spin of 0.5 ms. Next to a
+# busy process it takes 100 and 115 ms, because a spinning thread keeps its core, and 400 ms with GNU OpenMP's default (13 ms).
+# OpenMP reads the variable when torch is loaded. The user's own value wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 

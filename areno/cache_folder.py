@@ -1,7 +1,7 @@
 """The cache folder, and scratch folders of a process.
 
 The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
-locked by their owner. If the owner was killed, the next process that creates a scratch folder deletes the old one.
+locked by the process that created them. If that process is killed, the next one that creates a scratch folder deletes them.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ _SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for one kind of cached files, which may be deleted at any time. Reads the environment at each call."""
+    """Return the folder for one kind of cached file. Users may delete it at any time. Reads the environment at each call."""
     if configured := os.environ.get("ARENO_CACHE_DIR"):
         root = Path(configured).expanduser()
     else:
@@ -49,7 +49,7 @@ def planted_problem(path: Path) -> str:
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, on the file system of ``target``, in which to build it; deletes folders of killed builds."""
+    """Yield a temporary folder next to ``target`` in which to build it. Deletes what killed builds left a day or more ago."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):
         with suppress(OSError):  # another build may be deleting it too

@@ -12,14 +12,14 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, at most its container's CPU limit."""
+    """Return the number of cores in this process's affinity mask, capped by its container's CPU limit (rounded up)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup_limit()
     return cores if limit is None else max(min(cores, math.ceil(limit)), 1)
 
 
 def openmp_threads() -> int | None:
-    """Return the outermost level of ``OMP_NUM_THREADS``; None if unset."""
+    """Return the first number in ``OMP_NUM_THREADS`` (the outermost level); None if it is unset or invalid."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 

@@ -9,7 +9,7 @@ MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
     "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
 )
-"""What to do then."""
+"""Advice that is printed after such an error."""
 
 
 class ArenoError(Exception):
@@ -49,9 +49,9 @@ class EngineError(ArenoError, RuntimeError):
 
 
 def exit_code(error: BaseException) -> int:
-    """Print the error that ended the program in one line on stderr, and return its exit code.
+    """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, the code of a ``SystemExit`` (which prints nothing), otherwise 1.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` keeps its own code and prints nothing.
     """
     if isinstance(error, SystemExit):
         return int(error.code or 0)

@@ -1,8 +1,7 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair each header starts with the connection's key, which the leading side draws and sends first: if something else
-writes bytes to the socket, they raise an error at once instead of being read as a length. Between machines header and body are
-signed, see :class:`SignedFormat`.
+On a socket pair, each header starts with a random key that the leading end sends first. Stray bytes that other code writes to
+the socket therefore raise an error instead of being read as a length. Between machines, see :class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class KeyedFormat:
 
 
 class SignedFormat:
-    """Frames whose header and body are signed with a shared key, the direction and the position in the stream.
+    """Frames whose header and body each carry a MAC, which covers the direction and the position in the stream too.
 
-    An attacker between the two ends cannot change, replay, drop, insert or reflect a message without being detected.
+    Both ends detect messages that an attacker in between has changed, replayed, dropped, inserted or reflected.
 
     Args:
         key: shared key of the connection.
@@ -139,7 +138,7 @@ class Frames:
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """Wrap the following side of the connection, given its file descriptor."""
+        """Wrap the following end, given its file descriptor."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:
@@ -149,7 +148,7 @@ class Frames:
     def arrived(self) -> list[bytes]:
         """Return all complete messages received so far, without blocking.
 
-        Raises EOFError if the peer has closed and no message is left, and FrameError at an invalid or too large message.
+        Raises EOFError if the peer has closed and no message is left, and FrameError if a message is invalid or too large.
         """
         self._read()
         messages = list(self._messages)
@@ -173,8 +172,8 @@ class Frames:
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
         """Write a message.
 
-        Raises OSError if the peer has closed, and TimeoutError if it reads nothing for ``timeout_s``; the connection is
-        unusable afterwards.
+        Raises OSError if the peer has closed, and TimeoutError if the peer reads nothing for ``timeout_s``. After an error the
+        connection is unusable.
         """
         header, trailer = self._form.written(body)
         parts = [memoryview(part) for part in (header, body, trailer) if part]
@@ -205,7 +204,6 @@ class Frames:
         raise TimeoutError(f"no data from the peer for {timeout_s:g} s")
 
     def _read(self) -> None:
-        """Read the available bytes, and split them into messages."""
         for _ in range(_CHUNKS):
             if self._end is not None:
                 return

@@ -1,4 +1,4 @@
-"""Memory of this machine, bounded by the control group's limit, and of a run's processes. Does not import torch."""
+"""Memory of this machine, within the limit of the control group, and of a run's processes. Does not import torch."""
 
 import os
 from contextlib import suppress
@@ -8,18 +8,21 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Memory that can still be used: the kernel's available memory, bounded by the control group's limit."""
+    """Return the bytes that can still be allocated: what the kernel reports as available, within the control group's limit.
+
+    If the kernel does not report it, half of the physical memory counts as available.
+    """
     portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return min(proc_figure("/proc/meminfo", "MemAvailable") or portable, _left_in_group())
 
 
 def total_bytes() -> int:
-    """Physical memory, bounded by the control group's limit."""
+    """Return the physical memory in bytes, within the control group's limit."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 
 def resident_bytes(root_pid: int) -> int:
-    """Resident memory of a process and its descendants; pages that descendants share count once. 0 if unknown."""
+    """Return the resident bytes of a process and the unshared resident bytes of its descendants; 0 if unknown."""
     import psutil
 
     try:
@@ -36,7 +39,7 @@ def resident_bytes(root_pid: int) -> int:
 
 
 def proc_figure(file: str, name: str) -> int:
-    """A figure of a ``/proc`` file in bytes; 0 if there is none, as outside Linux."""
+    """Return an entry of a ``/proc`` file, converted from KiB to bytes; 0 if it is missing, as on systems other than Linux."""
     with suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -45,14 +48,14 @@ def proc_figure(file: str, name: str) -> int:
 
 
 def _group_limit() -> int:
-    """The limit of cgroup v2; huge if there is none."""
+    """Return the memory limit of cgroup v2 in bytes; huge if there is none."""
     with suppress(OSError, ValueError):
         return int((_GROUP / "memory.max").read_text())
     return 2**62
 
 
 def _left_in_group() -> int:
-    """Memory left under the limit; huge if there is none."""
+    """Return the bytes left under the limit; huge if there is no limit."""
     limit = _group_limit()
     try:
         return max(limit - int((_GROUP / "memory.current").read_text()) + _reclaimable(_GROUP / "memory.stat"), 0)
@@ -61,7 +64,7 @@ def _left_in_group() -> int:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Inactive page cache of the group, which the kernel reclaims on demand."""
+    """Return the size in bytes of the group's inactive page cache, which the kernel reclaims on demand."""
     with suppress(OSError, ValueError):
         for line in stat.read_text().splitlines():
             if line.startswith("inactive_file "):

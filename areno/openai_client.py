@@ -18,9 +18,9 @@ class ServerError(ArenoError):
 
 
 class OpenAIClient:
-    """A thread-safe client of one server, with the API key of ``OPENAI_API_KEY``.
+    """A thread-safe client of one server, which sends the API key in ``OPENAI_API_KEY``.
 
-    The client connects at the first request, so it may be created in one process and used in another.
+    It connects at the first request, so it may be created in one process and used in another.
 
     Args:
         url: base URL with the API version, such as ``http://HOST:8000/v1``.
@@ -45,7 +45,7 @@ class OpenAIClient:
         return self._model
 
     def check(self, description: str) -> None:
-        """Raise UsageError, with ``description`` as its first words, if the server does not respond."""
+        """Raise UsageError if the server does not respond; the message starts with ``description``."""
         try:
             self.model()
         except ServerError as error:
@@ -55,7 +55,7 @@ class OpenAIClient:
             ) from error
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a request to the model and return the JSON response; transient failures are retried for some seconds.
+        """Send a request to the model and return the JSON response. Retries transient failures, but not timeouts.
 
         Raises ServerError: the server does not answer or returns an error.
         """

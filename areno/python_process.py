@@ -5,13 +5,13 @@ import sys
 
 
 def python_command(python: str = sys.executable) -> list[str]:
-    """Command of a Python that searches the working directory for modules only if this process does (``python -m areno``).
+    """Return a command that starts Python; ``-P`` is added unless this process, too, imports from the working directory.
 
-    Otherwise a file there, such as ``datasets.py``, would replace a package that areno imports.
+    Without ``-P``, a file in the working directory, such as ``datasets.py``, would shadow a package that areno imports.
     """
     return [python] if {"", os.getcwd()} & set(sys.path) else [python, "-P"]
 
 
 def search_path() -> dict[str, str]:
-    """Environment variable with the folders in which this process searches for modules."""
+    """Return the variable ``PYTHONPATH`` with the folders in which this process searches for modules."""
     return {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -40,7 +40,7 @@ def read_file(path: Path, option: str) -> Dataset:
 
 
 def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
-    """Read one split of a folder: either of ``save_to_disk``, or of data files of one format, named after their splits."""
+    """Read one split of a ``save_to_disk`` folder, or of a folder with data files that are named after their splits."""
     if saved_splits(folder) is not None:
         return _read_saved(folder, option, split)
     files = split_files(folder, split, option)

@@ -30,7 +30,7 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
         dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
             hub reference.
         option: name of the option, for error messages.
-        split: split to read, if the folder has splits and the hub reference names none.
+        split: split to read from a folder with splits, or from a hub reference that names no split.
 
     Raises:
         DataError: a file is malformed.
@@ -62,9 +62,9 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the rows for a trainer, at least one mapping, through the user's loader if there is one.
+    """Load the rows of a trainer, each a mapping, with the user's loader if there is one.
 
-    A loader is called with the path, which it may interpret as it likes, and the keywords ``default_loader`` (bound to the
+    The loader is called with the path, which it may interpret as it likes, and the keywords ``default_loader`` (bound to the
     split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
@@ -112,9 +112,9 @@ def iter_prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Yield batches of encoded prompts.
 
-    Rows with too long a prompt are skipped and counted. The last batch may be smaller; no batch is empty. The position at which
-    to resume is ``start`` plus the ``scanned`` of all batches so far. Skipped rows after a batch count towards that batch, so
-    that the sum reaches the end of ``order`` with the last batch.
+    Rows with too long a prompt are skipped and counted. The last batch may be smaller; no batch is empty. ``start`` plus the
+    sum of ``scanned`` over the batches so far is the position to resume at. Skipped rows after a batch count towards that
+    batch, so that the sum reaches the end of ``order`` with the last batch.
 
     Args:
         batch_size: accepted rows per batch.
@@ -174,7 +174,7 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
 
 def _can_only_be_a_path(reference: str) -> bool:
     folder, slash, _ = reference.partition("/")
-    # If the folder `data` exists, `data/typo` is a typo; with a `:config` it can only be a hub reference.
+    # If the folder `data` exists, `data/name` is a path; `data/name:config` can only be a hub reference.
     in_folder = bool(slash) and ":" not in reference and Path(folder).is_dir()
     return in_folder or looks_like_path(reference)
 

@@ -39,14 +39,14 @@ class EvalAnswer:
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
-"""Answers the prompts of one batch, given their indices in the evaluation. Answers are ordered by prompt; None: missing."""
+"""Answers the prompts of one batch, given their indices in the evaluation. Answers are ordered by prompt; None if missing."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 """Receives the records of one batch of an evaluation with their rewards, None for a reward that failed."""
 
-# Second part of every seed: training has the step there, evaluation this number, which no run reaches.
+# Second part of every seed of an evaluation; in training it is the step, which never reaches this number.
 EVALUATION_STREAM = 0x6576616C
-# Samples per batch as a multiple of the concurrent samples: keeps slots busy, and bounds the tokens held in memory.
+# Samples per batch, as a multiple of the concurrent samples. Larger batches keep the engine busier, but hold more tokens.
 _WAVES = 4
 
 
@@ -102,14 +102,14 @@ def evaluate_prompts(
         max_running: maximum number of answers generated concurrently.
         seed: the same seed, rows and policy give the same answers.
         source: name of the data in error messages.
-        on_scored: called with the answers and rewards of each batch.
+        on_scored: called with the records and rewards of each batch.
         answers: source of answers instead of the policy's completions, such as an agent.
 
     Returns:
         ``rewards_mean, rewards_std``, the means of reward parts as ``reward_parts/NAME``, ``accuracy`` (fraction of rewards
         above 0), ``pass@k`` for k = 1, 2, 4, ... and ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio,
-        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward count only towards the
-        lengths.
+        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward are left out of the
+        rewards, ``accuracy`` and ``pass@k``.
 
     Raises:
         RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or one that is not finite.
@@ -173,7 +173,6 @@ def _completions(
     max_running: int,
     seed: int,
 ) -> list[EvalAnswer | None]:
-    """Generate the answers to a batch, ordered by prompt."""
     seeds = [
         [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts
     ]
@@ -221,8 +220,6 @@ def reported_ks(n_samples: int) -> list[int]:
 
 @dataclass(slots=True)
 class _EvalTotals:
-    """Totals over the batches of an evaluation."""
-
     n_samples: int
     num_prompts: int = 0
     skipped_long: int = 0
@@ -248,7 +245,6 @@ class _EvalTotals:
             self.outcomes.append((len(valid), sum(score > 0 for score in valid)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by short name."""
         if not self.rewards:
             raise RewardError(
                 f"all rewards of the evaluation failed ({len(self.lengths)} answers); use --on-reward-error stop to see the "
@@ -270,7 +266,7 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Average over the prompts with at least k scored answers; omits a k for which there is no such prompt."""
+        """Average pass@k over the prompts with at least k scored answers; omits each k without such a prompt."""
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

@@ -1,4 +1,4 @@
-"""``areno replay`` of a run of ``areno train``: updates on recorded rows, by the run's own trainer."""
+"""``areno replay`` of a run of ``areno train``: the run's own trainer makes updates on recorded rows."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from areno.types import TrainSequence
 
 
 class ReplayTrainer(RolloutTrainer):
-    """Trains on the rows of a replay instead of samples; combined with the trainer class of an algorithm."""
+    """Trains on recorded rows instead of new samples; combined with the trainer class of an algorithm."""
 
     replay: RecordedStep
     keeps: bool  # write a checkpoint after the last update
@@ -37,13 +37,13 @@ class ReplayTrainer(RolloutTrainer):
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and count steps from that of the rows, even if the weights are from an earlier step."""
+        """Create the objective, and count steps from the step of the rows, even if the weights are from an earlier step."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the number of completed steps when the last update is done."""
+        """Return the number of completed steps after the last update."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
@@ -67,7 +67,7 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add to the rows what the loss needs; return their statistics if advantages are computed."""
+        """Add to the rows what the loss needs. If advantages are computed, return statistics of the rows, else {}."""
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:
@@ -88,7 +88,7 @@ class ReplayTrainer(RolloutTrainer):
 
 
 def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
-    """Fit a replay to changed options. Raises UsageError: the options need something that was not recorded."""
+    """Adapt a replay to changed options. Raises UsageError: the options need something that was not recorded."""
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
     if not issubclass(kind, RolloutTrainer):
@@ -114,7 +114,7 @@ def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[
         replay: the recorded rows, and the checkpoint to start from.
         keeps: write a checkpoint after the last update.
 
-    Raises StopRequested: a signal ended it.
+    Raises StopRequested: a signal ended the replay.
     """
     spec = get_algorithm(config.algo)
     run_dir, start = RunDirectory(config.run_path).create(), time.perf_counter()

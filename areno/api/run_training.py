@@ -1,6 +1,6 @@
 """Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
 
-An evaluation uses the policy trainer to load prompts and compute rewards, and takes no training steps.
+An evaluation uses the algorithm's trainer to load prompts and compute rewards, but takes no training steps.
 """
 
 import logging
@@ -60,7 +60,7 @@ def run_training(
 
     Args:
         options: validated and resolved options.
-        reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, which is loaded in worker processes.
+        reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, whose function runs in worker processes.
         loader_fn: dataset loader.
         progress: progress display; None selects one for the terminal or pipe.
         console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
@@ -137,7 +137,6 @@ def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequenc
 
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
-    """Return the options with sizes that were probed on the loaded model."""
     from areno.engine.plan.tuner import tune_sizes
 
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
@@ -206,7 +205,7 @@ def run_evaluation(
 def make_loop(
     options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any, kind: type | None = None
 ) -> DatasetTrainer:
-    """Create the trainer of the algorithm, or one of another ``kind``, on an SDK trainer."""
+    """Create the trainer of the algorithm, or a trainer of class ``kind``, on an SDK trainer."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
@@ -234,7 +233,6 @@ def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory,
 
 
 def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
-    """Return the metrics of the last training step."""
     records = [record for record in run_dir.read_metrics() if any(name.startswith("train/") for name in record)]
     return records[-1] if records else {}
 

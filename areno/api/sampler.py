@@ -27,7 +27,7 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` is the duration of the last training call, which ended at ``trained_at`` (``time.perf_counter``).
+    ``trained_s`` is the duration of the last training call, and ``trained_at`` its end (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepClock:
         self._train_s += self.trained_s
 
     def close_step(self, ended: float | None = None) -> dict[str, float]:
-        """End the step (now, or at ``ended``), log its times over all trained roles, and reset the clock."""
+        """End the step (now, or at ``ended``), log its times, summed over all trained roles, and reset the clock."""
         ended = ended or time.perf_counter()
         rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
         self._rollout_s, self._train_s, self._step_start = 0.0, 0.0, None
@@ -152,16 +152,13 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate ``n_samples`` completions of each text prompt, formatted by the chat template if there is one.
-
-        Otherwise like :meth:`rollout_token_batch`.
-        """
+        """Generate from texts, formatted by the chat template if there is one. See :meth:`rollout_token_batch`."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """:meth:`rollout_batch` without blocking the event loop."""
+        """Do :meth:`rollout_batch` without blocking the event loop."""
         return await self.rollout_token_batch_async(self._encode(prompts), n_samples, sampling_params)
 
     def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -200,7 +197,7 @@ class Sampler:
     async def rollout_token_batch_async(
         self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """:meth:`rollout_token_batch` without blocking the event loop."""
+        """Do :meth:`rollout_token_batch` without blocking the event loop."""
         futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
         results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
         return with_texts(list(results), self.get_tokenizer(), sampling_params)
@@ -244,7 +241,7 @@ class Sampler:
         micro_bs: int = 8,
         routed_experts: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Compute the log-probs of given rows under a role; ``actor`` is the trained policy.
+        """Compute the log-probs of given rows under the model of a role; ``actor`` is the trained policy.
 
         Args:
             role: ``actor``, ``ref`` or another role of kind ``policy``.

@@ -97,7 +97,6 @@ class _ServerAnswers:
             self._body["stop"] = sampling.stop
 
     def answers(self, pool: ThreadPoolExecutor, batch: PromptBatch, prompts: Sequence[int]) -> list[EvalAnswer | None]:
-        """Return the answers to a batch, ordered by prompt."""
         requests = [
             (item, prompt, sample)
             for item, prompt in zip(batch.items, prompts, strict=True)

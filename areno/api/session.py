@@ -85,7 +85,7 @@ class RolloutSession:
     def samples(self, trajectories: Any) -> list[AgentSample]:
         """Convert what an agent returned to training rows and reward records; also works after the session has ended.
 
-        If the loss mask policy trains on context, this waits for running generation and scores the context.
+        If the loss mask policy trains on context, this method waits for running generation, then scores the context.
 
         Args:
             trajectories: turns, trajectories, or lists of them.

@@ -88,7 +88,7 @@ class Trainer(Sampler):
             sampling_params: default generation controls.
             loss_mask_policy: which of an agent's tokens are trained on.
             max_running_prompts: maximum number of sequences decoded concurrently.
-            timeout_s: timeout of an agent, and of each of its requests.
+            timeout_s: timeout of each request of an agent, in seconds.
             proxy: serve an OpenAI-compatible endpoint to agents; the session is their ``ctx``.
             seed: seed of the agents' sampling; None derives one deterministically.
             disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
@@ -126,7 +126,8 @@ class Trainer(Sampler):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context, or has an id outside the vocabulary.
+            UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs of unknown
+                temperature.
             ValueError: no rows, or invalid sizes for the loss.
         """
         arguments.function("loss_fn", loss_fn)
@@ -155,8 +156,8 @@ class Trainer(Sampler):
     def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
         """Load auxiliary models that are not loaded yet: references, critics, reward models.
 
-        Frozen roles of the same checkpoint share their weights. A critic uses the scalar head of its checkpoint, or a
-        zero-initialized one; a frozen reward model needs a head.
+        Frozen roles of the same checkpoint share their weights. A critic uses the scalar head of its checkpoint, or else a
+        zero-initialized head; the checkpoint of a frozen reward model must have a head.
 
         Args:
             roles: role name -> configuration.
@@ -187,8 +188,8 @@ class Trainer(Sampler):
             micro_bs: rows per forward pass.
 
         Returns:
-            Per row one value per token: entry i is the value after tokens 0 to i. So the baseline of response token i, the
-                value before it, is entry i - 1.
+            One value per token of each row: entry i is the value after tokens 0 to i. The baseline of response token i, which
+                is the value before that token, is therefore entry i - 1.
 
         Raises:
             EngineError: there is no such role, or it is of another kind.
@@ -231,7 +232,7 @@ class Trainer(Sampler):
                 token, ``score_values(...)[i - 1]``.
             mini_bs: rows per forward and backward pass.
             gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
-            cliprange_value: clip range of the change of a prediction.
+            cliprange_value: clip range of the difference between new and old prediction.
             value_loss_coef: factor on the loss.
 
         Returns:
@@ -239,7 +240,7 @@ class Trainer(Sampler):
 
         Raises:
             EngineError: there is no such role, or it is frozen.
-            ValueError: no rows, or rows without ``returns``.
+            ValueError: no rows, or a row without ``returns`` or ``values``.
         """
         from areno.loss_fns import value_loss_fn  # lazy: it imports torch
 
@@ -255,7 +256,7 @@ class Trainer(Sampler):
             return self.backend.train(rows, loss_fn, *sizes, role=role)
 
     def learning_rate(self, role: str = "actor") -> float:
-        """Return the learning rate of a role's next optimizer step. Raises EngineError if it is frozen or not loaded."""
+        """Return the learning rate of a role's next optimizer step. Raises EngineError if the role is frozen or not loaded."""
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:

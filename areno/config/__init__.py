@@ -11,7 +11,7 @@ Options of ``areno train``:
 Options of other commands:
 
 - ``eval_options`` (``areno eval``, ``export``); ``serve_options`` (``areno serve``, ``chat``).
-- ``replayed`` (``areno replay``): those of the run, with changes.
+- ``replayed`` (``areno replay``): the options of the recorded run, with changes.
 - ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML of ``areno run``.
 
 For all of them:
@@ -21,7 +21,7 @@ For all of them:
 - ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks
   secrets.
 - ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
-- ``saved_rollouts``: how many steps keep their rows.
+- ``saved_rollouts``: for how many steps the training rows are saved.
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm

@@ -27,7 +27,7 @@ def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> 
 
 
 def get_advantage(name: str) -> AdvantageFn:
-    """Return the estimator of that name. Raises ValueError if there is none."""
+    """Return the estimator called ``name``. Raises ValueError if there is none."""
     if name not in _REGISTRY:
         raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
     return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]

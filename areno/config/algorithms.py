@@ -1,7 +1,7 @@
-"""The registry of training algorithms. Trainers and losses are referenced by name, so that a lookup does not import torch.
+"""The registry of training algorithms. The specs in this file name trainers and losses, so looking one up imports no torch.
 
-More algorithms are in ``areno/algorithms``, one file each. ``get_algorithm`` also accepts ``file.py:NAME``, an `AlgorithmSpec`
-in a user's file, and names that installed packages publish in the entry-point group ``areno.algorithms``.
+More algorithms are in ``areno/algorithms``, one file each; these import torch. ``get_algorithm`` also accepts
+``file.py:NAME``, an `AlgorithmSpec` in a user's file, and names in the entry-point group ``areno.algorithms``.
 """
 
 import functools
@@ -26,7 +26,7 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Trainer of policy-gradient algorithms without a critic: samples, rewards, computes advantages from groups, updates."""
+"""Trainer of policy-gradient algorithms without a critic, which compute advantages from groups of samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
 """Trainer on preference pairs without a reference model."""
@@ -40,15 +40,15 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer reads with any loss."""
+"""Options that a trainer reads, whatever its loss is."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
-    A loss with a parameter ``knobs`` receives an instance of ``options``. Any other keyword parameter with the name of an
-    option that the algorithm reads, with or without the prefix ``<name>_``, receives that option's value.
+    A loss with a parameter ``knobs`` receives an instance of ``options``. Another parameter receives the value of the option
+    with the same name: one of ``options``, one in ``uses``, or a built-in option of this algorithm (without its ``<name>_``).
 
     Attributes:
         name: registry name, lower-case.
@@ -56,7 +56,7 @@ class AlgorithmSpec:
         default_loss: loss function, or ``module:attribute``; None if the trainer has its own.
         requires_rollout: whether the algorithm generates completions and needs a reward.
         loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
-            that need more than parameters by name.
+            that cannot be configured by parameters alone.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits it.
         options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field whose
             type is a dataclass or None adds the options of that dataclass, prefixed with the field's name; the field is None
@@ -64,7 +64,7 @@ class AlgorithmSpec:
         uses: options of built-in algorithms that this algorithm reads too, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
-        presets: other defaults of ``options``.
+        presets: defaults that replace those of ``options``.
         renamed: loss parameter -> name of its built-in option, if the names differ.
     """
 
@@ -112,7 +112,7 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Create ``options`` with a run's values; None if the algorithm declares none. Raises the dataclass's ValueError."""
+        """Create ``options`` with a run's values; None if the algorithm declares none. May raise ValueError."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
@@ -196,7 +196,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Algorithms in files import torch."""
+    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Raises UsageError if there is none."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():

@@ -60,7 +60,7 @@ class TrainOptions(
 
     @property
     def most_behind(self) -> int:
-        """Maximum staleness of a token: number of updates between the weights that sampled it and the weights trained on it."""
+        """Maximum staleness: number of updates between the weights that sampled a token and those that are trained on it."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property

@@ -1,7 +1,7 @@
 """Settings of TRL and verl, and the equivalent options of ``areno train``.
 
-There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. ``areno convert`` and
-``docs/coming-from.md`` are made from these tables.
+There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. ``areno convert`` uses these tables;
+``docs/coming-from.md`` shows them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """A value that is used only if another setting is on."""
+    """Return a function that returns a setting's value if the setting ``name`` is on, else None."""
     return lambda value, settings: value if _is_on(settings.get(name, False)) else None
 
 
@@ -164,7 +164,7 @@ TRL: dict[str, Rule] = {
     "use_vllm": Rule(
         "--rollout-backend",
         value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
-        note="areno's own engine generates; with --rollout-backend vllm, servers do",
+        note="areno's own engine generates; with --rollout-backend vllm, vLLM servers generate instead",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
     "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
@@ -172,7 +172,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="no equivalent: a reward function knows why an answer ended, and can return any reward for it"
+        note="no equivalent: a reward function can read why an answer ended, and choose the reward accordingly"
     ),
 }
 
@@ -196,7 +196,7 @@ VERL: dict[str, Rule] = {
         "--advantage",
         value=lambda value, settings: "group_mean" if not _is_on(value) and _estimator(settings) == "grpo" else None,
     ),
-    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef with --algo ppo"),
+    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef above 0"),
     "algorithm.kl_ctrl.kl_coef": Rule(
         "--kl-reward-coef",
         value=_if_on("algorithm.use_kl_in_reward"),
@@ -248,7 +248,9 @@ VERL: dict[str, Rule] = {
             _positive(settings.get("actor_rollout_ref.model.lora_rank", 0), settings) and value
         ),
     ),
-    f"{_ROLLOUT}.name": Rule(note="areno's own engine generates; with --rollout-backend vllm or sglang, servers do"),
+    f"{_ROLLOUT}.name": Rule(
+        note="areno's own engine generates; with --rollout-backend vllm or sglang, their servers generate instead"
+    ),
     f"{_ROLLOUT}.n": Rule("--n-samples"),
     f"{_ROLLOUT}.temperature": Rule("--temperature"),
     f"{_ROLLOUT}.top_p": Rule("--top-p"),
@@ -270,7 +272,7 @@ VERL: dict[str, Rule] = {
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
-    "trainer.experiment_name": Rule(note="the name is that of the run directory: --run-dir"),
+    "trainer.experiment_name": Rule(note="a run is named after its directory: --run-dir"),
     "trainer.logger": Rule(
         "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
     ),
@@ -311,7 +313,6 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
 
 def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
-    """Return the algorithm, and options that depend on several settings."""
     rows = _whole(settings.get("per_device_train_batch_size", 8)) * devices
     of_step = rows * _whole(settings.get("gradient_accumulation_steps", 1))
     algorithm, words = kind, ["--mini-bs", str(rows)]

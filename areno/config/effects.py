@@ -1,4 +1,4 @@
-"""Options without effect in a run, and why. Setting one explicitly is an error; they are not stored."""
+"""Options without effect in a run, and why. Setting one explicitly is an error. ``config.yaml`` omits them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -85,7 +85,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield options of reward functions if none runs."""
+    """Yield options of reward functions if no reward function runs."""
     of_parts = ("reward_weights", "reward_normalize_parts")
     of_functions = (*of_parts, "reward_timeout_s", "reward_workers", "reward_memory_gb")
     if options.workflow is not None:
@@ -102,7 +102,7 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield options of an adapter if there is none, and those that an existing adapter determines."""
+    """Yield adapter options if no adapter is trained, and those that an existing adapter determines."""
     if not options.uses_lora:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
             yield name, "has no effect without an adapter; set --lora-rank too"
@@ -146,7 +146,11 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
         yield "kl_reward_type", "has no effect without a KL penalty; set --kl-reward-coef too"
     if options.use_kl_loss if ppo else options.kl_coef > 0:
         return
-    because = "has no effect with --no-use-kl-loss" if ppo else "has no effect without a KL term; set --kl-coef too"
+    because = (
+        "has no effect with --no-use-kl-loss; use only one of them"
+        if ppo
+        else "has no effect without a KL term; set --kl-coef too"
+    )
     for name in ("kl_loss_type", "kl_loss_coef"):
         yield name, because
     if options.takes_reference(ppo):

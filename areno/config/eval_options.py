@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that do not apply to a server: it decides them itself, or its protocol lacks them.
+# Options that do not apply to a server, which decides them itself or whose protocol has no field for them.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
@@ -42,7 +42,7 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration with changed metadata or default, and without its restriction to algorithms."""
+    """Copy an option of another declaration, for all algorithms, and with ``changes`` of its metadata or default."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)
@@ -59,7 +59,7 @@ class EvalOptions(CommandOptions):
         "checkpoint), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
     )
     model: str | None = option(
-        None, group="Basic", metavar="NAME", unset="its first", help="Name of the model on the server of --ckpt."
+        None, group="Basic", metavar="NAME", unset="the server's first", help="Model on the server at --ckpt."
     )
     dataset_path: str | None = option_from(
         BasicOptions,
@@ -111,7 +111,7 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="If a reward fails: stop, or exclude that sample from the averages and count it.",
+        help="If a reward fails: stop, or leave that sample out of the averages and count the failure.",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -170,7 +170,6 @@ def _problems(options: EvalOptions) -> Iterator[str]:
 
 
 def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
-    """Yield options that have no effect with the others, and why."""
     if is_address(options.ckpt):
         for name in _LOCAL_MODEL_ONLY:
             yield name, "on the model of a server; remove the option"

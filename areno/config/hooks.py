@@ -1,7 +1,7 @@
 """Loads user-defined functions from Python files, and checks them early, so that mistakes are reported before a model is
 loaded.
 
-The file's folder stays on ``sys.path``, because a hook may import modules next to it inside a function.
+The file's folder stays on ``sys.path``, because a hook may import other modules of that folder when it is called.
 """
 
 import ast
@@ -31,7 +31,7 @@ class Hook:
 
     option: str
     default_name: str
-    signature: str  # its parameters, for messages
+    signature: str  # parameters of the callable, for messages
     positional: int = 1  # number of positional arguments in a call
     keywords: tuple[str, ...] = ()  # keyword arguments in a call
 
@@ -75,7 +75,7 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 
 
 def import_user_file(path: Path, *, option: str) -> ModuleType:
-    """Import a Python file under a unique module name; the same unchanged file is imported only once.
+    """Import a Python file under a unique module name. An unchanged file is imported only once.
 
     Raises UsageError with the line of a syntax error, or the line in the user's code that raised.
     """
@@ -140,7 +140,7 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
 
 
 def check_hook(spec: str, hook: Hook) -> None:
-    """Check a callable like :func:`load_hook`, in a subprocess."""
+    """Make the checks of :func:`load_hook` in a subprocess."""
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
         report = Path(folder, "problem")
         words = [*python_command(), "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]

@@ -11,7 +11,7 @@ from areno.config.all_train_options import TrainOptions
 from areno.config.paths import base_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Keys of a model configuration that tensor parallelism divides."""
+"""Numbers of a model's configuration that must be divisible by the tensor-parallel size."""
 
 _NODE, _NODE_TP = 8, 4
 NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; training runs on the CPU"
@@ -20,8 +20,8 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` if not set, on a machine with ``gpus`` GPUs.
 
-    All visible GPUs are used; with eight, ``--tp-size`` is 4 if the model allows it. On a CPU, and with ``--device cuda:N``,
-    there is one rank. A resumed run keeps its layout.
+    Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 if the model allows
+    it. On a CPU, and with ``--device cuda:N``, there is one rank. A resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

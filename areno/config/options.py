@@ -42,8 +42,8 @@ class OptionInfo:
         path: ``place`` if the value may be a file or folder, ``python`` if it may be a ``file.py:name``; paths that exist are
             stored as absolute paths.
         inherits: dotted path of the setting whose value, if any, an unset or empty setting takes.
-        inner: for a section, the ``inherits`` of some of its fields, by field name, in place of the one that the field
-            declares; an empty path inherits nothing.
+        inner: for a section: paths that replace the ``inherits`` of some of its fields, by field name; with an empty path the
+            field inherits nothing.
         documented: default in the documentation of the format, if areno's default differs; a setting with this value is
             treated as unset.
     """

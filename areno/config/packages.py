@@ -1,4 +1,4 @@
-"""Optional packages: detects missing packages without importing any, and tells how to install them."""
+"""Optional packages: detects missing ones without importing any, and builds the command that installs them."""
 
 import importlib.util
 import json

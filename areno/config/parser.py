@@ -36,15 +36,15 @@ TRAIN = CommandText(
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
     "Train a language model with the local areno engine: load data, roll out, score, update, save.",
     "Every on/off option has a --no- form, and every option can be set in the --config file. "
-    "(name) after an option: only read by that algorithm.",
+    "(name) after an option means that only this algorithm reads it.",
 )
 
 PLAN = CommandText(
     "areno plan",
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
-    "Estimate the memory of a training run by phase, whether it fits into the free memory of this machine, and what to "
-    "change if not. Takes the options of areno train, without data and rewards; reads no weights. "
+    "Estimate the memory of a training run by phase, and say whether it fits into the free memory of this machine and, if "
+    "not, what to change. Takes the options of areno train, without data and rewards; reads no weights. "
     "With a file and settings of areno run, estimates each engine of that experiment; --tune-params then prints the largest "
     "sizes that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
@@ -72,7 +72,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """If there are problems, raise UsageError with the single problem or a numbered list."""
+        """Raise UsageError with the problem, or with a numbered list of several problems, if there are any."""
         if len(self.messages) == 1:
             raise UsageError(self.messages[0])
         if self.messages:
@@ -264,7 +264,6 @@ class _OnOff(argparse.Action):
     """Stores True for the plain and False for the ``--no-`` form; the last one wins."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Store the value."""
         setattr(namespace, self.dest, [option_string == flag_of(self.dest)])
 
 

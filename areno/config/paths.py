@@ -35,7 +35,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def absolute_if_exists(value: Any, *, python: bool) -> Any:
-    """Return the absolute path of an existing file or folder; anything else, such as a repo id, unchanged.
+    """Return the absolute path of an existing file or folder; return anything else, such as a repo id, unchanged.
 
     With ``python`` the value may be ``file.py``, ``file.py:name`` or the name of a registered object.
     """

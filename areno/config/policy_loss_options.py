@@ -88,7 +88,8 @@ class PolicyLossOptions:
 class RejectionSamplingConfig:
     """Masks or clamps tokens whose proximal policy differs too much from the behavior policy.
 
-    r = proximal / behavior probability, the importance weight of ``use_decoupled_loss``, which is required.
+    r is a token's probability under the proximal policy divided by that under the behavior policy: the importance weight of
+    ``use_decoupled_loss``, which must be set.
     """
 
     level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")
@@ -106,7 +107,7 @@ class RejectionSamplingConfig:
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so that mean is their geometric mean.",
+        help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so mean is the geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound.")
     lower: float | None = option(None, help="Lower bound; null means none (0 with clamp).")

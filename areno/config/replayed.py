@@ -1,4 +1,4 @@
-"""Options of ``areno replay``: those of the run, with changes that affect an update on recorded rows."""
+"""Options of ``areno replay``: those of the recorded run, with changes that affect an update on its rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ _SHAPING = (
     *("advantage", "kl_reward_coef", "kl_reward_type", "reward_weights", "reward_normalize_parts"),
     *("gamma", "lam", "whiten_advantages", "bootstrap_truncated"),
 )
-"""Options from which advantages follow."""
+"""Options on which the advantages depend."""
 _NOT_REPEATED: dict[str, Any] = {
     **dict.fromkeys(("save_path", "metrics_log_dir", "model_save_interval", "eval_dataset_path", "save_rollouts")),
     **dict.fromkeys(("max_steps", "max_sequences", "early_stop_patience", "resume")),
@@ -47,7 +47,7 @@ _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},
 }
-"""Options that a replay does not read, whose files or packages may be missing."""
+"""Options that a replay does not read. Their files or packages may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ReplayOptions:
 
     @property
     def changes_advantages(self) -> bool:
-        """Whether advantages differ from the recorded ones."""
+        """Whether a changed option affects the advantages."""
         names = (*_SHAPING, *(("ref_ckpt",) if self.replayed.kl_reward_coef else ()))
         trainers = [get_algorithm(options.algo).trainer for options in (self.recorded, self.replayed)]
         return trainers[0] != trainers[1] or any(getattr(self.recorded, n) != getattr(self.replayed, n) for n in names)
@@ -96,7 +96,7 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
     if not spec.requires_rollout:
         raise UsageError(
             f"--algo {spec.name} trains on its data set, so there are no samples to replay; to repeat steps with other "
-            f"options, start a run with the checkpoint before those steps as --ckpt"
+            "options, start a run with the checkpoint before those steps as --ckpt"
         )
     groups = {entry.name: entry.info.group for entry in options_of(TrainOptions)}
     for name in sorted(explicit):
@@ -106,4 +106,7 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
                 "the advantages, the optimizer and the devices"
             )
     if get_algorithm(options.algo).trainer not in (spec.trainer, POLICY_TRAINER):
-        yield f"--algo {options.algo} cannot train on samples of {spec.name}, which lack its inputs, such as a critic's state"
+        yield (
+            f"--algo {options.algo} cannot train on samples of {spec.name}, because it needs inputs that they lack, such as a "
+            "critic's state or preference pairs"
+        )

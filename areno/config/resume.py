@@ -1,6 +1,6 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change the length, saving, timeouts and logging of a resumed run, but not its results.
+Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run, but not its results.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _AUTO = "auto"  # value of the bare flag
 def apply_resume(options: TrainOptions) -> TrainOptions:
     """Resolve the run directory: a new one, or with ``--resume`` the old one with its configuration.
 
-    With ``--resume``, options not in ``explicit`` come from the old run, and ``resume`` becomes its directory. Raises
-    UsageError for an explicit option that would change results.
+    With ``--resume``, options not in ``explicit`` come from the old run, and ``resume`` becomes the old run's directory.
+    Raises UsageError for an explicit option that would change results.
     """
     if options.resume is None:
         if options.resume_step is not None:
@@ -80,7 +80,7 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: Path, option: str = "--resume") -> StoredRun:
-        """Read the options of a run directory; ``option`` names it in messages."""
+        """Read the options of a run directory; messages name ``option``."""
         file = path / "config.yaml"
         raw = load_config(file, option=option)
         spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
@@ -158,7 +158,6 @@ def _continue(options: TrainOptions, run: StoredRun) -> TrainOptions:
 
 
 def _check_step(options: TrainOptions) -> None:
-    """Raise UsageError if there is no checkpoint of ``--resume-step``."""
     step, root = options.resume_step, options.checkpoint_path
     if step is None:
         return

@@ -60,16 +60,16 @@ class RolloutOptions:
         0,
         minimum=0,
         maximum=63,
-        help="Draft tokens of speculative decoding by prompt lookup; answers do not change. Faster for large models and few "
-        "sequences.",
+        help="Speculative decoding by prompt lookup: maximum draft tokens per step; answers do not change. Faster for large "
+        "models and few sequences.",
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Record the experts that each token was routed to and use them in training too, so that "
-        "routing does not make rollout and training log-probs differ. On a CPU, decode steps are then not compiled.",
+        help="Record each token's experts and use the same experts in training, so that routing does not make rollout and "
+        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
-        False, help="Free the KV cache after each rollout: less memory, slower start of the next one."
+        False, help="Free the KV cache after each rollout: saves memory, but the next rollout starts more slowly."
     )
     attn_backend: str = _shared(
         "flash",
@@ -89,8 +89,8 @@ class RolloutOptions:
     rollout_backend: str = _rollout(
         "areno",
         choices=("areno", *SERVERS),
-        help="Inference engine: areno's own, or vLLM or SGLang servers, as many as --rollout-replicas; they alternate "
-        "with training unless --rollout async is set.",
+        help="Inference engine: areno's own, or --rollout-replicas vLLM or SGLang servers. The servers alternate with "
+        "training unless --rollout async is set.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
@@ -100,7 +100,7 @@ class RolloutOptions:
     rollout_server_command: str | None = _rollout_free(
         None,
         metavar="COMMAND",
-        unset="that of this environment",
+        unset="the one installed in this environment",
         help="Servers: command that starts one, such as /PATH/bin/vllm serve.",
     )
     rollout_server_args: str | None = _rollout_free(
@@ -109,8 +109,8 @@ class RolloutOptions:
     max_staleness: int = _rollout(
         1,
         minimum=0,
-        help="Asynchronous rollout: when a token is trained on, the weights that sampled it may be at most this many "
-        "updates old.",
+        help="Asynchronous rollout: maximum number of updates between the weights that sampled a token and the weights that "
+        "are trained on it.",
     )
     workflow: str | None = _rollout(
         None,
@@ -187,7 +187,9 @@ class RolloutOptions:
         help="Memory limit in GiB of each process of the reward function; a record that exceeds it fails.",
     )
     on_reward_error: str = _rollout_free(
-        "stop", choices=("stop", "drop"), help="If a reward fails: stop the run, or drop that sample and count it."
+        "stop",
+        choices=("stop", "drop"),
+        help="If a reward fails: stop the run, or drop that sample and count the failure.",
     )
 
 

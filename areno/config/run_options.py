@@ -53,25 +53,25 @@ class BasicOptions:
     world_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="all visible GPUs (8 on a node with 8); 1 on a CPU",
+        documented_default="all visible GPUs that rollout does not use; 1 on a CPU",
         help="Number of devices (processes on a CPU). Must be divisible by --tp-size.",
     )
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 on 8 GPUs if the model allows it, else 1",
+        documented_default="4 with --world-size 8 if the model allows it, else 1",
         help="Tensor parallel size: devices that a copy of the model is sharded across.",
     )
     fsdp: bool = _basic_free(
         False,
-        help="Shard weights and gradients across the data-parallel replicas (FSDP2), for models that do not fit; by default "
-        "only optimizer states are sharded. Needs --world-size 2 or more.",
+        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit; by default "
+        "only optimizer states are sharded. Needs a --world-size of at least twice --tp-size.",
     )
     stall_timeout: float = _basic_free(
         600.0,
         above=0,
         metavar="SECONDS",
-        help="With several ranks: abort the run if a rank makes no progress on its work for this long.",
+        help="With several ranks: abort the run if a rank makes no progress for this long.",
     )
     seed: int = _basic(
         0,
@@ -131,19 +131,20 @@ class CheckpointOptions:
         help="Keep only the newest N checkpoints, and the last checkpoint before an update with non-finite results.",
     )
     keep_best: bool = _checkpoint(
-        False, help="Also keep the checkpoint with the best evaluation, as the folder best next to the others."
+        False,
+        help="Also keep the checkpoint with the best evaluation, in the folder best next to the other checkpoints.",
     )
     model_save_interval: int | None = _checkpoint(
         None,
         minimum=1,
         unset="checkpoints only",
         help="In addition, save the model alone every N steps, in Hugging Face format, as models/step_000100 next to "
-        "the checkpoints; these are never deleted.",
+        "the checkpoints. areno never deletes these models.",
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model; this "
-        "takes the memory of one copy of the weights.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model. The copy "
+        "to write takes the memory of the weights once more.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -174,7 +175,7 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Loader of the held-out data, if it differs.",
+        help="Loader of the held-out data, if it needs another one.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
@@ -207,8 +208,8 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow; WANDB_MODE and SWANLAB_MODE set its "
-        "mode, MLFLOW_TRACKING_URI says where MLflow is. Repeatable.",
+        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. The environment variables "
+        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, MLFLOW_TRACKING_URI the address of MLflow.",
     )
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."

@@ -1,4 +1,4 @@
-"""How many steps keep their rows on disk: ``--save-rollouts`` and ``rollout.save_rollouts``."""
+"""For how many steps the training rows are saved: ``--save-rollouts`` and ``rollout.save_rollouts``."""
 
 import math
 
@@ -16,7 +16,7 @@ def kept_rollouts(text: str | None) -> float:
         return math.inf
     if not (text.isascii() and text.isdigit()):
         raise UsageError(
-            f"{text!r} is neither a number of steps nor {ALL}; give how many of the newest steps keep their rows, such as 20, "
-            f"{ALL} for every step, or 0 for none"
+            f"{text!r} is neither a number of steps nor {ALL}; pass the number of newest steps whose rows to save, such as "
+            f"20, {ALL} for every step, or 0 for none"
         )
     return int(text)

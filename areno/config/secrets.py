@@ -31,7 +31,6 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether the name of a setting or variable marks a secret."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
     owner = words[-2] if len(words) > 1 else ""
     return (

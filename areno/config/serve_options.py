@@ -27,7 +27,7 @@ CHAT = CommandText(
     "areno chat",
     "areno chat (--model-path MODEL | --base-url URL) [options]",
     "Chat with a model in the terminal; in a pipe, each input line is a question, and its answer is written out.",
-    "In the conversation: /reset clears it, /system TEXT sets the system message, /quit exits. "
+    "While chatting, /reset clears the conversation, /system TEXT sets the system message, and /quit exits. "
     "Every on/off option has a --no- form.",
 )
 
@@ -85,7 +85,7 @@ class ServeOptions(CommandOptions):
         help="Maximum characters of a request; longer ones are rejected before tokenization.",
     )
     request_timeout_s: float | None = _rollout(
-        None, above=0, unset="none", help="Timeout of a request, in seconds; it ends with status 504."
+        None, above=0, unset="none", help="Timeout of a request, in seconds; the response then has status 504."
     )
     default_max_tokens: int = _rollout(
         1024, minimum=1, help="Maximum tokens of a response if the request sets no limit."
@@ -106,7 +106,7 @@ class ServeOptions(CommandOptions):
     )
     reasoning_parser: str = _rollout(
         "auto",
-        help="Format of the model's reasoning; auto detects it from the chat template, none leaves it in the text.",
+        help="Format of the model's reasoning; auto detects it from the chat template, none leaves reasoning in the text.",
     )
 
     decode_progress_interval_s: float = option(
@@ -207,7 +207,7 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
 
 
 def key_problems(host: str, key: str | None) -> Iterator[str]:
-    """Yield what is wrong with the API key of a server on ``host``: all but loopback need one."""
+    """Yield problems of the API key of a server on ``host``; addresses other than loopback need a key."""
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
         yield "--api-key must be printable ASCII without spaces; create one with `openssl rand -hex 24`"
     if key is None and not is_loopback(host):

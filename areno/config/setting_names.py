@@ -34,7 +34,6 @@ SETTINGS = {
     "--top-p": "gconfig.top_p",
     "--lr": "actor.optimizer.lr",
 }
-"""Settings by option."""
 
 _OPTION = re.compile("|".join(rf"{re.escape(option)}(?![\w-])" for option in SETTINGS))
 

@@ -85,7 +85,7 @@ class UpdateOptions:
     critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
     critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps of linear warmup from 0.")
     critic_lr_decay_steps: int = _ppo(
-        1000, minimum=1, help="Critic step at which its learning rate reaches --critic-min-lr."
+        1000, minimum=1, help="Critic step at which the critic's learning rate reaches --critic-min-lr."
     )
     critic_lr_decay_style: str = _ppo(
         "constant", choices=("constant", "linear", "cosine"), help="Shape of the decay of the critic's learning rate."
@@ -111,7 +111,7 @@ class UpdateOptions:
         above=1,
         algorithms=("grpo",),
         unset="no bound",
-        help="Bound on the loss of samples with negative advantage, as a multiple of the advantage (dual clip).",
+        help="Bound on the loss of tokens with negative advantage, as a multiple of the advantage (dual clip).",
     )
     grpo_loss_mean: str = _train(
         "token",
@@ -141,8 +141,12 @@ class UpdateOptions:
     )
     kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
-    clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
-    value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
+    clip_ratio_c: float = _ppo(
+        3.0,
+        above=1,
+        help="Bound on the loss of tokens with negative advantage, as a multiple of the advantage (dual clip).",
+    )
+    value_clip_eps: float = _ppo(0.5, above=0, help="Value clipping: clip range of V - V_old, in units of reward.")
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,

@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems of combinations and input paths that training and ``areno eval`` share. ``split``: the split to read."""
+    """Yield problems of combinations and input paths, for all commands; ``split`` is the split of the data to read."""
     yield from _combinations(options)
     yield from _paths(options, split)
     try:
@@ -106,7 +106,6 @@ def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
-    """Check that data and a reward or loader are set."""
     if not options.dataset_path:
         yield "--dataset-path is required; pass a data file, a folder or a hub reference such as gsm8k:main"
     if spec is None:
@@ -289,8 +288,8 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
     if options.world_size == options.tp_size:
         tensor = f", --tp-size {options.tp_size}" if options.tp_size > 1 else ""
         yield (
-            f"--fsdp with --world-size {options.world_size}{tensor}: FSDP needs at least two replicas to shard weights across; "
-            f"use --world-size {2 * options.world_size} or more, or --no-fsdp"
+            f"--fsdp with --world-size {options.world_size}{tensor}: FSDP needs two or more data-parallel ranks to shard "
+            f"weights across; use --world-size {2 * options.world_size} or more, or --no-fsdp"
         )
     if options.load_in_4bit:
         yield "--fsdp with --load-in-4bit: 4-bit weights cannot be sharded; use only one of them"

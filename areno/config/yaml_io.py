@@ -17,10 +17,9 @@ from areno.errors import UsageError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys; YAML would silently use the last one."""
+    """Rejects duplicate keys; PyYAML would silently use the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping and check for duplicate keys."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
@@ -41,7 +40,7 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
 
 
 def read_mapping(path: Path, where: str) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping with unique keys; an empty file is empty. ``where`` begins messages."""
+    """Read a YAML file that holds a mapping with unique keys; an empty file gives {}. ``where`` begins messages."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -72,7 +71,7 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values to store in ``config.yaml``: all that the run reads. Paths are absolute, to resume from any folder."""
+    """Return the values for ``config.yaml``: all that the run reads, with absolute paths, to resume it from any folder."""
     spec = get_algorithm(options.algo)
     unused = without_effect(options, spec)
     values = {

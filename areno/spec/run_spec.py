@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """How often something is done: each time that one of the three intervals has passed. None disables an interval."""
+    """How often to save, evaluate or checkpoint: whenever one of the three intervals has passed. None disables an interval."""
 
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
-    first: bool = False  # whether it is done before the first step too
-    last: bool = False  # whether it is done after the last step too
+    first: bool = False  # also before the first step
+    last: bool = False  # also after the last step
 
     @property
     def given(self) -> bool:

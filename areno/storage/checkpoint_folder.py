@@ -1,9 +1,9 @@
 """The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
-So the names of leftovers of a killed process start with a dot; they are removed at the next start. A checkpoint that is being
-replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one step share
-their files as hard links if the file system supports them, so files of a checkpoint are replaced, never modified in place.
+What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
+that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
+step share files as hard links if the file system supports these, so files are replaced, never modified in place.
 
 A damaged checkpoint is never loaded and never deleted: it is renamed to ``.damaged-...``, and the previous one is used. An
 unreadable checkpoint ends the run with an error, because the cause may be temporary.
@@ -49,11 +49,11 @@ class CheckpointFolder:
         self._remedy = remedy  # advice if the disk is full
 
     def path(self, step: int) -> Path:
-        """Path of the checkpoint after ``step`` completed steps."""
+        """Return the path of the checkpoint after ``step`` completed steps."""
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Numbers of completed steps of all complete checkpoints, ascending."""
+        """Return the numbers of completed steps of all complete checkpoints, ascending."""
         if not self.root.is_dir():
             return []
         matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
@@ -62,17 +62,17 @@ class CheckpointFolder:
         )
 
     def best_step(self) -> int | None:
-        """Completed steps of the best checkpoint; None if there is none."""
+        """Return the number of completed steps of the best checkpoint; None if there is none."""
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
     def find(self, step: int) -> Path | None:
-        """The complete checkpoint after ``step`` completed steps, or None."""
+        """Return the complete checkpoint after ``step`` completed steps, or None."""
         if self.best_step() == step:
             return self.best
         return self.path(step) if step in self.steps() else None
 
     def newest_until(self, step: int) -> tuple[int, Path] | None:
-        """The newest undamaged checkpoint with at most ``step`` completed steps, and their number; changes no file."""
+        """Return the step and path of the newest undamaged checkpoint of at most ``step`` completed steps. Changes no file."""
         checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
         with suppress(DamagedCheckpointError):
             if (best := self.best_step()) is not None:
@@ -87,14 +87,14 @@ class CheckpointFolder:
         return None
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, which may be the best one."""
+        """Return the newest complete checkpoint, which may be the best one; None if there is none."""
         steps, best = self.steps(), self.best_step()
         if best is not None and (not steps or best > steps[-1]):
             return self.best
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """The newest undamaged checkpoint, or None without checkpoints; damaged newer ones are renamed to ``.damaged-...``.
+        """Return the newest undamaged checkpoint, or None; rename newer, damaged checkpoints to ``.damaged-...``.
 
         Args:
             step: consider only the checkpoint after this many completed steps.
@@ -132,7 +132,7 @@ class CheckpointFolder:
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """Steps and folders of all checkpoints by name, complete or not; for equal steps, the best one comes last."""
+        """Return steps and folders of all checkpoints, complete or not, newest first; of equal steps, the best one is last."""
         if not self.root.is_dir():
             return []
         folders = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]
@@ -188,11 +188,11 @@ class CheckpointFolder:
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """:meth:`writing` for the best checkpoint, which replaces the previous one and does not count towards ``keep``."""
+        """Do :meth:`writing` for the best checkpoint, which replaces the previous one and does not count towards ``keep``."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
-        """:meth:`writing` for a model under another name, which is not a checkpoint and has no manifest."""
+        """Do :meth:`writing` for a model under another name, which is not a checkpoint and has no manifest."""
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
@@ -251,7 +251,6 @@ def _check(checkpoint: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:

@@ -42,7 +42,7 @@ def check_files(folder: Path, *, required: bool = False) -> None:
     """Verify a checkpoint against its manifest. Without ``required``, the manifest may be missing.
 
     Raises:
-        DamagedCheckpointError: the files differ from the manifest, or it is missing or malformed.
+        DamagedCheckpointError: the files differ from the manifest, or the manifest is missing or malformed.
         CheckpointError: a file cannot be read.
     """
     path = folder / STATE_FOLDER / _MANIFEST
@@ -85,8 +85,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Read the state that :func:`write_state` wrote.
 
     Raises:
-        DamagedCheckpointError: it is missing or damaged.
-        CheckpointError: it cannot be read, or has a different format.
+        DamagedCheckpointError: the state is missing or damaged.
+        CheckpointError: the state cannot be read, or has a different format.
     """
     path = checkpoint / STATE_FOLDER / STATE_FILE
     text = _read(path)
@@ -110,7 +110,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Read a file; None if it does not exist, CheckpointError if it cannot be read."""
+    """Read a file; None if it does not exist. Raises CheckpointError if it cannot be read."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ def _state_digest(state: dict[str, Any]) -> str:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of each file, in threads: hashing releases the GIL."""
+    """Return the SHA-256 of each file; uses threads, because hashing releases the GIL."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(partial(_digest, folder), names), strict=True))
 

@@ -32,7 +32,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def gguf_folder(path: str | Path) -> Path:
-    """The cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer and chat template.
+    """Return the cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template.
 
     Raises:
         UsageError: the file is damaged, or its model is unsupported.
@@ -130,7 +130,7 @@ def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
 
 
 def rope_factors(config: Any) -> Any:
-    """The divisor of each RoPE frequency in Llama 3's scaling, float32 [head_dim / 2]."""
+    """Return the divisor of each RoPE frequency in Llama 3's scaling, float32 [head_dim / 2]."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -10,19 +10,19 @@ _STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
+    """Return the record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # the latter: nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if isinstance(step, int) and -_STEPS <= step < _STEPS else None
 
 
 def as_float(value: Any) -> float:
-    """A value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
+    """Return a value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -24,7 +24,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Steps and values [records]."""
+        """Return steps and values, each [records]."""
         return np.array(self.steps), np.array(self.values)
 
     @property
@@ -47,7 +47,7 @@ class MetricColumns:
         return name in self.series
 
     def __getitem__(self, name: str) -> Series:
-        """The series of a metric; empty if it was never recorded."""
+        """Return the series of a metric; empty if it was never recorded."""
         return self.series.get(name) or Series()
 
     @property
@@ -61,7 +61,7 @@ class MetricColumns:
         return self.times.steps[-1] if self.times.steps else -1
 
     def update(self) -> bool:
-        """Read complete new lines and return whether there were any; after a truncation by a resume, read all again."""
+        """Read complete new lines and return whether there were any. Reads the whole file again if a resume truncated it."""
         try:
             size = self.path.stat().st_size
         except OSError:

@@ -26,16 +26,16 @@ class RolloutFiles:
         self.folder, self.keep = folder, keep
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
+        """Return the path of a step's file."""
         return self.folder / f"step_{step:06d}.safetensors"
 
     def steps(self) -> list[int]:
-        """The saved steps, ascending."""
+        """Return the saved steps, ascending."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def write(self, step: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Save the arrays of a step, and delete those of old steps; ArenoError on failure."""
+        """Save the arrays of a step, and delete the files of old steps. Raises ArenoError on failure."""
         path = self.path(step)
         partial = path.with_suffix(".partial")
         try:
@@ -52,7 +52,7 @@ class RolloutFiles:
             ) from error
 
     def read(self, step: int) -> Arrays:
-        """The arrays of a step; ArenoError if the file is missing or damaged."""
+        """Return the arrays of a step. Raises ArenoError if the file is missing or damaged."""
         path = self.path(step)
         try:
             return load_file(path)

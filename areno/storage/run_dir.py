@@ -27,7 +27,7 @@ from areno.storage.sample_index import append_entries, keep_entries
 
 
 class RunDirectory:
-    """The files of one run."""
+    """The files of one run. Methods that write a file raise ArenoError if they cannot."""
 
     def __init__(self, path: str | Path, layout: RunLayout = OPTIONS) -> None:
         self.path = Path(path)
@@ -46,7 +46,7 @@ class RunDirectory:
         self.summary_path = self.path / "summary.json"
 
     def create(self) -> RunDirectory:
-        """Create the directory and its subdirectories if missing, and return ``self``; UsageError on failure."""
+        """Create the directory and its subdirectories if missing, and return ``self``. Raises UsageError on failure."""
         try:
             for directory in (self.path, self.events_path, self.checkpoints_path):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -61,11 +61,11 @@ class RunDirectory:
         _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``; ArenoError on failure."""
+        """Append ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``."""
         _append(self.metrics_path, [{"step": step, "time": time.time(), **values}])
 
     def append_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append a line per record to ``samples.jsonl``; ArenoError on failure, ValueError for a record without ``step``."""
+        """Append a line per record to ``samples.jsonl``. Raises ValueError for a record without ``step``."""
         rows = list(records)
         if any("step" not in row for row in rows):
             raise ValueError("every sample record needs a `step`; use areno.observability.samples.sample_records")
@@ -74,27 +74,27 @@ class RunDirectory:
             append_entries(self.samples_path, rows, lines, _append_lines(self.samples_path, lines))
 
     def append_eval_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append a line per record to ``eval_samples.jsonl``; ArenoError on failure."""
+        """Append a line per record to ``eval_samples.jsonl``."""
         _append(self.eval_samples_path, records)
 
     def append_warning(self, step: int, text: str) -> None:
-        """Append ``{"step", "time", "text"}`` to ``warnings.jsonl``; ArenoError on failure."""
+        """Append ``{"step", "time", "text"}`` to ``warnings.jsonl``."""
         _append(self.warnings_path, [{"step": step, "time": time.time(), "text": text}])
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
-        """Atomically replace ``environment.json``; ArenoError on failure."""
+        """Atomically replace ``environment.json``."""
         self._write_json(self.environment_path, values)
 
     def write_status(self, values: Mapping[str, Any]) -> None:
-        """Atomically replace ``status.json``; ArenoError on failure."""
+        """Atomically replace ``status.json``."""
         self._write_json(self.status_path, values)
 
     def write_report(self, html: str) -> None:
-        """Atomically replace ``report.html``; ArenoError on failure."""
+        """Atomically replace ``report.html``."""
         _replace(self.report_path, [html.encode(errors="replace")])
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Atomically replace ``summary.json`` by ``values``; ArenoError on failure."""
+        """Atomically replace ``summary.json``."""
         self._write_json(self.summary_path, values)
 
     @staticmethod
@@ -102,10 +102,10 @@ class RunDirectory:
         _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop incomplete lines and those of steps after ``step`` (-1: all), and return how many; ArenoError on failure.
+        """Drop incomplete lines, and lines of steps after ``step`` (-1: all lines); return how many were dropped.
 
-        Evaluated answers are numbered by completed steps, as evaluations are, so those after ``step + 1`` are dropped. Also
-        deletes the saved rollouts of later steps.
+        Answers of evaluations are numbered by completed steps, as evaluations are, so those after ``step + 1`` are dropped.
+        Also deletes the saved rollouts of later steps.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
@@ -114,22 +114,22 @@ class RunDirectory:
         return dropped + _keep_until(self.eval_samples_path, step + 1)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.jsonl`` in order, without incomplete lines, NaN and infinities converted back to floats."""
+        """Return the records of ``metrics.jsonl`` in order, without incomplete lines. NaN and infinities are floats again."""
         return [
             {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in _read(self.metrics_path)
         ]
 
     def read_eval_samples(self) -> list[dict[str, Any]]:
-        """Records of ``eval_samples.jsonl`` in order."""
+        """Return the records of ``eval_samples.jsonl`` in order."""
         return list(_read(self.eval_samples_path))
 
     def read_warnings(self) -> list[dict[str, Any]]:
-        """Records of ``warnings.jsonl`` in order."""
+        """Return the records of ``warnings.jsonl`` in order."""
         return list(_read(self.warnings_path))
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Content of ``summary.json``, ``status.json`` or ``environment.json``; {} if it is missing or unreadable."""
+        """Return the content of ``summary.json``, ``status.json`` or ``environment.json``; {} if missing or unreadable."""
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 def json_safe(value: Any) -> Any:
-    """``value`` with non-finite floats as strings, and one-element arrays and tensors as numbers."""
+    """Return ``value`` with non-finite floats as strings, and one-element arrays and tensors as numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value

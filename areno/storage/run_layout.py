@@ -50,12 +50,12 @@ def is_run(path: Path) -> bool:
 
 
 def is_experiment(run: Path, option: str) -> bool:
-    """Whether ``areno run`` wrote a run directory; UsageError naming ``option`` if its configuration is unreadable."""
+    """Whether ``areno run`` wrote a run directory. Raises UsageError naming ``option`` if ``config.yaml`` is unreadable."""
     return "experiment_name" in _config(run, option)
 
 
 def checkpoints_of(run: Path, option: str) -> Path:
-    """The folder of the checkpoints to resume a run from; UsageError naming ``option`` if its configuration is unreadable."""
+    """Return the folder with the checkpoints to resume a run from. Raises the UsageError of :func:`is_experiment`."""
     config = _config(run, option)
     if "experiment_name" in config:
         return _root(run, config, "recover") / EXPERIMENT.checkpoints
@@ -63,7 +63,7 @@ def checkpoints_of(run: Path, option: str) -> Path:
 
 
 def newest_model(source: str | Path, option: str) -> str:
-    """The newest model in a run directory or a folder of checkpoints, else ``source`` itself.
+    """Return the newest model in a run directory or a folder of checkpoints; any other ``source`` is returned unchanged.
 
     Raises:
         UsageError: a run has no checkpoint, or its configuration is unreadable; the message names ``option``.
@@ -86,7 +86,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
-    """The newest checkpoint, the best checkpoint and the newest model, if any, each with its number of completed steps."""
+    """Return the newest and the best checkpoint and the newest model, if any, each with its number of completed steps."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
     if (best := saved.best_step()) is not None:
@@ -108,7 +108,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Folder in which a section of an experiment saves: below its ``fileroot``, or the run directory's link target."""
+    """Return the folder in which a section saves: below its own ``fileroot``, else ``checkpoints`` in the run directory."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

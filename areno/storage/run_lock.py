@@ -1,7 +1,7 @@
 """Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process ends.
 
 The lock belongs to the open file, which child processes do not inherit, so the lock is released even if the process is killed.
-The lock file remains after the run; while the lock is held, the file names the holder.
+The lock file remains after the run. While the lock is held, the file names the process that holds it.
 """
 
 import errno
@@ -38,8 +38,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
     """Hold the lock of a folder, which is created if missing; only warns if the file system does not support locks.
 
     Raises:
-        UsageError: another process holds the lock (``remedy`` completes "wait until it ends, "), or the folder is not
-            writable.
+        UsageError: another process holds the lock, or the folder is not writable. The message ends with ``remedy``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +91,7 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
 
 
 def _take(descriptor: int) -> None:
-    """Take the lock, or raise OSError; tries for a moment, because `is_locked` of another process holds it briefly."""
+    """Take the lock, or raise OSError. Retries for a moment, because `is_locked` in another process holds the lock briefly."""
     for _ in range(_TRIES - 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with its error.
 
-A process that is killed cannot write its end: its status stays ``running``, and its lock is free.
+A process that is killed cannot record its end. The status then stays ``running``, but the run's lock is free.
 """
 
 import os

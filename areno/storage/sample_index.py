@@ -25,7 +25,7 @@ ENTRY = np.dtype(
         ("tokens", "<u4"),  # length of the response
         ("reward", "<f8"),
         ("advantage", "<f4"),  # NaN if there is none
-        ("flags", "<u1"),  # of FLAGS
+        ("flags", "<u1"),  # bits of FLAGS
     ]
 )
 """An entry of the index; little-endian, without padding."""
@@ -36,7 +36,7 @@ Entries = NDArray[np.void]
 
 
 def index_path(samples: Path) -> Path:
-    """Path of the index of a samples file."""
+    """Return the path of a samples file's index."""
     return samples.with_suffix(".index")
 
 
@@ -69,7 +69,7 @@ def read_entries(samples: Path) -> Entries:
 
 
 def keep_entries(samples: Path, step: int) -> None:
-    """Drop entries after ``step``, once the same lines have been dropped from ``samples``."""
+    """Drop the entries of steps after ``step``. The lines of these steps must have been dropped from ``samples`` before."""
     path = index_path(samples)
     if not path.exists():
         return
@@ -81,7 +81,7 @@ def keep_entries(samples: Path, step: int) -> None:
 
 
 def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-    """Read the record of an entry; without ``tokens``, only what precedes its ``rows``, which are most of the bytes."""
+    """Read the record of an entry; without ``tokens``, only the fields before ``rows``, which has most of the bytes."""
     length = int(entry["length"])
     with open(samples, "rb") as file:
         file.seek(int(entry["offset"]))
@@ -89,7 +89,7 @@ def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, 
         head, marker, _ = line.partition(_ROWS)
         try:
             record: dict[str, Any] = json.loads(head + b"}" if marker and not tokens else line)
-        except ValueError:  # longer texts, or a message with a key of that name
+        except ValueError:  # the texts are longer, or a message has a key "rows"
             file.seek(int(entry["offset"]))
             record = json.loads(file.read(length))
         return record
@@ -114,7 +114,7 @@ _COUNTS = ("prompt_index", "sample_index", "response_len")
 
 
 def _scan(samples: Path, start: int, stop: int) -> Entries:
-    """Entries of the complete records between two byte positions."""
+    """Return the entries of the complete records between two byte positions."""
     parts: list[Entries] = []
     with open(samples, "rb") as file:
         file.seek(start)
@@ -127,7 +127,7 @@ def _scan(samples: Path, start: int, stop: int) -> Entries:
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Bytes of the samples file that an index covers; 0 without an index."""
+    """Return how many bytes of the samples file an index covers; 0 without an index."""
     if not path.exists() or path.stat().st_size < ENTRY.itemsize:
         return 0
     with open(path, "rb") as file:

@@ -34,8 +34,8 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    ``writing`` returns a context manager for each save, given its path, to show progress. ``saved_step`` is the step of the
-    newest checkpoint that this process wrote or resumed from, 0 without one.
+    ``writing`` returns a context manager that shows the progress of a save, given the save's path. ``saved_step`` is the step
+    of the newest checkpoint that this process wrote or resumed from; 0 if there is none.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -49,7 +49,7 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None without checkpoints.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable; one is unreadable; or other users can write to them.
+            CheckpointError: no checkpoint is usable although some exist, one is unreadable, or other users can write to one.
         """
         if not self.spec.enabled:
             return None
@@ -63,7 +63,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Continue from a checkpoint: rename checkpoints of later steps and delete old ones."""
+        """Continue from a checkpoint: rename checkpoints of later steps, and delete the oldest ones beyond the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -121,7 +121,7 @@ class Checkpoints:
 
 
 def rollout_state(checkpoint: Path) -> Any:
-    """The rollout state in a checkpoint, or None."""
+    """Return the rollout state in a checkpoint, or None."""
     file = checkpoint / _ROLLOUT
     return plain_objects.load(file) if file.exists() else None
 
@@ -131,7 +131,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if another user owns a checkpoint folder or can write to it."""
+    """Raise CheckpointError if another user owns, or can write to, the folder of the checkpoints or anything below."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}
@@ -150,7 +150,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _owner_of_new_files(root: Path) -> int:
-    """User id of new files in the folder; a file server may map it to an id other than the process's."""
+    """Return the user id of new files in the folder; a file server may map the process's user id to another one."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
             return os.fstat(probe.fileno()).st_uid

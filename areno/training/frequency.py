@@ -1,7 +1,7 @@
-"""When to save, evaluate and checkpoint: every N epochs, steps or seconds, whichever comes first.
+"""When to save, evaluate and checkpoint: every N epochs, every N steps, every N seconds, or several of these.
 
-The three counters are independent: each restarts only when it is due itself, so "every epoch" does not affect "every 100
-steps". Each schedule has its own :class:`FrequencyControl`.
+The three counters are independent: each restarts only when its own interval has passed, so "every epoch" does not affect
+"every 100 steps". Each schedule has its own :class:`FrequencyControl`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepInfo:
         return self.global_step + 1 >= self.total_steps
 
     def next(self) -> StepInfo:
-        """The next step."""
+        """Return the next step."""
         if self.ends_epoch:
             return replace(self, epoch=self.epoch + 1, epoch_step=0, global_step=self.global_step + 1)
         return replace(self, epoch_step=self.epoch_step + 1, global_step=self.global_step + 1)
@@ -76,7 +76,7 @@ class FrequencyControl:
         return now - self._since
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters."""
+        """Return the counters."""
         return {
             "epochs": self._epochs,
             "steps": self._steps,

@@ -5,8 +5,8 @@ The step itself is ``run_step`` of an algorithm's trainer: for ``areno train`` i
 
 A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step the loop reports
 statistics, saves models, evaluates and writes a checkpoint, each if due; a run resumed from that checkpoint reports nothing
-twice. An evaluation, like a checkpoint, belongs to a number of completed steps. It does not affect training: random state and
-step times are the same as without it.
+twice. An evaluation, like a checkpoint, belongs to a number of completed steps. Evaluations do not affect training: random
+state and step times are the same as without them.
 """
 
 import functools
@@ -55,7 +55,7 @@ class TrainingLoop(ABC):
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False  # whether an evaluation may lack that metric; it is then never the best
+    best_may_be_missing: bool = False  # whether evaluations may lack that metric, and are then never the best
     stop: StopController
     saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
     saver: Saver | None = None  # saves these models; None: no models are saved
@@ -80,7 +80,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[PlannedStep]:
-        """The steps from ``state`` to the end of the run."""
+        """Return the steps from ``state`` to the end of the run."""
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
@@ -92,12 +92,12 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def total_steps(self) -> int:
-        """Number of steps of the run if no row is skipped."""
+        """Return the number of steps of the run if no row is skipped."""
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
         """Called once before the state is restored: loads the models needed besides the policy."""
 
-    def prepare(self) -> None:  # noqa: B027  (or prepares anything)
+    def prepare(self) -> None:  # noqa: B027  (not every algorithm prepares anything)
         """Called once before the first step, after the state is restored."""
 
     def start_fresh(self) -> None:
@@ -124,11 +124,11 @@ class TrainingLoop(ABC):
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Rollout state to write to checkpoints, of types that :mod:`areno.training.plain_objects` accepts, or None."""
+        """Return the rollout state for checkpoints, of types that :mod:`areno.training.plain_objects` accepts, or None."""
         return None
 
     def part_states(self) -> dict[str, Any]:
-        """Further JSON state to write to checkpoints."""
+        """Return further state for checkpoints, as JSON values."""
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
@@ -141,21 +141,21 @@ class TrainingLoop(ABC):
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
         """Called once after the last step of a run that was not stopped."""
 
-    def cleanup(self) -> None:  # noqa: B027  (or holds anything)
+    def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
         """Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """Save the rows of the newest steps, as ``--save-rollouts`` and ``rollout.save_rollouts`` say."""
+        """Save the rows of the newest ``steps`` (a number or ``all``) from now on; None saves none."""
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
 
     def save_rows(self, rows: Sequence[TrainSequence], samples: Sequence[int]) -> None:
-        """Save the rows of the present step, if the run keeps them; ``samples`` says which sample each belongs to."""
+        """Save the rows of the present step, if the run saves rows; ``samples`` has the sample index of each row."""
         if self.rollouts is not None:
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return the update's per-token records of the observed rows, and forget them; {} if the backend keeps none."""
+        """Return the per-token records of the rows observed in the last update, and forget them; {} if there are none."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
@@ -164,13 +164,13 @@ class TrainingLoop(ABC):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Context of a complete step; traces it."""
+        """Trace a block that makes a complete step."""
         with tracing.perf_tracer().step(step):
             yield
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end, or until a signal raises :class:`StopRequested`. Always saves the last completed step."""
+        """Run to the end, an error or a stop signal (StopRequested). Saves the completed steps unless an update failed."""
         try:
             self.load_models()
             self._restore()
@@ -235,7 +235,6 @@ class TrainingLoop(ABC):
                 self.checkpoint()
 
     def _advance(self, planned: PlannedStep) -> None:
-        """Record a finished step in the state."""
         state, at = self.state, planned.at
         state.step, state.position = at.global_step + 1, planned.position
         state.epoch, state.epoch_step = at.epoch, at.epoch_step + 1
@@ -274,7 +273,7 @@ class TrainingLoop(ABC):
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Record the evaluation if it is the best so far, and return whether it is. A tie or NaN is not."""
+        """Record the evaluation if it is better than all earlier ones, and return whether it is. NaN is never better."""
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
@@ -299,7 +298,7 @@ class TrainingLoop(ABC):
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Report the evaluation of the restored step again: its line was dropped together with those of later steps."""
+        """Report the evaluation of the restored step again: its line was dropped together with the lines of later steps."""
         previous = self.state.evaluation
         if previous is None:
             return

@@ -1,6 +1,6 @@
 """Saves and loads tensors, arrays and plain Python objects, without running code from the file.
 
-The format is that of ``torch.save``, loaded with ``weights_only``: only PyTorch's allowed types and those listed here.
+Files are written by ``torch.save`` and loaded with ``weights_only``, which allows only PyTorch's safe types and those below.
 """
 
 import datetime
@@ -53,7 +53,7 @@ def check(value: Any) -> None:
 
 
 def load(file: Path) -> Any:
-    """Read a file written by :func:`save`; DamagedCheckpointError if it is invalid."""
+    """Read a file written by :func:`save`. Raises DamagedCheckpointError if it is invalid, CheckpointError if unreadable."""
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")

@@ -41,7 +41,7 @@ class RecordedStep:
     reshapes: bool = False
 
     def firsts(self) -> list[TrainSequence]:
-        """The first row of each sample, which has its reward and group."""
+        """Return the first row of each sample, which has the sample's reward and group."""
         by_sample = dict(zip(reversed(self.saved.samples), reversed(self.saved.rows), strict=True))
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
@@ -55,12 +55,15 @@ class RecordedStep:
         return self
 
     def forget(self, column: str) -> None:
-        """Empty a per-token list of all rows, so that it is scored again."""
+        """Empty a per-token list in all rows, so that its values are computed again."""
         for row in self.saved.rows:
             setattr(row, column, [])
 
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
-        """Compute advantages. Raises UsageError: they compare all samples of a prompt, but some samples were not recorded."""
+        """Return a copy whose advantages are to be computed from the rewards, as the options ``because`` require.
+
+        Raises UsageError: the advantages compare all samples of a prompt (``by_group``), but some samples were not recorded.
+        """
         if by_group and not self.complete:
             raise UsageError(
                 f"{because}: advantages compare all samples of a prompt, and only some were recorded; train with "
@@ -77,7 +80,8 @@ class RecordedStep:
         )
         weights = f"{base}, the initial model" if self.checkpoint is None else str(self.checkpoint)
         missing = self.step - self.start
-        behind = "those that the step began with" if not missing else f"{missing} steps older than those of the step"
+        began = "those that the step began with"
+        behind = f"{missing} steps older than {began}" if missing else began
         return [
             f"step {self.step}: {len(self.saved.rows)} rows ({kind})",
             f"weights: {weights} ({behind})",
@@ -110,6 +114,6 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
-    """The statistics of an update: recorded (None if they were not) and replayed, by name; without times."""
+    """Return (recorded, replayed) for each statistic of an update except speeds; recorded is None if it was not recorded."""
     names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
     return {name: (recorded.get(name), replayed[name]) for name in names}

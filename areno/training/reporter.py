@@ -62,7 +62,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of a separate evaluation record; ``again``: the line repeats one that a resume has dropped."""
+        """Write the metrics of an evaluation as a separate record; ``again`` if it repeats a line that a resume dropped."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
@@ -74,11 +74,11 @@ class Reporter(ABC):
         self.display.start(total_steps, done_steps, self.heading)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics of a step, under the names that the health monitor uses."""
+        """Return the statistics of a step, under the names that the health monitor uses."""
         return outcome.stats
 
     def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics of a step, under the names that the display uses."""
+        """Return the statistics of a step, under the names that the display uses."""
         return self.known_stats(outcome)
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
@@ -105,12 +105,12 @@ class Reporter(ABC):
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Context for writing a checkpoint."""
+        """Display that a checkpoint is written in the block."""
         self.display.phase("save")
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """State to restore on resume."""
+        """Return the state to restore on resume."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing)

@@ -1,7 +1,7 @@
 """Training rows as flat arrays, and rows from recorded samples, so that a step can be trained on again.
 
-Per-token lists of all rows are concatenated; ``lengths`` divides them. Numbers are stored so that nothing is lost: in 32 bits
-where that is exact, else in 64.
+Per-token lists of all rows are concatenated; ``lengths`` divides them. Numbers are stored exactly: in 32 bits where these
+suffice, else in 64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SavedRows:
 
 
 def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
-    """Arrays of at least one row: ``lengths``, ``sample``, ``reward`` and its parts, other fields of rows by their names.
+    """Return arrays of one or more rows: ``lengths``, ``sample``, ``reward`` and its parts, and other fields by their names.
 
-    A per-token list is absent unless every row has it; a row without ``loss_mask`` has one that is true everywhere.
+    A per-token list is absent unless every row has it, except that a missing ``loss_mask`` is saved as true everywhere.
     """
     rewards = [row.reward for row in rows]
     arrays: Arrays = {
@@ -74,7 +74,7 @@ def _numbers(values: list[float]) -> NDArray[Any]:
 
 
 def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
-    """Routing records of all tokens; a row without a record is filled with :func:`no_expert`."""
+    """Return the routing records of all tokens; a row without a record is filled with :func:`no_expert`."""
     like = next(row.routed_experts for row in rows if row.routed_experts is not None)
 
     def record(row: TrainSequence) -> NDArray[Any]:
@@ -86,7 +86,7 @@ def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
 
 
 def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
-    """The rows that :func:`arrays_of` was given."""
+    """Return the rows from which :func:`arrays_of` made the arrays."""
     cuts = np.cumsum(arrays["lengths"])[:-1]
     lists = {name: np.split(arrays[name], cuts) for name in (*_FLAGS, *_INTEGERS, *_NUMBERS) if name in arrays}
     routed = np.split(arrays[_ROUTED], cuts) if _ROUTED in arrays else [None] * len(arrays["lengths"])
@@ -102,9 +102,9 @@ def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
 
 
 def rows_of_samples(samples: Iterable[Mapping[str, Any]], temperature: float) -> SavedRows:
-    """The training rows in recorded samples (``samples.jsonl``); samples recorded without rows are skipped.
+    """Return the training rows in recorded samples (``samples.jsonl``); samples recorded without rows are skipped.
 
-    In that file, log-probs and advantages are rounded to six decimals. ``temperature`` is that of the run.
+    In that file, log-probs and advantages are rounded to six decimals. ``temperature`` is the run's sampling temperature.
     """
     rows, owners = [], []
     for number, sample in enumerate(samples):

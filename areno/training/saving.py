@@ -37,7 +37,7 @@ class Saver:
         every: how often each role is saved.
         mode: ``sync`` writes before it returns; ``async`` copies the weights and writes in a thread; ``auto`` is ``async``
             for models that can be copied, else ``sync``.
-        layout: table of paths.
+        layout: path table of the front end.
         remedy: advice in the error for a full disk.
     """
 
@@ -59,7 +59,7 @@ class Saver:
         self._under_way: dict[str, Future[None]] = {}
 
     def path(self, role: str, at: StepInfo) -> Path:
-        """Path of a role's model after a step."""
+        """Return the path of a role's model after a step."""
         numbers = {"epoch": at.epoch, "epoch_step": at.epoch_step, "global_step": at.global_step}
         name = self._layout.model.format(steps=at.global_step + 1, **numbers)
         return self._root / self._layout.models.format(role=role) / name
@@ -92,12 +92,12 @@ class Saver:
         return self.path(role, at)
 
     def wait(self) -> None:
-        """Wait until all models are written; CheckpointError if a save failed."""
+        """Wait until all models are written. Raises CheckpointError if a save failed."""
         for role in list(self._under_way):
             self._wait(role)
 
     def close(self) -> None:
-        """:meth:`wait`, then stop the thread."""
+        """Do :meth:`wait`, then stop the thread."""
         try:
             self.wait()
         finally:
@@ -106,7 +106,7 @@ class Saver:
                 self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters of each role."""
+        """Return the counters of each role."""
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class RunState:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """Read the state of a checkpoint; DamagedCheckpointError if it is unusable."""
+        """Read the state of a checkpoint. Raises DamagedCheckpointError if it is unusable."""
         fields = read_state(checkpoint)
         try:
             return cls(**fields)

@@ -37,7 +37,7 @@ class RewardRecord:
         logprobs: rollout log-probs of the response tokens.
         loss_mask: whether each response token is trained on.
         source_record: the data row.
-        metadata: ``prompt_index``, ``sample_index``, ``finish_reason``.
+        metadata: ``prompt_index``, ``sample_index``, ``finish_reason``; for agents also ``turns`` and ``turn_rewards``.
     """
 
     prompt: str = ""

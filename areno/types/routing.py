@@ -13,20 +13,20 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """The number that replaces an expert's id if nothing was recorded."""
+    """Return the number that stands for an expert's id if nothing was recorded."""
     return int(np.iinfo(record.dtype).max)
 
 
 def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
-    """Extend a record of the first tokens of a row to all its ``tokens``."""
+    """Extend a record that covers only a row's first tokens to all ``tokens`` tokens of the row."""
     missing = np.full((tokens - len(record), *record.shape[1:]), no_expert(record), record.dtype)
     return np.concatenate([record, missing])
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each extending the tokens of the previous one, to one record of ``tokens``.
+    """Join the records of successive requests, each extending the tokens of the previous one, to one record of all ``tokens``.
 
-    The first record of a token counts: it is from the pass that sampled the next token. None if there is no record.
+    Of several records of a token the first counts, from the pass that sampled the next token. None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

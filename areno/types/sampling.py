@@ -50,7 +50,7 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Concatenate; if the temperatures differ, the result has none."""
+        """Concatenate; the result is a plain list, without a temperature, if the temperatures differ."""
         joined = list.__add__(list(first), list(second))
         temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
         return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined
@@ -84,7 +84,7 @@ class SamplingParams:
         min_p: drop tokens less likely than this fraction of the most likely one's probability.
         presence_penalty: subtracted from the logits of tokens that are already in the response.
         frequency_penalty: subtracted from a token's logit once per occurrence in the response.
-        repetition_penalty: positive logits of tokens in prompt or response are divided by it, negative ones multiplied.
+        repetition_penalty: divides positive logits of tokens in prompt or response, and multiplies negative ones.
         logit_bias: numbers to add to the logits of single tokens, by token id.
         top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
         min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still apply.
@@ -189,7 +189,7 @@ class GeneratedToken:
     cut_mass: float = 0.0  # probability of the tokens removed by top-k, top-p, min-p and a grammar
     routed_experts: RoutingRecord | None = field(
         default=None, compare=False
-    )  # on the last token: the record of the sample
+    )  # the whole sample's record, on its last token only
 
 
 class TokenConstraint(Protocol):

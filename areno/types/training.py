@@ -48,7 +48,7 @@ class TrainSequence:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
     """
 
-    # None means unset in the constructor; every list is a list afterwards.
+    # None is for the constructor only, where it means unset.
     prompt_mask: list[bool] = None  # type: ignore[assignment]
     tokens: list[int] = None  # type: ignore[assignment]
     logprobs: list[float] = None  # type: ignore[assignment]
@@ -104,7 +104,7 @@ class TrainSequence:
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
-        """Return the loss mask per token; the first token never counts, because it has no prediction."""
+        """Return the loss mask per token; the first token never counts, because nothing predicts it."""
         allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False
@@ -130,7 +130,7 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or your own name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None: the rate in ``optimizer``, or its default.
+        optimizer_lr: learning rate of a trainable role; None: ``optimizer["lr"]``, or the default of the options.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence); ``auto``: ``value`` if the name starts with ``critic`` or ``value``,
             ``reward`` if it starts with ``reward``, otherwise ``policy``.

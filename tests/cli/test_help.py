@@ -78,7 +78,7 @@ def test_defaults_are_shown(capsys):
     text = " ".join(train_help(capsys).split())
     for part in (
         "Default: gspo.",
-        "Default: all visible GPUs (8 on a node with 8); 1 on a CPU.",
+        "Default: all visible GPUs that rollout does not use; 1 on a CPU.",
         "Default: 3071.",
         "Default: 1e-06.",
     ):

@@ -68,10 +68,11 @@ TRAIN = [
         [*SFT, "--return-routed-experts"],
         "--return-routed-experts has no effect with --algo sft, which has no rollouts",
     ),
-    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: FSDP needs at least two replicas"),
+    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: FSDP needs two or more data-parallel ranks"),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],
-        "--fsdp with --world-size 2, --tp-size 2: FSDP needs at least two replicas to shard weights across; use --world-size 4",
+        "--fsdp with --world-size 2, --tp-size 2: FSDP needs two or more data-parallel ranks to shard weights across; use "
+        "--world-size 4",
     ),
     (
         [*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2", "--lora-rank", "4"],

@@ -1,4 +1,4 @@
-"""Agents: programs that use an OpenAI-compatible endpoint; the model is trained on its responses to them.
+"""Agents: programs that call the model at an OpenAI-compatible endpoint. The model is trained on its responses.
 
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
 - ``lint``: checks of chat templates for multi-turn training.
@@ -6,7 +6,8 @@
 - ``samples``: converts returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
   and records the tokens of every turn.
 - ``conversation_loop``: the loop of turns and tools of an environment (``converse``); ``environment``: games and tasks as
-  classes, from which agent and reward are derived; ``tools``: their tools; ``demonstrations``: rows for SFT from an expert.
+  classes, from which agent and reward are derived; ``tools``: Python functions as tools; ``demonstrations``: rows for SFT from
+  an expert.
 """
 
 import importlib

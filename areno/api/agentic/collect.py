@@ -1,11 +1,11 @@
 """Runs an agent over a batch, isolating failures per sample.
 
 The agent is called once with the whole batch. If it raises, times out, or returns nothing or something invalid for some
-samples, these are retried one by one, each with its own keys, thread and timeout. Samples that still fail after
-``retries`` attempts are dropped with their error.
+samples, these samples are retried one by one, each with its own API key, thread and timeout. Samples that still fail after
+``retries`` retries are dropped, and their errors reported.
 
-An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, with its tasks. A
-sync function cannot be cancelled: its thread is abandoned and its keys are revoked.
+An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together with
+the tasks that it started. A sync function cannot be cancelled: its thread is abandoned and its API keys are revoked.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class AgentCall:
 
     Attributes:
         turns: turns returned or yielded so far; yielded turns are kept even if the call fails later.
-        error: why the call failed; empty if it did not.
+        error: why the call failed; empty if it succeeded or is still running.
         done: resolves when the call has ended.
     """
 
@@ -131,7 +131,7 @@ def _reason(error: BaseException, function: AgentFn) -> str:
 
 
 def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
-    """Group the turns that an agent returned by task. Raises AgentError for anything else."""
+    """Group by task the turns that an agent returned. Raises AgentError if it returned anything else."""
     turns: dict[Place, list[AgentTrajectoryTurn]] = {}
     for turn in turns_in(returned):
         turns.setdefault(turn.item.place, []).append(turn)
@@ -140,7 +140,7 @@ def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
 
 @dataclass(slots=True)
 class CollectedSamples:
-    """Samples ordered by prompt and sample index, errors of failed ones, and the number of retries."""
+    """Samples ordered by prompt and sample index, errors of failed samples, and the number of retried samples."""
 
     samples: list[AgentSample] = field(default_factory=list)
     errors: dict[Place, str] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
-        """Run the agent over a batch; ``session.proxy`` is the server of an open session.
+        """Run the agent over a batch; ``server`` is the ``proxy`` of an open session.
 
         Raises UsageError: the loss mask policy trains on context whose parts the tokenizer cannot distinguish.
         """
@@ -185,7 +185,6 @@ class AgentRunner:
             )
 
     def _calls(self, server: AgentServer, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
-        """Yield calls as they end."""
         waiting = deque(batches)
         running: list[AgentCall] = []
         try:

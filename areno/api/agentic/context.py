@@ -1,4 +1,4 @@
-"""``ctx``: the URL and API keys of the model that are passed to an agent with its tasks."""
+"""``ctx``: the URL and API keys of the model, which an agent receives together with its tasks."""
 
 import threading
 
@@ -12,7 +12,7 @@ class AgentContext:
     """Context of one agent call: its URL, its API keys, and the responses recorded under them.
 
     Attributes:
-        api_key: key shared by all samples of the call, whose requests are distinguished by content.
+        api_key: key shared by all samples of the call. Their requests are distinguished by content.
         sampling_params: default sampling parameters of requests.
         max_running_prompts: maximum number of samples decoded concurrently; None: the trainer's limit.
     """
@@ -46,7 +46,7 @@ class AgentContext:
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).tape.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """Return the recorded turn of a task's response. Raises ValueError if it belongs to another task or call."""
+        """Return a recorded turn by its id. Raises ValueError if the turn belongs to another task or call."""
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]
         for place, session in sessions:

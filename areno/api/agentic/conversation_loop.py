@@ -31,7 +31,7 @@ class Answer:
     """The model's answer in one turn."""
 
     text: str  # text without reasoning in `<think>`
-    results: Sequence[ToolResult] = ()  # tool calls in order; they are sent back unchanged
+    results: Sequence[ToolResult] = ()  # results of the tool calls, in order; the model receives them unchanged
 
 
 class Environment(Protocol):
@@ -49,7 +49,7 @@ class Environment(Protocol):
         """Process the model's answer, after its tools have run.
 
         Returns:
-            None if the game is over; otherwise the next user message. An empty string adds no message to the tool results.
+            None if the game is over; otherwise the next user message. After tool results it may be empty, and is then omitted.
         """
         ...
 
@@ -67,7 +67,7 @@ class Conversation:
 
     messages: list[Message]  # all messages, including the last answer and its tool results
     toolset: Toolset  # tools, with the numbers of calls and errors
-    turns: list[tuple[int, Any]] = field(default_factory=list)  # number of request messages, and the response
+    turns: list[tuple[int, Any]] = field(default_factory=list)  # per answer: number of messages sent, and the response
     ending: Ending = "turn limit"
 
 
@@ -81,7 +81,7 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Let a model play an environment on a data row, without closing it.
+    """Let a model play an environment that starts from a data row. Does not close the environment.
 
     Args:
         environment: the game.
@@ -121,7 +121,7 @@ async def converse(
 
 
 async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Replay the answers of a conversation in an environment."""
+    """Replay the answers of a finished conversation in a new environment."""
     conversation = begin_conversation(environment, record)
     opening = sum(message["role"] == "assistant" for message in conversation.messages)
     for message in [each for each in messages if each["role"] == "assistant"][opening:]:
@@ -164,12 +164,12 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
 
 
 def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
-    """The request's ``tool_choice`` for ``auto``, ``required``, ``none`` or the name of a tool."""
+    """Return the field ``tool_choice`` of a request, given ``auto``, ``required``, ``none`` or the name of a tool."""
     if tool_choice in ("auto", "required", "none"):
         return tool_choice
     return {"type": "function", "function": {"name": tool_choice}}
 
 
 async def settled(value: Any) -> Any:
-    """The value, awaited if it is awaitable."""
+    """Return the value, or await it and return its result."""
     return await value if inspect.isawaitable(value) else value

@@ -36,7 +36,7 @@ class AgentBatch:
 
     records: list[dict[str, Any]]  # source data rows
     prompts: list[str]
-    input_tokens: list[list[int]]  # prompt tokens of each prompt
+    input_tokens: list[list[int]]  # token ids of each prompt
     n_samples: int  # tasks per prompt
 
     def __post_init__(self) -> None:
@@ -79,7 +79,6 @@ class _TaskSubset(AgentBatch):
         object.__setattr__(self, "_items", tuple(items))
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """Yield the tasks."""
         return iter(self._items)
 
 
@@ -87,8 +86,8 @@ class _TaskSubset(AgentBatch):
 class AgentTrajectoryTurn:
     """One response of the model.
 
-    Optional fields are taken from the response, if there is one. Raises ValueError if the response has no token metadata, and
-    so is not from a rollout session, or if the numbers of tokens and log-probs differ.
+    Optional fields are taken from the response, if there is one. Raises ValueError if the response has no token metadata
+    (because it is not from a rollout session), or if the numbers of tokens and log-probs differ.
     """
 
     item: AgentItem  # task of the turn
@@ -114,7 +113,7 @@ class AgentTrajectoryTurn:
         if len(self.response_tokens) != len(self.response_logprobs):
             raise ValueError(
                 f"AgentTrajectoryTurn has {len(self.response_tokens)} response tokens and {len(self.response_logprobs)} "
-                "log-probs; every token needs one"
+                "log-probs; the numbers must be equal"
             )
 
     @property

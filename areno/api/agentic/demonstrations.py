@@ -1,6 +1,6 @@
 """Demonstrations: an expert plays an environment, and every answer becomes a row for supervised training.
 
-Reinforcement learning needs a model that already succeeds occasionally; training on demonstrations provides one. Rows are
+Reinforcement learning needs a model that already succeeds occasionally, which training on demonstrations provides. Rows are
 rendered by the model's chat template, including tools, so that supervised training uses the same tokens as agents.
 """
 
@@ -16,7 +16,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 
 Expert = Callable[[Any], Message]
-"""Returns an answer, given the environment; see :func:`says` and :func:`calls`."""
+"""Returns the expert's next answer in an environment; see :func:`says` and :func:`calls`."""
 
 
 @dataclass(frozen=True, slots=True)

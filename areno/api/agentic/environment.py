@@ -6,8 +6,8 @@ two adapters turn it into the hooks of ``areno train``::
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
 
-A reward is computed in another process, from the messages only: the conversation is replayed in a new environment. An
-environment must therefore only depend on its record and the answers; seed randomness from the record.
+A reward is computed in another process, by replaying the conversation's messages in a new environment. An environment must
+therefore depend only on its record and the answers; seed randomness from the record.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def generate_records(
     Args:
         draw: creates one record from a ``random.Random``, with the flags as keyword arguments.
         flags: additional switches (``held_out`` becomes ``--held-out``), with their help.
-        argv: the command line; default is that of the process.
+        argv: the arguments; None: those of the process.
     """
     parser = argparse.ArgumentParser(description=sys.modules[draw.__module__].__doc__)
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")

@@ -1,4 +1,4 @@
-"""Checks whether a chat template is append-only, as needed to train a conversation on its exact tokens in one row.
+"""Checks whether a chat template is append-only, so that a conversation can be trained as one row on its exact tokens.
 
 Probe conversations are rendered with a sample answer, and then with a following message. A template that rewrites earlier turns
 makes conversations fork: training stays correct, but the branches cost tokens.

@@ -1,4 +1,4 @@
-"""Converts what an agent returned for a task to a sample for rewards and training.
+"""Converts the turns that an agent returned for a task into a sample, which is then rewarded and trained on.
 
 A reward function receives the same record as for a prompt completion, with more fields set.
 """
@@ -56,7 +56,7 @@ def make_sample(
 ) -> AgentSample:
     """Look up the recorded turns of a task, and build the inputs of training and rewards.
 
-    Raises ValueError if a response is from another session or task, or was returned twice, and UsageError like
+    Raises ValueError if a response is from another session or task, or was returned twice, and the UsageError of
     :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
@@ -72,9 +72,9 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Set the log-probs of trained tokens that were not sampled to those of the current policy, so that ratios start at 1.
+    """Score tokens that are trained on but were not sampled, under the current policy, so that their ratios start at 1.
 
-    Changes the samples' rows in place; waits for running generation.
+    Sets the log-probs in the samples' rows. Waits for running generation.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
@@ -161,7 +161,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function; ``recorded`` are the turns of ``turns``, ``rows`` define the loss mask."""
+    """Build the record for the reward function; ``recorded`` corresponds to ``turns``, and ``rows`` have the loss mask."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -190,7 +190,6 @@ def _record_of(
 
 
 def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tool results as ``{"name", "tool_call_id", "content"}``."""
     names = {
         call.get("id"): call["function"]["name"]
         for message in messages

@@ -257,7 +257,7 @@ def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
 
     def read(value: Any, where: str) -> Any:
         for choice, meaning in choices:
-            # True is not 1, but 1.0 is.
+            # 1.0 matches the choice 1, but True does not.
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return meaning
         listed = ", ".join(json.dumps(choice) for choice, _ in choices)
@@ -320,7 +320,6 @@ def _mapping(arguments: Sequence[Any], place: str) -> ValueType:
 
 
 def _record(kind: Any, place: str) -> ValueType:
-    """Return the type of a dataclass or ``TypedDict``."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if dataclasses.is_dataclass(kind):
         missing = dataclasses.MISSING

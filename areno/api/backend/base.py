@@ -23,15 +23,15 @@ class ArenoConfig:
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
             ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
             ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
-            ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; 600).
+            ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; default 600).
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
         lora: trains an adapter instead of the weights; fields of :class:`areno.engine.model.adapter.AdapterOptions`, which are
             ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``. With
-            dropout, the log-probs of a rollout differ from those of a training pass: use 0 with importance ratios.
+            dropout, the log-probs of a rollout differ from those of a training pass: use none with importance ratios.
             ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own checkpoint, such as a
-            reference, is the model with the adapter disabled, and takes no memory.
-        fsdp: shard weights and gradients across the replicas (FSDP2) instead of only the optimizer states.
+            reference, is the model with the adapter disabled, and takes no extra memory.
+        fsdp: shard weights and gradients across the data-parallel ranks (FSDP2); by default only optimizer states are sharded.
     """
 
     model_path: str | None = None

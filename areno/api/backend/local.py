@@ -118,7 +118,6 @@ _FIELDS: Mapping[str, Check] = {
 
 
 def _check_config(config: ArenoConfig) -> None:
-    """Check types and bounds of single fields. Raises UsageError."""
     try:
         for name, check in _FIELDS.items():
             check(f"ArenoConfig.{name}", getattr(config, name))

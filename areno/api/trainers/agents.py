@@ -74,7 +74,6 @@ class AgentRollouts:
         return usable, self._stats(collected, usable)
 
     def _check_failures(self, collected: CollectedSamples, total: int) -> None:
-        """Log failures, and raise AgentError if there are too many."""
         errors = collected.errors
         if not errors:
             return

@@ -29,7 +29,7 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Last step of a run that ends with its rows; unknown in advance, because rows that are too long are skipped."""
+"""Stands for the number of steps, which is unknown in advance, because rows that are too long are skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:
@@ -102,7 +102,7 @@ class DatasetTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics on held-out rows by short name, including ``best_metric``; interruptible, and must not train."""
+        """Return metrics of held-out rows, including ``best_metric``. Must not train, and may be interrupted."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
             "option, or implement evaluate(rows) in the trainer"
@@ -175,7 +175,7 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Call the trainer with the run's loss and sizes; a signal does not interrupt this."""
+        """Train on rows with the run's loss and batch sizes; a signal does not interrupt the update."""
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)

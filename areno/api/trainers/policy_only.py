@@ -25,7 +25,7 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Trainer with rollouts, rewards, advantages from groups and policy steps, see :class:`TrainingLoop`."""
+    """Trains the policy with advantages that are estimated from groups of rewards; see :class:`TrainingLoop`."""
 
     logger = logger
 
@@ -64,9 +64,9 @@ class PolicyOnlyTrainer(RolloutTrainer):
 
 
 def turn_returns(sample: Sample, discount: float) -> list[float]:
-    """Return each turn's discounted return: its reward and those of later turns; the sample's reward is added to the last.
+    """Return the discounted return of each turn: G_k = r_k + discount G_{k+1}.
 
-    G_k = r_k + discount G_{k+1}, where the last turn's r is the environment's reward for it plus the reward function's.
+    r_k is the environment's reward for the turn; for the last turn, the reward function's is added.
     """
     rewards = list(sample.turn_rewards)
     rewards[-1] += sample.reward
@@ -74,7 +74,6 @@ def turn_returns(sample: Sample, discount: float) -> list[float]:
 
 
 def _estimator(name: str) -> AdvantageFn:
-    """Return the estimator of ``--advantage``."""
     if ".py" not in name:
         return get_advantage(name)
     function = load_hook(name, ADVANTAGE_HOOK)

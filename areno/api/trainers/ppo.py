@@ -28,7 +28,7 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPODatasetTrainer")
 
 
 class PPODatasetTrainer(RolloutTrainer):
-    """Trainer with rollouts, rewards, values, GAE, critic and policy steps, see :class:`TrainingLoop`."""
+    """Trains a policy, and a critic from whose values advantages are computed (GAE); see :class:`TrainingLoop`."""
 
     logger = logger
     role: ClassVar[log_lines.Role] = "actor"
@@ -60,7 +60,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Add statistics over all tokens of a step, with the explained variance unless all returns are equal."""
+        """Add statistics over all tokens of a step; the explained variance is left out if all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         stats = {
@@ -80,7 +80,6 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train the critic with the run's batch sizes."""
         config = self.config
         self._updating = True
         return self.instance.train_values(

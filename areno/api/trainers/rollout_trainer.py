@@ -1,8 +1,8 @@
 """Base of the on-policy trainers: prompts, rollout, rewards, several passes, evaluation.
 
-A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. A subclass supplies the last two.
-A stop signal may interrupt everything before the first optimizer step, because that work can be repeated. Updates are completed
-or, after an error, not saved.
+A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the settings of
+the last two. A stop signal may interrupt everything before the first optimizer step, because that work can be repeated, but
+not an update. If an error interrupts an update, the step is not saved.
 """
 
 import time
@@ -82,7 +82,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return rewards of segments, such as turns, which replace those of the rows; None: use those of the rows."""
+        """Return rewards of segments, such as turns, which replace the rewards of the rows; None keeps these."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -97,7 +97,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        """The KL penalty and reward-part settings of :meth:`shaping`."""
+        """Settings of :meth:`shaping` for the KL penalty and the parts of the reward."""
         config = self.config
         weights = part_weights(config.reward_weights) if config.reward_normalize_parts else None
         return {"kl_ctl": config.kl_reward_coef, "kl_estimator": config.kl_reward_type, "part_weights": weights}
@@ -340,7 +340,7 @@ class RolloutTrainer(DatasetTrainer):
         return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions with the run's reward function (given records) or reward model (given tokens)."""
+        """Score completions with the run's reward function (by their records) or reward model (by their tokens)."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:
@@ -394,7 +394,6 @@ class RolloutTrainer(DatasetTrainer):
     def _agent_answers(
         self, agents: AgentRollouts, batch: PromptBatch, prompts: Sequence[int]
     ) -> list[EvalAnswer | None]:
-        """Return the agent's answers to held-out prompts."""
         config = self.config
         seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
         drawn, _ = agents.draw(batch, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
@@ -405,7 +404,7 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages. It has several rows only if an agent's conversation branches."""
+        """Return the rows of a sample, without advantages; several only if an agent's conversation branches."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows

@@ -59,7 +59,7 @@ class Sample:
 
 
 def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
-    """Divide training rows among their samples; None if a user's trainer has made other rows."""
+    """Divide training rows among their samples; None if a user's trainer has made a different number of rows."""
     if sum(len(sample.rows) for sample in samples) != len(rows):
         return None
     remaining = iter(rows)

@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """Generates the samples of each step; must be closed. ``version`` of the weights: number of completed steps."""
+    """Generates the samples of each step; must be closed. ``version``, that of the weights, counts completed steps."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -108,7 +108,7 @@ class SampleSource:
         }
 
     def complete(self, step: int) -> dict[str, float]:
-        """Finish a trained step: drop its samples, and send its weights to the rollout processes, if any."""
+        """Complete a trained step: drop its samples, and send the new weights to the rollout processes, if any."""
         self._ahead.complete(step)
         return self.deliver(step + 1)
 
@@ -137,7 +137,7 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Return the episodes of training, or of evaluation, which always uses the engine of this process."""
+        """Return the runner of training or evaluation episodes; the latter always use the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling
@@ -164,7 +164,7 @@ class SampleSource:
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """Return the samples of each prompt; None if one of its episodes raised."""
+        """Return the samples of each prompt; None for a prompt of which an episode raised."""
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:
@@ -235,7 +235,7 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes, with the layout of a trainer replica, on the devices after those of the trainer."""
+    """Start the rollout processes, with the trainer's tensor-parallel size, on the devices after those of the trainer."""
     replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
     device = engine.config.device
     devices = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
@@ -258,7 +258,6 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
 
 
 def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
-    """Return the options of the inference servers of ``--rollout-backend``; None for areno's engine."""
     if config.rollout_backend == "areno":
         return None
     product: Any = config.rollout_backend

@@ -22,7 +22,7 @@ _LARGEST_EXPONENT = 700.0
 
 
 class SupervisedTrainer(DatasetTrainer):
-    """Trains on the examples of an objective: rows, or pairs, each of which counts as two rows in ``--mini-bs``."""
+    """Trains on the examples of an objective: rows or pairs. A pair counts as two rows in ``--mini-bs``."""
 
     objective: ClassVar[Objective]
     held_out: Examples | None

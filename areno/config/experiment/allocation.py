@@ -1,7 +1,7 @@
 """The grammar of backends and allocations: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
-    fsdp[actor]:d2t2                 the same with a name; (actor) works too
+    fsdp[actor]:d2t2                 two replicas of two tensor-parallel ranks, named actor; fsdp(actor):d2t2 works too
     megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism of attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   both on the same devices
@@ -70,7 +70,7 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Number of devices: d t p c; experts are sharded across the same devices."""
+        """Number of devices: d x t x p x c. Experts are sharded across the same devices."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -80,16 +80,16 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Devices per stage of one copy of the experts, divided by the tensor size of the other layers; 0 if not an integer.
+        """The quotient ``expert`` x ``expert_tensor`` / ``tensor``; 0 if it is not an integer.
 
-        If the experts have that tensor size too, this is their expert-parallel size.
+        It equals ``expert`` if experts and other layers have the same tensor size.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """Text after the colon, without sizes of 1; in the hybrid form if experts have their own tensor size."""
+        """Text after the colon, without sizes of 1. The form is hybrid if experts have their own tensor size."""
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
         attention = _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context)
@@ -153,7 +153,7 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Section of the engine: its name, else rollout or actor, by kind."""
+        """Section of the engine: its name, else ``rollout`` for an inference backend and ``actor`` for a training backend."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
@@ -183,7 +183,6 @@ def _no_backend(spec: str, text: str) -> str:
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
-    """Parse sizes into fields of `ParallelStrategy`."""
     if not re.fullmatch(r"([a-z][1-9][0-9]*)+", dims):
         raise InvalidAllocationModeError(
             f"{spec!r}: {dims!r} is not a list of sizes; write letters with numbers from 1, such as d2t2"
@@ -209,8 +208,8 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
     if experts["pipeline"] != strategy.pipeline:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both use the same stages, make them "
-            "equal"
+            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both use the same stages, so make the "
+            "sizes equal"
         )
     world, parts = strategy.world_size, strategy.expert_parts
     if experts.get("data", max(world // parts, 1)) * parts != world:
@@ -227,7 +226,7 @@ def _members(component: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Several engines: components on separate devices; a component is a group of engines on the same devices."""
+    """Several engines, grouped into components. Engines of one component share devices; components do not."""
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 

@@ -1,6 +1,7 @@
-"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron. All sections keep their documented
-defaults, so that existing files can be loaded. areno's engine replaces the two training backends: it applies layouts and
-settings with an equivalent, and ignores the others.
+"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
+
+All sections keep their documented defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron:
+it applies their layouts and those settings that have an equivalent, and ignores their other settings.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ UNUSED_BACKEND = "section of an unused backend"
 OWN_ENGINE = "areno's engine, which replaces this backend, decides this itself"
 _RECOMPUTES = "gradient_checkpointing controls recomputation"
 _STATES = "optimizer.type sets the dtype of the states"
-_SHARDED_STATES = "optimizer states are always sharded across replicas"
+_SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
 _ROUTER = "routers compute in fp32, as in transformers"
 _EXCHANGE = "tokens are dispatched to experts by all-to-all"
 _SGLANG = "Option of SGLang's server with this name."
@@ -29,9 +30,7 @@ _fp8 = partial(setting, no_effect=OWN_ENGINE, help="FP8 setting of Transformer E
 NO_STAGES = "there is one stage, because backend has no p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
-_NO_FP8 = (
-    "FP8 needs a GPU of compute capability 8.9 or newer, and is untested; remove the setting to train in actor.dtype"
-)
+_NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -161,8 +160,8 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With pipeline parallelism: 1F1B has one model chunk per stage, the others have two. The zero-bubble schedules "
-        "run as Interleaved1F1B.",
+        "With pipeline parallelism: 1F1B has one model chunk per stage, the other schedules have two. The zero-bubble "
+        "schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
@@ -181,8 +180,8 @@ class ArchonEngineConfig:
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether sharded layers are freed between forward and backward; default frees them only without pipeline "
-        "parallelism.",
+        "Whether the gathered weights of a layer are freed between forward and backward; default frees them only without "
+        "pipeline parallelism.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
@@ -198,7 +197,7 @@ class ArchonEngineConfig:
         return Stages(self.pp_schedule != "1F1B", None, self.pp_layers_per_stage, less)
 
     def reshards(self, pipeline: int) -> bool:
-        """Whether sharded layers are freed between forward and backward, with ``pipeline`` stages."""
+        """Whether the gathered weights of a layer are freed between forward and backward, with ``pipeline`` stages."""
         policy = self.reshard_after_forward_policy
         return pipeline == 1 if policy == "default" else policy == "always"
 
@@ -214,7 +213,7 @@ class ArchonEngineConfig:
         """Yield changed settings that areno's engine applies, and their effect."""
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
-            yield "reshard_after_forward_policy", f"sharded layers are {'freed' if frees else 'kept'} after forward"
+            yield "reshard_after_forward_policy", f"gathered weights are {'freed' if frees else 'kept'} after forward"
         if self.offload_params:
             yield "offload_params", "parameters are kept in host memory, as with fsdp.offload_params"
         if self.use_deterministic_algorithms:
@@ -266,7 +265,7 @@ class MegatronEngineConfig:
     """Settings of the backend megatron."""
 
     wrap_with_ddp: bool = _megatron(True)
-    use_torch_fsdp2: bool = setting(False, "Shard weights and gradients across replicas, as fsdp.shard_weights does.")
+    use_torch_fsdp2: bool = setting(False, "Shard weights and gradients, as fsdp.shard_weights does.")
     use_custom_fsdp: bool = setting(False, "Same as use_torch_fsdp2.")
     ddp: DistributedDataParallelConfig = section(
         DistributedDataParallelConfig, "Data parallelism.", no_effect=OWN_ENGINE
@@ -309,12 +308,12 @@ class MegatronEngineConfig:
 
     @staticmethod
     def reshards(pipeline: int) -> bool:
-        """Whether sharded layers are freed between forward and backward."""
+        """Whether the gathered weights of a layer are freed between forward and backward."""
         return True
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights and gradients are sharded across replicas."""
+        """Whether weights and gradients are sharded."""
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:

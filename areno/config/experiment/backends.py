@@ -44,7 +44,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield settings that inference servers do not support, and settings only for servers."""
+    """Yield settings that inference servers do not support, or that only inference servers read."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
@@ -118,7 +118,7 @@ def unshardable(config: Any) -> Iterator[str]:
     """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2)."""
     parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
     if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or remove the setting"
+        yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove it"
     if parallel.tensor > 1 and not shards_tensor_parallel():
         yield f"with actor.backend {config.actor.backend}: t with sharding needs transformers 5.23 or newer; {remedy}"
     if config.actor.load_in_4bit:

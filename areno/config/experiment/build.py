@@ -52,7 +52,7 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Last part of a key of an earlier format version, or of a program that published files were written for -> message."""
+"""Messages by the last part of a key. The keys are of earlier format versions, or of programs with published YAML files."""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -102,8 +102,8 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: it has no engine of its own, because the actor's engine scores for it; keep path, rl_loss_weight "
-            "and distill_loss_weight, and remove the rest"
+            "teacher: the actor's engine scores for the teacher, which has no engine of its own; keep path, "
+            "rl_loss_weight and distill_loss_weight, and remove the rest"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
@@ -114,7 +114,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
-    """Whether a section has most of these keys."""
+    """Whether some section of the experiment has most of the keys of ``value``."""
     kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 
@@ -131,13 +131,11 @@ def nearest_path(path: str, candidates: list[str]) -> str:
 
 @dataclass(frozen=True)
 class _Context:
-    """State of a build."""
-
     root: type[BaseExperimentConfig]
     extra: Mapping[str, Any]  # defaults that override declared ones, by path
     unknown: Problems
     problems: Problems
-    inherited: set[str] = field(default_factory=set)  # paths
+    inherited: set[str] = field(default_factory=set)  # paths of settings with inherited values
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:

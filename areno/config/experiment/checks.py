@@ -38,7 +38,6 @@ def check_config(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
-    """Check the settings for several machines."""
     cluster, documented = config.cluster, settings_of(type(config.cluster))["n_nodes"].info.documented
     if config.scheduler.type not in CLUSTERS:
         if cluster.n_nodes not in (1, documented):
@@ -111,7 +110,6 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _models(config: BaseExperimentConfig) -> Iterator[str]:
-    """Check the consistency of model sections."""
     for role, is_critic in {"actor": isinstance(config, RWConfig), "ref": False, "critic": True}.items():
         engine = engine_of(config, role)
         if engine is not None and engine.is_critic != is_critic:
@@ -139,7 +137,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
-    """Yield settings that a role in the actor's engine cannot set."""
+    """Yield settings that only the actor's section may set, because ``role`` runs in the actor's engine."""
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (
@@ -229,7 +227,7 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
             value = getattr(sampled, name)
             other = getattr(getattr(config, role), name, value)
             if other != value:
-                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, used for sampling; remove the setting"
+                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, which sampling uses; remove the setting"
     if rollout.consumer_batch_size != batch:
         yield (
             f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
@@ -313,7 +311,7 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check the teacher: because the actor's engine scores with it, its sections must agree with the actor's."""
+    """Check that the teacher's sections agree with the actor's, whose engine scores for the teacher."""
     if config.teacher is None:
         return
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:

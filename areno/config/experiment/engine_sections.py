@@ -34,7 +34,7 @@ ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Names of attention implementations; a kernel of the hub is written ``owner/repo[@revision][:entry]``."""
 
 SUPPORTED_ATTENTION = (AUTO, "sdpa", "eager", "flash_attention_2")
-"""Supported attention implementations: fused kernels, or (eager) the explicit score matrix."""
+"""Supported attention implementations. ``eager`` computes the score matrix; the others are fused kernels."""
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 _MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
@@ -159,7 +159,7 @@ class FSDPEngineConfig:
 
     shard_weights: bool | None = setting(
         None,
-        "Shard weights and gradients across the d replicas (FSDP2); false shards only optimizer states (ZeRO-1).",
+        "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1).",
         shown="true for fp32 AdamW without LoRA on d2 or more (with t from transformers 5.23 on), else false",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
@@ -170,7 +170,7 @@ class FSDPEngineConfig:
     )
     per_layer_optim_step: bool = setting(
         False,
-        "GPU only: keep optimizer states in host memory and update them there, as with optimizer.offload.",
+        "Same as optimizer.offload (GPU only).",
     )
     optim_step_prefetch_layers: int = setting(
         1,
@@ -227,9 +227,8 @@ class TrainEngineConfig:
     )
     disable_dropout: bool = setting(
         False,
-        "Train without dropout. areno always does: rollouts have no dropout, so training with it would add noise to the "
-        "importance ratios.",
-        no_effect="training never uses dropout, because rollouts do not",
+        "Train without dropout.",
+        no_effect="training never uses dropout, because rollouts have none and the importance ratios would be noisy",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     offload_activations: bool = setting(
@@ -269,7 +268,7 @@ class TrainEngineConfig:
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "GPU only: keep optimizer states, and weights if sharded, in host memory, and update them there.",
+        "GPU only: keep optimizer states, and sharded weights, in host memory, and update the weights there.",
     )
     use_lora: bool = setting(False, "Train an adapter and freeze the weights.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
@@ -340,15 +339,15 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm (as for areno train --algo) whose loss to use, such as gmpo or simpo, or your own as file.py:NAME; a "
-        "variant of the policy loss, such as cispo, changes the defaults of its options.",
+        "Algorithm whose loss to use (as for areno train --algo): gmpo, simpo, or your own as file.py:NAME. A variant of "
+        "the policy loss, such as cispo, changes the defaults of the policy loss's options.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Options of the algorithm, by name.")
 
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy, with the policy loss and its options, or the loss of an algorithm by name."""
+    """The policy, and its loss: the policy loss with the options below, or the loss of a named algorithm."""
 
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
@@ -438,7 +437,7 @@ class PPOCriticConfig(TrainEngineConfig):
     is_critic: bool = setting(True, "A critic returns one number per token.")
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
-    eps_clip: float = setting(0.5, "Clip range of the change of a value.", above=0)
+    eps_clip: float = setting(0.5, "Value clipping: clip range of V - V_old, in units of reward.", above=0)
     mask_no_eos_with_zero: bool = setting(
         False,
         "A truncated answer gets no task reward, as for the actor.",

@@ -70,7 +70,7 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on ``values``, the settings of file and overrides; the keys of both are dotted paths."""
+        """Return defaults that depend on ``values``, the settings of file and overrides. Both map dotted paths to values."""
         return {}
 
 
@@ -122,7 +122,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Default ``actor.kl_ctl`` to 0 without a reference, or with ``actor.kl_loss_coef``."""
+        """Set the default of ``actor.kl_ctl`` to 0 if there is no reference or ``actor.kl_loss_coef`` is set."""
         has_ref = any(
             (path == "ref" and value is not None) or path.startswith("ref.") for path, value in values.items()
         )
@@ -131,7 +131,7 @@ class PPOConfig(BaseExperimentConfig):
 
 @dataclass
 class GRPOConfig(PPOConfig):
-    """Alias of PPOConfig, as used in most examples."""
+    """PPOConfig under the name that most examples use."""
 
 
 @dataclass

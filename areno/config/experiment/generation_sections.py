@@ -14,7 +14,7 @@ from areno.config.saved_rollouts import kept_rollouts
 from areno.errors import UsageError
 
 ADMIN_KEY = "random for each run"
-"""Default of API keys as shown in help: a random key."""
+"""Default of API keys, as shown in help."""
 
 NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove the setting, or set _version=v1"
 """Why ``_version`` v2 is rejected."""
@@ -23,7 +23,7 @@ of_gateway = partial(setting, no_effect="read by services of _version v2 only")
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
-"""Declares a timeout of process start only."""
+"""Declares a timeout for starting a process without loading a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -43,13 +43,13 @@ class GenerationHyperparameters:
     max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
     min_new_tokens: int = setting(
         0,
-        "Minimum tokens of an answer: end-of-sequence and stop tokens are excluded until then.",
+        "Minimum tokens of an answer; until then, end-of-sequence and stop tokens cannot be sampled.",
         minimum=0,
     )
     max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
     greedy: bool = setting(False, "Always take the most likely token.")
     top_p: float = setting(
-        1.0, "Nucleus sampling: keep the most likely tokens of this total probability.", above=0, maximum=1
+        1.0, "Nucleus sampling: sample from the most likely tokens with this total probability.", above=0, maximum=1
     )
     top_k: int = setting(100_000_000, "Sample from the k most likely tokens.", minimum=1)
     temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled distribution.", above=0)
@@ -78,7 +78,7 @@ class GenerationHyperparameters:
 
         Args:
             exclude_args: settings to leave out.
-            api_format: ``completions``, ``responses`` or ``openai-agents``; another one is a `UsageError`.
+            api_format: ``completions``, ``responses`` or ``openai-agents``; any other raises `UsageError`.
         """
         if api_format not in _OPENAI_NAMES:
             raise UsageError(f"api_format {api_format!r} is unknown; choose {', '.join(_OPENAI_NAMES)}")
@@ -109,18 +109,18 @@ class AgentConfig:
     """Agents: how they run, and how their conversations become training rows."""
 
     agent_cls_path: str = setting(
-        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty: the workflow's agent."
+        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty runs workflow.path instead."
     )
     admin_api_key: str = setting(
         "",
         "Key for managing the sessions of the proxy. It is not accepted for completions.",
         shown=ADMIN_KEY,
-        no_effect="only the trainer opens and ends sessions, which needs no key",
+        no_effect="only the trainer opens and ends sessions, and it needs no key",
     )
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the agent's process; exactly one entry.")
     mode: str = setting(
         "inline",
-        "inline runs agents in the rollout process, subproc in killable processes.",
+        "inline runs agents in the rollout process, subproc in processes that can be killed.",
         choices=("inline", "subproc", "online"),
         refused_values={
             "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
@@ -142,12 +142,14 @@ class AgentConfig:
     )
     export_style: str = setting(
         "individual",
-        "individual makes one row per interaction; concat makes one row per conversation (needs chat_template_type).",
+        "individual makes one row per answer of the model; concat makes one row per conversation.",
         choices=("individual", "concat"),
     )
     subproc_max_workers: int = setting(4, "Maximum processes of mode subproc.", minimum=1)
-    session_timeout_seconds: int = setting(3600, "Idle time after which a session is closed, in seconds.", minimum=1)
-    set_reward_finish_timeout: float = setting(0.0, "Seconds to wait for rewards after a session has ended.", minimum=0)
+    session_timeout_seconds: int = setting(
+        3600, "Timeout of an agent's run and of each of its requests, in seconds.", minimum=1
+    )
+    set_reward_finish_timeout: float = setting(0.0, "Seconds to wait for rewards after the agent has ended.", minimum=0)
 
     def problems(self) -> Problems:
         """Yield the problems within the section."""
@@ -190,7 +192,7 @@ class InferenceEngineConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "Exact staleness bound: trajectories with a token older than this many versions are not trained on; null: no bound.",
+        "Exact staleness bound: a trajectory with a token older than this many versions is not trained on; null: no bound.",
         minimum=0,
     )
     on_stale: str = setting(
@@ -202,7 +204,7 @@ class InferenceEngineConfig:
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
     save_rollouts: str | None = setting(
         None,
-        "Save the training rows of this many newest steps, or of all, to rollouts/ in the run directory, for areno replay; "
+        "Save the training rows of the newest N steps, or of all, to rollouts/ in the run directory, for areno replay; "
         "null and 0 save none.",
     )
     setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
@@ -231,14 +233,14 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
-        "Draft tokens of speculative decoding by prompt lookup; answers do not change.",
+        "Speculative decoding by prompt lookup: maximum draft tokens per step; answers do not change.",
         minimum=0,
         maximum=63,
     )
     return_routed_experts: bool = setting(
         False,
-        "Record the experts that each token was routed to and use them in training too, so that routing does "
-        "not make rollout and training log-probs differ. On a CPU, decode steps are then not compiled.",
+        "Record each token's experts and use the same experts in training, so that routing does not make rollout and "
+        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
@@ -249,7 +251,7 @@ class InferenceEngineConfig:
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
-        "Addresses of running servers of the backend, one per replica, separated by commas; null starts servers.",
+        "Addresses of running vLLM or SGLang servers, one per replica, separated by commas; null starts servers.",
     )
     provider_api_key: str | None = setting(None, "API key of the servers at api_url.")
 

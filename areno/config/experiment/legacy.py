@@ -185,7 +185,6 @@ def _check_keys(keys: dict[str, Any]) -> None:
 
 
 def _defaults(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """Return the defaults of the legacy quickstart."""
     recompute = keys.get("ppo.recompute_logprob", keys.get("ppo.use_decoupled_loss") is True or asynchronous)
     decoupled = keys.get("ppo.use_decoupled_loss", recompute)
     in_groups = keys.get("group_adv_norm", False)

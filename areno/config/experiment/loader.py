@@ -2,7 +2,7 @@
 
     config, file = load_expr_config(sys.argv[1:], GRPOConfig)
 
-A configuration file may have any subset of the settings; names and paths that several sections share need to be set only once.
+A configuration file may have any subset of the settings. Names and paths that several sections share need to be set only once.
 """
 
 import copy
@@ -148,7 +148,7 @@ def _changed_values(config: Any) -> Tree:
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
     """Return a copy in which each role has its backend according to ``allocation_mode``.
 
-    Raises UsageError: the syntax is invalid, or it names a role that the tree lacks, or contradicts a backend.
+    Raises UsageError: ``allocation_mode`` is malformed, names a role that the tree lacks, or contradicts a ``backend``.
     """
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):

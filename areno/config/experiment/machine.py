@@ -87,7 +87,7 @@ def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
 
 
 def _alternation(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """If there are too few GPUs for both, let rollout and training alternate on the actor's engine, without staleness."""
+    """Let rollout and training alternate on the actor's engine, without staleness, if there are too few GPUs for both."""
     if not isinstance(config, PPOConfig):
         return
     rollout, limit = config.rollout, _limit(config, machine)

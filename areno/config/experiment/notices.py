@@ -83,7 +83,7 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _loss_scale(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of fp16 training if it is not used."""
+    """Yield loss-scale settings of models that are not trained in fp16."""
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
         if engine is not None and engine.optimizer is not None and engine.dtype != "float16":
@@ -103,7 +103,6 @@ def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Ite
 
 
 def _servers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield sections of unused inference servers."""
     product = server_of(config)
     for name in SERVERS:
         section = getattr(config, name)
@@ -121,7 +120,6 @@ def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of roles that run in the actor's processes."""
     for role in ("ref", "critic"):
         engine, because = engine_of(config, role), f"{role} runs in the actor's processes"
         if engine is None:

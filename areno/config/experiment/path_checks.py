@@ -67,14 +67,14 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset.path {valid.path} has the training rows, as it does not depend on valid_dataset.split "
-            f"{valid.split}; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows on "
-            "purpose"
+            f"valid_dataset.path {valid.path} gives the training rows, because valid_dataset.split {valid.split} does not "
+            f"select among them; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows "
+            "on purpose"
         )
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Return a problem if a split has no effect: a file has none, and a hub reference may include its own."""
+    """Return a problem if ``split`` has no effect: the path has no splits, or is a hub reference that includes a split."""
     section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:

@@ -51,7 +51,7 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 @dataclass
 class FrequencyConfig:
-    """How often something is done: each time that one of the three intervals has passed."""
+    """How often to save, evaluate or checkpoint: whenever one of the three intervals has passed."""
 
     experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
     trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
@@ -103,12 +103,12 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "on and auto resume from the last recovery checkpoint if there is one; off and disabled never do.",
+        "on and auto write recovery checkpoints, and resume from the last one if there is one; off and disabled do neither.",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(3, "How often a failed run is restarted.", minimum=0)
     no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
-    no_load_optim: bool = setting(False, "Resume with a new optimizer.")
+    no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved ones.")
 
     @property
     def enabled(self) -> bool:
@@ -240,7 +240,7 @@ class RewardConfig:
     timeout_seconds: float = setting(
         15.0, "Timeout of one reward in seconds, after which its worker is killed.", above=0
     )
-    max_retries: int = setting(3, "Retries of a reward that was killed.", minimum=0)
+    max_retries: int = setting(3, "Retries of a reward that timed out or whose worker died.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
 
     def problems(self) -> Problems:

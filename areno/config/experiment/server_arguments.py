@@ -63,7 +63,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
     if section.block_size == default.block_size:
         values["block_size"] = None  # let vLLM choose; on a CPU it does not start with 16
     if not gpu:
-        values["gpu_memory_utilization"] = None  # VLLM_CPU_KVCACHE_SPACE sets it
+        values["gpu_memory_utilization"] = None  # on a CPU, VLLM_CPU_KVCACHE_SPACE sizes the KV cache instead
         # vLLM 0.32 crashes on a CPU at a chunked prefill of a request with a seed: "CPU Generator does not use offset".
         values["no_enable_chunked_prefill"] = True
         if section.enable_sleep_mode:
@@ -76,7 +76,6 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
 
 def _lora_rank(rank: int) -> int:
-    """Return the smallest sufficient rank that vLLM accepts."""
     sufficient = [accepted for accepted in _LORA_RANKS if accepted >= rank]
     if not sufficient:
         raise UsageError(f"vllm.max_lora_rank={rank}: vLLM accepts at most {_LORA_RANKS[-1]}")

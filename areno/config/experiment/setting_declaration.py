@@ -17,7 +17,7 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Problems: pairs of the name of a setting within its section, and the text of the problem."""
+"""Problems, each as the name of a setting within its section and the text of the problem."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
@@ -32,7 +32,7 @@ class Setting(Option):
 
     @property
     def is_section(self) -> bool:
-        """Whether it is a section or a list of sections."""
+        """Whether the field holds a section or a list of sections."""
         return self.shape in ("section", "sections")
 
     @property
@@ -78,8 +78,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
     """Declare a section as a dataclass field.
 
     Args:
-        factory: what creates the default: the section's class, or a function that returns a list of sections; None if the
-            default is no section.
+        factory: creates the default: the section's class, or a function that returns a list of sections. None makes null the
+            default.
         help: one or two sentences.
         **info: other fields of `OptionInfo`.
     """
@@ -113,7 +113,7 @@ def settings_of(declaration: type) -> dict[str, Setting]:
                 f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, a dataclass, or one of these | "
                 "None"
             )
-        # The base class that declares it first, because a redeclaration with another default is the same setting.
+        # The base class that first declares the field; a subclass that only changes the default is not its owner.
         owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__
         declared[entry.name] = Setting(entry.name, kind, shape == "list", default, info, shape, nullable, owner)
     return declared

@@ -85,7 +85,7 @@ def _value(raw: str, key: str) -> Any:
 
 
 def apply_override(tree: Tree, override: Override) -> None:
-    """Change the tree in place.
+    """Apply an override to the tree, in place.
 
     Raises UsageError: the key to remove does not exist, or a key on the path is not a mapping or list.
     """

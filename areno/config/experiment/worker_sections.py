@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Reasons why a setting has no effect, each with the schedulers that do read the setting."""
+"""Schedulers that read a setting, by the reason why the other schedulers ignore it."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -29,7 +29,7 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "nfs uses one file per name, etcd3 an etcd server, ray an actor, memory the process itself.",
+        "nfs stores each name in a file, etcd3 in an etcd server, ray in an actor, memory in the process itself.",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
@@ -54,7 +54,7 @@ class ClusterSpecConfig:
         "Number of machines.",
         minimum=1,
         documented=32,
-        shown="1 (page: 32)",
+        shown="1 (cluster: 32)",
     )
     n_gpus_per_node: int | None = setting(
         None,
@@ -81,7 +81,9 @@ class SchedulerConfig:
         {}, "Settings of an external reward service.", refused=_REMOTE_REWARD
     )
     reward_model_path: str = _remote("", "Model of an external reward service.")
-    reward_model_service_url: str = _remote("http://localhost:30000/classify", "Address of its classifier.")
+    reward_model_service_url: str = _remote(
+        "http://localhost:30000/classify", "Address of an external reward service's classifier."
+    )
 
 
 @dataclass
@@ -90,12 +92,14 @@ class SchedulingSpec:
 
     cpu: int | None = setting(
         None,
-        "CPU cores of a worker, which is also its number of compute threads.",
+        "CPU cores of a worker; it uses one compute thread per core.",
         minimum=1,
         shown="this machine's share (node: 8)",
     )
     gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
-    mem: int = _cluster(32, "Memory in GB per GPU; 32 (default): a proportional part of the node's memory.", minimum=1)
+    mem: int = _cluster(
+        32, "Memory in GB per GPU; the default means a proportional part of the node's memory.", minimum=1
+    )
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
     image: str = _slurm("", "Container image; empty runs on the node itself.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))
@@ -119,7 +123,7 @@ class SchedulingSpec:
     )
 
     def environment(self) -> dict[str, str]:
-        """Return ``env_vars`` as strings; null is an empty string."""
+        """Return ``env_vars`` as strings; null becomes an empty string."""
         return {name: "" if value is None else str(value) for name, value in self.env_vars.items()}
 
 
@@ -146,7 +150,7 @@ class SchedulingStrategy:
 
 
 def one_spec() -> list[SchedulingSpec]:
-    """Return the default of a role: one entry, for the worker and its engine."""
+    """Return the default of ``scheduling_spec``: one entry, for a worker and its engine."""
     return [SchedulingSpec()]
 
 

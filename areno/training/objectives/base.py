@@ -31,7 +31,7 @@ class RowBounds:
     limits: str = ""  # description of the limits; empty names the options of ``areno train``
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
-        """Return the error for a data set without usable rows."""
+        """Return the error for a dataset without usable rows."""
         flags = f"--max-prompt-tokens {self.max_prompt_tokens} and --max-new-tokens {self.max_new_tokens}{flags_note}"
         if self.context_limit is not None:
             flags += f" in a context of {self.context_limit} tokens (the model's, or --max-context-len)"
@@ -94,7 +94,7 @@ class Objective:
     sequences: int = 1  # number of sequences per example, which are adjacent and never split
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
-        """Tokenize the usable rows, in order, and count the dropped ones; DataError for a malformed row."""
+        """Tokenize the usable rows, in order, and count the dropped ones. Raises DataError for a malformed row."""
         built, dropped = self.build(rows, tokenizer, bounds)
         return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
 

@@ -34,11 +34,12 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows into pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped rows.
+    """Tokenize preference rows into pairs (chosen, rejected), in order; ``group`` numbers them. Also count the dropped rows.
 
     A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations are rendered
     by the chat template; their common token prefix is context, the rest is trained on. Pairs that are too long, have an empty
-    answer, or have two equal answers are dropped. The length limit is the sum of the prompt and answer limits.
+    answer, or have two equal answers are dropped. The length limit is the sum of the prompt and answer limits, or the context
+    limit if that is lower.
 
     Raises:
         DataError: a row lacks a usable key, or all rows were dropped.
@@ -70,7 +71,7 @@ def build_preference_rows(
 def _conversations(
     row: Mapping[str, Any], chosen: str | Messages, rejected: str | Messages, tokenizer: Any, source: str, index: int
 ) -> tuple[Tokens, Tokens]:
-    """Context and answer tokens of both conversations."""
+    """Return (context, answer) tokens of the chosen and of the rejected conversation."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"{named_row(source, index)}`chosen` and `rejected` must both be texts or both lists of messages, got "
@@ -119,7 +120,7 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
 
 
 def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
-    """Training rows of the pairs that fit the limit and whose answers differ."""
+    """Yield the training rows of pairs that fit the limit and whose answers differ."""
     group = 0
     for tokens in candidates:
         fits = all(len(context) + len(answer) <= longest for context, answer in tokens)

@@ -21,7 +21,7 @@ class Learner:
     train: Callable[[list[TrainSequence]], Mapping[str, float]]  # makes one train call and returns its statistics
     passes: int = 1  # passes over the rows
     minibatches: int = 1  # train calls per pass
-    first_step: int = 0  # first step of the run at which it is trained
+    first_step: int = 0  # first step of the run at which the model is trained
 
     def learn(self, rows: Sequence[TrainSequence], *, order: Order, seed: int, step: int) -> dict[str, float]:
         """Train on the rows of a step, and return the statistics merged by :func:`merge_stats`."""
@@ -33,7 +33,7 @@ class Learner:
 def plan_passes(
     groups: Sequence[int], *, passes: int, minibatches: int, seed: int, step: int, order: Order = "prompts"
 ) -> list[list[int]]:
-    """The row indices of each train call of one step, in call order.
+    """Return the row indices of each train call of one step, in call order.
 
     Each pass visits the groups in an order determined by ``seed``, ``step`` and the pass, and splits them into minibatches of
     about equal numbers of rows, at most as many as there are groups. Rows of one group stay together. A single pass with a

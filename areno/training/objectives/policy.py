@@ -3,8 +3,7 @@
     rows -> log-probs of reference, teacher and the policy before the update; values of the critic
       -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
 
-:class:`PolicySettings` and :class:`Learner` define the scoring, the reward shaping and the number of steps. The learner's train
-call sets the loss.
+:class:`PolicySettings` define the scoring and the reward shaping; each :class:`Learner` defines its loss and number of steps.
 """
 
 import math
@@ -59,7 +58,7 @@ class Prepared:
 
     Attributes:
         populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
-        divergences: KL estimates between the sampling policy and the policy before the update, means over trained tokens.
+        divergences: KL estimates between the sampling policy and the policy before the update, averaged over trained tokens.
     """
 
     rows: list[TrainSequence]  # the rows to train on
@@ -128,7 +127,7 @@ class PolicyObjective:
         return Prepared(trained, populations, unnormalized, gaps, m2_masked)
 
     def complete(self, rows: list[TrainSequence]) -> None:
-        """Add to rows with advantages what the loss needs and they lack, such as a reference's log-probs; in place."""
+        """Complete rows that have advantages, in place, with other inputs of the loss, such as reference log-probs."""
         for role, column in self.settings.scores:
             if not all(getattr(row, column) for row in rows):
                 self._score(rows, role, column)
@@ -141,7 +140,7 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs of a role, at the row's temperature."""
+        """Set a column of each row to the log-probs that a role gives at the row's temperature."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:

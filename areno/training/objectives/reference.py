@@ -1,10 +1,10 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only while it scores. If it is the initial policy, it is not loaded at all: the policy scores
-before its first step, or, with an adapter, with the adapter disabled. A run whose log-probs are cached loads no reference.
+The reference is in memory only while it scores. A reference that equals the initial policy is not loaded: the policy itself
+scores before its first step, or with its adapter disabled. A run whose log-probs are cached loads no reference either.
 
 The name of a cache file is a hash of all inputs: the token rows, which tokens are trained on, the files of the reference
-checkpoint, and the compute dtype. Other inputs give another name, so stale values are never read. The files are in
+checkpoint, compute dtype, quantization, and the seed of random weights. So stale values are never read. The files are in
 ``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted at any time.
 """
 
@@ -79,9 +79,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return, as text, what the log-probs depend on besides rows and checkpoint: compute dtype, quantization and random
-        seed.
-        """
+        """Return, as text, what else log-probs depend on: compute dtype, quantization, seed of random weights."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -89,7 +87,7 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """The role to score with: the policy itself before its first step, else a separate model."""
+        """Yield the role that scores: the policy itself before its first step, else a separate role."""
         if self.path == self.actor_path and self.models.config.adapter is None:
             if not self.trained:
                 yield ACTOR
@@ -107,7 +105,7 @@ class Reference:
             self.models.drop_role("ref")
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
-        """Log-probs of the trained tokens of all rows, concatenated [trained tokens]."""
+        """Return the log-probs of the trained tokens of all rows, concatenated [trained tokens]."""
         log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
@@ -129,7 +127,7 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """SHA-256 over the model files of a folder, or over the cached commit of a hub id."""
+    """Return a SHA-256 over the model files of a folder (and of its base model), or over a hub id and its cached commit."""
     folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
     if base != checkpoint:
@@ -144,7 +142,7 @@ def checkpoint_digest(checkpoint: str) -> str:
 
 
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
-    """Cache key of the log-probs of rows, given :func:`checkpoint_digest` and the compute dtype."""
+    """Return the cache key for the log-probs of rows, given :func:`checkpoint_digest` and the compute dtype."""
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
         key.update(len(row.tokens).to_bytes(8, "little"))

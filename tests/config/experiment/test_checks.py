@@ -360,7 +360,7 @@ def test_allocation_mode_gives_each_role_its_backend():
             for cut in ({"actor.backend": "fsdp:t2"}, {"rollout.backend": "areno:t2"})
         ),
         ({"rollout.backend": "areno:t2", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend areno:t2"),
-        ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: there is one replica"),
+        ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: one rank has nothing to shard"),
         *(
             ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
             for more, words in (
