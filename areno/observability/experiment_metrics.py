@@ -53,9 +53,7 @@ _EPISODES: _Rows = (
     ("filtered", "rejected prompts whose trajectory the filter refused"),
     ("stale", "prompts so far whose episodes were too old by the time a batch could use them"),
 )
-_LAG: _Rows = (
-    ("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),
-)
+_LAG: _Rows = (("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),)
 _EVALUATED: _Rows = (
     ("accepted", "prompts of this evaluation that succeeded"),
     ("rejected", "prompts of this evaluation that failed"),

@@ -26,7 +26,8 @@ from areno.types import RewardParts, RewardRecord
 logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 120.0
-_ASYNC_GRACE_S = 1.0  # an event loop enforces deadlines itself; if a record takes this much longer, a call blocks the loop
+# An event loop enforces deadlines itself; if a record takes this much longer, a call blocks the loop.
+_ASYNC_GRACE_S = 1.0
 _MAX_WAIT_S = 60.0
 _MAX_DEFAULT_WORKERS = 8
 _PREVIEW_CHARS = 200

@@ -27,6 +27,7 @@ class RequestMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection; only HTTP requests are checked."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -75,6 +75,7 @@ class TokenTexts:
         self._cache: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Return the text of a token and its bytes."""
         if token not in self._cache:
             self._cache[token] = self._look_up(token)
         return self._cache[token]

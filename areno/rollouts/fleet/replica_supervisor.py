@@ -80,7 +80,7 @@ class ReplicaJob:
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
     on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a failed replica
-    on_leaving: Callable[[int], None] = lambda _number: None  # called before a replica is ended; returns when it is unused
+    on_leaving: Callable[[int], None] = lambda _number: None  # before a replica is ended; returns when it is unused
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
     restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s``
