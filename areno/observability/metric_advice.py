@@ -54,11 +54,13 @@ _OFF_POLICY = (
 _CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or teach it to stop with SFT"
 _NON_FINITE = "Lower --lr or --grad-clip-norm, or use --dtype float32; resume from a checkpoint before that step"
 _DROPPED = "The log names each dropped sample and its reason"
-_RISING_PAIRS = "If it stays where it began, raise --lr. If it reaches 1 early, use fewer --epochs or more pairs"
-_SLOWER = "docs/performance.md says what the time of a step depends on"
+_RISING_PAIRS = (
+    "If it stays at its first value, raise --lr. If the accuracy reaches 1 early, use fewer --epochs or more pairs"
+)
+_SLOWER = "docs/statistics.md says how to record where the time goes"
 _GAP = (
-    "If it is there from the first step on, use --dtype float32, and check that rollout and trainer have the same weights "
-    "and --temperature; if it grows, take fewer optimizer steps per rollout, or lower --lr"
+    "If the difference is there from the first step on, use --dtype float32, and check that rollout and trainer have the same "
+    "weights and --temperature. If it grows, take fewer optimizer steps per rollout, or lower --lr"
 )
 
 ADVICE: dict[str, Advice] = {
@@ -95,8 +97,8 @@ ADVICE: dict[str, Advice] = {
     "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
         "near 0 and without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
-        "With RL, look at the reward instead. With SFT, DPO and RM: if it does not fall, raise --lr; if it "
-        "jumps, lower it",
+        "With RL, look at the reward instead. With SFT, DPO and RM: if the loss does not fall, raise --lr; if "
+        "it jumps, lower --lr",
     ),
     "train/policy_loss": Advice("without a trend: it does not measure success", "Look at the reward instead"),
     "train/sft_loss": Advice(
@@ -106,8 +108,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/entropy": Advice(
         "falls slowly; 0.1 to 3 for a pretrained model",
-        "Near 0, all answers are alike and learning ends: raise --temperature, lower --lr, or add a KL term. If it rises "
-        "steadily, the model degenerates: lower --lr",
+        "Near 0, all answers are alike and learning ends: raise --temperature, lower --lr, or add a KL term. If entropy "
+        "rises steadily, the model degenerates: lower --lr",
     ),
     "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),
@@ -119,8 +121,8 @@ ADVICE: dict[str, Advice] = {
     "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
         "about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above "
-        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise; with an asynchronous rollout it includes "
-        "the updates in between",
+        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise; with an asynchronous rollout the "
+        "difference includes the updates since sampling",
         _GAP,
         0,
         LOGPROB_GAP_LIMIT,
@@ -134,7 +136,7 @@ ADVICE: dict[str, Advice] = {
         low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
-        "at most --grad-clip-norm; equal to it in every step if all gradients are clipped"
+        "at most --grad-clip-norm; always equal to --grad-clip-norm if every gradient is clipped"
     ),
     "train/grad_zero_ratio": Advice(
         "below 0.5; higher if only a few rows of a large embedding are used", "Near 1: check loss masks", 0, 0.9
@@ -151,14 +153,16 @@ ADVICE: dict[str, Advice] = {
         0,
         1,
     ),
-    "train/kl_reward_mean": Advice("small beside the rewards", "Lower --kl-reward-coef if it outweighs the rewards"),
+    "train/kl_reward_mean": Advice(
+        "small compared with the rewards", "Lower --kl-reward-coef if it outweighs the rewards"
+    ),
     "train/routed_experts_changed": Advice("0 in the first optimizer step on a rollout", _OFF_POLICY, 0, 0.2),
     "train/reward_errors": Advice("", "The log names each record: fix the reward function", 0, 0),
     "train/empty_responses": Advice(
-        "", "The model stops at once: check its chat template, and that the reward does not favor empty answers", 0, 0
+        "", "The model stops at once: check the chat template, and that the reward does not favor empty answers", 0, 0
     ),
     "train/zero_std_groups": Advice(
-        "the rest of the prompts gives the signal",
+        "only the other prompts give a learning signal",
         "If rewards are low: easier prompts, SFT first, a larger --n-samples, a higher --temperature or a finer reward. If "
         "they are high: harder prompts",
         0,

@@ -36,7 +36,7 @@ _ROLLOUT: _Rows = (
     (
         "{,total_}skipped_long",
         "prompts",
-        "prompts longer than `--max-prompt-tokens`, which are skipped: in this step; since the start",
+        "prompts skipped because they are longer than `--max-prompt-tokens`: in this step; since the start of the run",
     ),
 )
 _SAMPLES: _Rows = (
@@ -67,16 +67,16 @@ _SAMPLES: _Rows = (
     ),
     ("agent_turns_mean", "answers", "with `--agent-fn`: answers per sample"),
     ("workflow_failed", "prompts", "with `--workflow`: prompts whose workflow raised"),
-    ("workflow_left_out", "samples", "with `--workflow`: samples for which it returned nothing"),
+    ("workflow_left_out", "samples", "with `--workflow`: samples for which the workflow returned nothing"),
 )
 _UPDATE: _Rows = (
     ("loss", "", "the loss; near 0 for GSPO and GRPO, [why](run-directory.md#why-the-loss-is-near-0)"),
-    ("policy_loss", "", "loss of a policy without its KL term"),
-    ("total_loss", "", "loss with its KL term, if it has one"),
+    ("policy_loss", "", "loss of the policy without the KL term"),
+    ("total_loss", "", "loss including the KL term, if there is one"),
     (
         "entropy",
         "nats",
-        "entropy of the policy's distribution, mean per trained token; falls as it becomes more certain",
+        "entropy of the policy's distribution, mean per trained token; falls as the policy becomes more certain",
     ),
     (
         "ratio_{mean,std}",
@@ -86,8 +86,8 @@ _UPDATE: _Rows = (
     (
         "clip_fraction{,_high,_low,_dual}",
         "fraction",
-        "tokens (GRPO) or answers (GSPO) outside the clip range, which get no gradient: all, above it, below it, above "
-        "the dual bound",
+        "tokens (GRPO) or answers (GSPO) that clipping leaves without a gradient: all; above the clip range; below it; beyond "
+        "the dual clip",
     ),
     ("rollout_logprobs_mean", "nats", "log-prob of trained tokens when sampled"),
     ("train_logprobs_mean", "nats", "log-prob of trained tokens when trained"),
@@ -101,8 +101,8 @@ _UPDATE: _Rows = (
     ("response_len", "tokens", "trained tokens of a row"),
     ("grad_norm", "", "norm of the gradient before `--grad-clip-norm`"),
     ("grad_norm_clipped", "", "norm of the gradient after `--grad-clip-norm`"),
-    (f"{_GRADIENT}_count", "", "entries of the gradient that are 0, that are not, and all"),
-    ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient that are 0, and that are not"),
+    (f"{_GRADIENT}_count", "", "number of entries of the gradient: zero, nonzero, all"),
+    ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient: zero, nonzero"),
     (
         "update_skipped",
         "",
@@ -110,20 +110,20 @@ _UPDATE: _Rows = (
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
-    ("kl_loss", "nats", "with a KL term in the loss: its estimate, mean per token"),
-    ("kl_coef", "", "with a KL term in the loss: its weight"),
+    ("kl_loss", "nats", "with a KL term in the loss: estimated KL divergence, mean per token"),
+    ("kl_coef", "", "with a KL term in the loss: weight of the term"),
     (f"kl_reward_{_SUMMARY}", "reward", "with `--kl-reward-coef`: sum of the KL penalties of a row"),
-    (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under it"),
+    (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under the reference"),
     ("m2_filtered_fraction", "fraction", "M2PO: trained tokens that the bound on the second moment excludes"),
     (
         "tree_token_ratio",
         "fraction",
-        "computed tokens out of all, in passes whose rows share prompts or earlier turns, which are computed once",
+        "tokens computed, as a fraction of all rows' tokens, in passes that compute shared prompts and earlier turns once",
     ),
     (
         "routed_experts_changed",
         "fraction",
-        "with [routing replay](rollout.md#routing-replay): replayed choices, one per token and mixture, that differ from "
+        "with [routing replay](rollout.md#routing-replay): replayed choices, one per token and MoE layer, that differ from "
         "the router's current choice",
     ),
     ("sft_loss", "nats", "SFT: negative log-prob of a response token"),
@@ -142,7 +142,7 @@ _PPO: _Rows = (
     (
         "critic_explained_variance",
         "fraction",
-        "variance of the returns that the critic explains; absent if they do not vary",
+        "fraction of the returns' variance that the critic explains; absent if the returns do not vary",
     ),
     ("critic_value_loss", "", "the critic's loss"),
     ("critic_value_clipfrac", "fraction", "trained tokens whose prediction is clipped"),
@@ -152,9 +152,13 @@ _PPO: _Rows = (
     ("critic_value_target_mean", "reward", "the critic's targets during the update"),
     ("critic_old_value_mean", "reward", "the critic's predictions before the update"),
     ("critic_grad_norm{,_clipped}", "", "norm of the critic's gradient, before and after `--critic-grad-clip-norm`"),
-    (f"critic_{_GRADIENT}_count", "", "entries of the critic's gradient that are 0, that are not, and all"),
-    ("critic_grad_{zero,nonzero}_ratio", "fraction", "entries of the critic's gradient that are 0, and that are not"),
-    ("critic_{update_skipped,loss_scale,lr,tree_token_ratio}", "", "as without `critic_`, of the critic's update"),
+    (f"critic_{_GRADIENT}_count", "", "number of entries of the critic's gradient: zero, nonzero, all"),
+    ("critic_grad_{zero,nonzero}_ratio", "fraction", "entries of the critic's gradient: zero, nonzero"),
+    (
+        "critic_{update_skipped,loss_scale,lr,tree_token_ratio}",
+        "",
+        "same as the metric without `critic_`, for the critic's update",
+    ),
     ("actor_train_skipped", "", "1 in a warm-up step of the critic, which does not train the policy"),
     ("critic_value_forward_time_s", "seconds", "time to predict values"),
     ("critic_train_time_s", "seconds", "time to update the critic"),
@@ -163,8 +167,12 @@ _PPO: _Rows = (
 _PAIRS: _Rows = (
     ("{dpo,pair,rm}_loss", "nats", "loss of DPO, of preferences without a reference (SimPO), of a reward model"),
     ("{dpo,pair,rm}_accuracy", "fraction", "pairs whose chosen answer is preferred"),
-    ("{dpo,rm}_margin", "reward", "by how much the chosen answer is preferred"),
-    ("{dpo,pair}_reward_margin", "reward", "by how much the chosen answer is preferred"),
+    ("{dpo,rm}_margin", "reward", "reward or score of the chosen answer minus that of the rejected one"),
+    (
+        "{dpo,pair}_reward_margin",
+        "reward",
+        "implicit reward of the chosen answer minus that of the rejected one; for DPO equal to `dpo_margin`",
+    ),
     ("{dpo,pair}_{chosen,rejected}_reward", "reward", "implicit reward of chosen and of rejected answers"),
     ("rm_{chosen,rejected}_score", "reward", "scores of chosen and of rejected answers"),
     ("dpo_response_len", "tokens", "tokens per answer"),
@@ -181,7 +189,11 @@ _SPEED: _Rows = (
     ("step_wall_time_s", "seconds", "time of the whole step"),
     ("weight_update_time_s", "seconds", "with `--rollout async`: time to deliver new weights to the replicas"),
     ("rollout_pause_time_s", "seconds", "with `--rollout async`: longest pause of a replica"),
-    ("ref_logprob_forward_time_s", "seconds", "time to score with the reference: once with DPO, else each step"),
+    (
+        "ref_logprob_forward_time_s",
+        "seconds",
+        "time to score with the reference: with DPO once per run, else in each step",
+    ),
 )
 _EVALUATION: _Rows = (
     ("rewards_{mean,std}", "reward", "reward over the answers to held-out prompts"),
@@ -191,15 +203,15 @@ _EVALUATION: _Rows = (
     ("response_len_mean", "tokens", "tokens per answer"),
     ("truncated_ratio", "fraction", "answers cut at `--max-new-tokens`"),
     ("num_prompts", "", "held-out prompts"),
-    ("num_samples", "", "answers to them"),
+    ("num_samples", "", "answers to held-out prompts"),
     ("skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`"),
     ("reward_errors", "answers", "answers whose reward failed"),
     ("loss", "", "SFT: negative log-prob per response token, in nats; DPO and RM: the loss"),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
     ("num_sequences", "rows", "SFT: held-out rows"),
-    ("skipped_long_or_empty", "rows", "SFT: rows left out"),
-    ("{,reward_}margin", "reward", "DPO and RM: by how much the chosen answer is preferred"),
+    ("skipped_long_or_empty", "rows", "SFT: held-out rows skipped because they are too long or have no response"),
+    ("{,reward_}margin", "reward", "DPO and RM: reward or score of the chosen answer minus that of the rejected one"),
     ("{chosen,rejected}_reward", "reward", "DPO: implicit reward of chosen and of rejected answers"),
     ("{chosen,rejected}_score", "reward", "RM: scores of chosen and of rejected answers"),
     ("eval_time_s", "seconds", "time of the evaluation"),
@@ -207,7 +219,7 @@ _EVALUATION: _Rows = (
 _STAGES: _Rows = (
     ("rollout", "seconds", "time to generate samples, or to wait for them"),
     ("reward", "seconds", "time to reward the samples"),
-    ("advantage", "seconds", "time for advantages, and the log-probs and values that they need"),
+    ("advantage", "seconds", "time to compute advantages, with the log-probs and values that they need"),
     ("train", "seconds", "time of the optimizer steps"),
 )
 
