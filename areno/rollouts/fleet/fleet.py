@@ -52,7 +52,7 @@ class FleetOptions:
     role: str = "rollout"
     log_folder: Path = Path("logs")
     restart: bool = True  # restart a dead or stuck replica, with the current weights
-    max_restarts: int = 3  # of a replica until it has run for ten minutes; one more failure ends the fleet
+    max_restarts: int = 3  # allowed per replica until it has run for ten minutes; one more failure ends the fleet
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
     stall_s: float = STALL_S  # seconds without progress after which a replica with work counts as stuck
