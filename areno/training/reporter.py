@@ -26,6 +26,7 @@ class StepOutcome:
 
     Attributes:
         timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, if applicable.
+        memory: figures of :class:`StepMemory`.
     """
 
     rows: Sequence[TrainSequence]  # trained rows
@@ -37,6 +38,7 @@ class StepOutcome:
     skipped_long: int = 0  # over-long prompts skipped for this step
     sequences: float | None = None  # number of trained sequences; None: the number of rows
     seconds: float = 0.0  # duration of the step
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 class Reporter(ABC):

@@ -50,6 +50,7 @@ NUMBERS = {
     "sample_staleness_proximal_min sample_staleness_theta_avg sample_staleness_theta_max sample_staleness_theta_min "
     "v_theta v_proximal n_valid_generated_tokens",
     "rollout": "accepted rejected",
+    "memory": "peak_resident_gib available_gib",
     "timeperf": "rollout ref_logp recompute_logp compute_advantage train_step update_weights save rollout_pause",
 }
 

@@ -49,7 +49,7 @@ class StepReporter(Reporter):
             total_skipped_long=state.skipped_long,
             rewards=outcome.rewards,
         )
-        self._record(at.global_step, scalars)
+        self._record(at.global_step, scalars | outcome.memory)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Log the metrics and write them under ``eval/``."""
