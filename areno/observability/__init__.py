@@ -10,7 +10,7 @@
 - ``display``: progress on a terminal; ``screen``: its layout; ``chart``: text charts; ``logs``: logging of the command line.
 - ``tracing``: the tracers of this process; ``perf_tracer``: timelines; ``session_tracer``: rollout sessions.
 - ``step_memory``: the memory of a run, for its metrics; ``memory_profiler``: snapshots of GPU memory.
-- ``environment``: the machine, the versions and the data, for ``environment.json``.
+- ``environment`` and ``data_size``: the machine, the versions and the size of the data, for ``environment.json``.
 
 Import the submodules individually, so that a command that only logs starts fast. No submodule imports torch when imported.
 """

@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, one log line per step elsewhere.
 
-The live display shows nothing that is not also in ``log.txt`` or ``metrics.jsonl``, except the present memory. A separate thread redraws
-it, so the phase clock advances during a step; warnings scroll above it. The cursor is restored however the run ends: by the
-``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays it out.
+The live display shows nothing that is not also in ``log.txt`` or ``metrics.jsonl``, except the present memory. A separate
+thread redraws it, so the phase clock advances during a step; warnings scroll above it. The cursor is restored however the run
+ends: by the ``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays it out.
 """
 
 from __future__ import annotations

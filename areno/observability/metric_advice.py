@@ -231,7 +231,8 @@ ADVICE: dict[str, Advice] = {
         "If it keeps rising, memory leaks: look at the reward function, the agent and the loader first",
     ),
     "memory/available_gib": Advice(
-        "stays well above 0", "Near 0 the kernel kills processes: `areno plan` shows what takes the memory and how to lower it"
+        "stays well above 0",
+        "Near 0 the kernel kills processes: `areno plan` shows what takes the memory and how to lower it",
     ),
     "memory/peak_gpu_gib": Advice(
         "rises in the first steps, then stays",

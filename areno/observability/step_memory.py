@@ -10,7 +10,7 @@ PEAK = "memory/peak_resident_gib"
 AVAILABLE = "memory/available_gib"
 PEAK_GPU = "memory/peak_gpu_gib"
 GIB = 2**30
-_SHARE = 0.01  # of the time that readings may take: finding all descendants of a process takes milliseconds
+_SHARE = 0.01  # fraction of the time that readings may take: finding all descendants of a process takes milliseconds
 
 
 class StepMemory:

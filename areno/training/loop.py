@@ -97,6 +97,10 @@ class TrainingLoop(ABC):
     def total_steps(self) -> int:
         """Number of steps of the run if no row is skipped."""
 
+    def data_size(self) -> dict[str, int]:
+        """The sizes of the data, as :func:`areno.observability.data_size.data_size` returns them; {} if unknown."""
+        return {}
+
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
         """Called once before the state is restored: loads the models needed besides the policy."""
 
@@ -179,7 +183,7 @@ class TrainingLoop(ABC):
             self._restore()
             self.prepare()
             self.state.rng = capture_rng()
-            self.report.begin(self.total_steps(), self.state.step)
+            self.report.begin(self.total_steps(), self.state.step, self.data_size())
             if self.evaluation.due_before_training() or self.state.evaluation_due:
                 self._evaluate()
             self._all_steps()

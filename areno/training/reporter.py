@@ -70,9 +70,12 @@ class Reporter(ABC):
     def rewind(self, state: RunState) -> None:
         """Drop the records of steps that ``state`` has not completed; if it has completed none, drop all records."""
 
-    def begin(self, total_steps: int, done_steps: int) -> None:
-        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
-        self.run_dir.write_environment(environment())
+    def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
+        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before.
+
+        ``data`` is the size of its data, if it is known.
+        """
+        self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
