@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _GROUP = Path("/sys/fs/cgroup")
 
@@ -21,21 +22,28 @@ def total_bytes() -> int:
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 
-def resident_bytes(root_pid: int) -> int:
-    """Return the resident bytes of a process and the unshared resident bytes of its descendants; 0 if unknown."""
+def resident_bytes(root_pid: int, *, peak: bool = False) -> int:
+    """Return the resident bytes of a process and the unshared resident bytes of its descendants; 0 if unknown.
+
+    With ``peak``, the sum of the highest values that these processes have had, where the kernel keeps them (Linux).
+    """
     import psutil
 
     try:
         root = psutil.Process(root_pid)
         descendants = root.children(recursive=True)
-        held = root.memory_info().rss
+        held = _resident(root, root.memory_info().rss, peak)
     except (psutil.Error, OSError):
         return 0
     for process in descendants:
         with suppress(psutil.Error, OSError):
             use = process.memory_info()
-            held += use.rss - getattr(use, "shared", 0)
+            held += _resident(process, use.rss, peak) - getattr(use, "shared", 0)
     return int(held)
+
+
+def _resident(process: Any, now: int, peak: bool) -> int:
+    return max(proc_figure(f"/proc/{process.pid}/status", "VmHWM"), now) if peak else now
 
 
 def proc_figure(file: str, name: str) -> int:

@@ -69,6 +69,10 @@ class ReplayPPOTrainer(PPOTrainer):
         """Continue from the step of the recorded rows, even if the weights are from another step."""
         self.state.step = self.replay.step
 
+    def data_size(self) -> dict[str, int]:
+        """Unknown: only the rows of a step are there."""
+        return {}
+
     def total_steps(self) -> int:
         """The number of completed steps after the last update."""
         return self.replay.step + self.replay.updates

@@ -9,7 +9,8 @@
 - ``samples``: which responses go to ``samples.jsonl``; ``health``: warnings when a run cannot learn.
 - ``display``: progress on a terminal; ``screen``: its layout; ``chart``: text charts; ``logs``: logging of the command line.
 - ``tracing``: the tracers of this process; ``perf_tracer``: timelines; ``session_tracer``: rollout sessions.
-- ``memory_profiler``: snapshots of GPU memory; ``environment``: the machine and the versions, for ``environment.json``.
+- ``step_memory``: the memory of a run, for its metrics; ``memory_profiler``: snapshots of GPU memory.
+- ``environment`` and ``data_size``: the machine, the versions and the size of the data, for ``environment.json``.
 
 Import the submodules individually, so that a command that only logs starts fast. Importing a submodule does not import torch.
 """

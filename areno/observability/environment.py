@@ -40,6 +40,7 @@ def environment() -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_bytes": total_bytes(),
         "gpus": _gpus(),
+        **_gpu_memory(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "recorded": time.time(),
     }
@@ -65,6 +66,15 @@ def _gpus() -> list[str]:
     if torch is None or not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu_memory() -> dict[str, int]:
+    """Size of the smallest GPU's memory, if there is a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    devices = range(torch.cuda.device_count())
+    return {"gpu_memory_bytes": min(torch.cuda.get_device_properties(index).total_memory for index in devices)}
 
 
 def _version(name: str) -> str | None:

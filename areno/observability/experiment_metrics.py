@@ -192,6 +192,11 @@ _TIMES: _Rows = (
     ("checkpoint_for_recover", "writing a recovery checkpoint"),
     ("eval", "evaluation"),
 )
+_MEMORY: _Rows = (
+    ("peak_resident_gib", "highest resident memory so far of the run's processes on this machine, added up, in GiB"),
+    ("available_gib", "memory that this machine, or the control group's limit, has left after the step, in GiB"),
+    ("peak_gpu_gib", "with GPUs: most memory that the trainer's tensors have taken so far on one of them, in GiB"),
+)
 
 SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Rollout", "rollout", "avg, min, max", _ROLLOUT),
@@ -217,6 +222,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Reward model", "rw", "number", (("n_pairs", "pairs of the step"),)),
     ("DPO and IPO", "dpo", "avg, min, max", _DPO),
     ("Seconds", "timeperf", "number", _TIMES),
+    ("Memory", "memory", "number", _MEMORY),
 )
 """Title, scope, exported numbers and rows."""
 

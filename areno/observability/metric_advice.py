@@ -230,6 +230,18 @@ ADVICE: dict[str, Advice] = {
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
     "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers cost most"),
     "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
+    "memory/peak_resident_gib": Advice(
+        "rises in the first steps, then stays",
+        "If it keeps rising, memory leaks: look at the reward function, the agent and the loader first",
+    ),
+    "memory/available_gib": Advice(
+        "stays well above 0",
+        "Near 0 the kernel kills processes: `areno plan` shows what takes the memory and how to lower it",
+    ),
+    "memory/peak_gpu_gib": Advice(
+        "rises in the first steps, then stays",
+        "Near the GPU's memory a step may fail: `areno plan` shows what takes the memory and how to lower it",
+    ),
 }
 """By the metric's name in ``areno train``."""
 _LIKE = {

@@ -6,6 +6,7 @@ each of the first eight prompts (at most 24 records, with texts of at most 8,000
 
 import itertools
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +14,15 @@ from logging import Logger
 from typing import Any, Protocol
 
 from areno.errors import UsageError
+from areno.observability.data_size import PROMPTS
 from areno.types import RewardRecord, TokenRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
+_DATA_CHARS, _DATA_FIELDS = 500, 8
+_TEXT = reprlib.Repr()  # bounds nested values without formatting all of them
+_TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
 EVAL_PROMPTS = 8
 """Number of prompts of an evaluation whose first answers are recorded, to compare the answers over the run."""
 MAX_TOKENS = 8192
@@ -52,7 +57,8 @@ def sample_records(
         One dictionary per selected sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
         it was selected: ``first``, ``best``, ``worst``), ``reward``, ``reward_parts`` if it has parts, ``advantage,
         finish_reason, response_len, logprob_mean`` (over trained tokens; None if there are none), ``prompt, completion``;
-        for agents also ``messages``; and ``rows``, within the token limit.
+        ``data``, the other fields of the data row as text, if it has any; for agents also ``messages``; and ``rows``, within
+        the token limit.
 
     Raises:
         ValueError: the sequences differ in length.
@@ -74,6 +80,7 @@ def sample_records(
             "logprob_mean": _logprob_mean(records[i]),
             "prompt": _bounded(records[i].prompt),
             "completion": _bounded(records[i].completion),
+            **_data(records[i]),
             **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
         for i in sorted(picked)
@@ -122,26 +129,30 @@ def row_records(
     tokenizer: Any,
     texts: Texts,
     computed: Mapping[int, TokenRecord],
+    data: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """:func:`sample_records` for training rows, one sample each.
 
     Args:
         prompts: prompt indices of the groups.
         computed: what training computed for observed rows, by number.
+        data: data rows of the groups, if they are known.
     """
     advantages = []
     for row in rows:
         masked = list(itertools.compress(row.advantages, row.trainable()))
         advantages.append(sum(masked) / len(masked) if masked else 0.0)
-    records = reward_records(prompts, rows, tokenizer)
+    records = reward_records(prompts, rows, tokenizer, data)
     trajectories = [
         partial(lambda row: [row_segments(row, texts, computed=computed.get(row.observed))], row) for row in rows
     ]
     return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=trajectories)
 
 
-def reward_records(prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any) -> list[RewardRecord]:
-    """Describe training rows as samples; ``prompts`` are the prompt indices of the groups."""
+def reward_records(
+    prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, data: Sequence[Mapping[str, Any]] = ()
+) -> list[RewardRecord]:
+    """Describe training rows as samples; ``prompts`` are the prompt indices of the groups, ``data`` their data rows."""
     counts: Counter[int] = Counter()
     records = []
     for row in rows:
@@ -157,6 +168,7 @@ def reward_records(prompts: Sequence[int], rows: Sequence[TrainSequence], tokeni
                 tokens=row.tokens[begin:],
                 logprobs=row.logprobs[begin:],
                 loss_mask=trained,
+                source_record=dict(data[row.group]) if data else {},
                 metadata=metadata,
             )
         )
@@ -237,6 +249,7 @@ class EvalSamples:
                 "response_len": len(record.tokens),
                 "prompt": _bounded(record.prompt),
                 "completion": _bounded(record.completion),
+                **_data(record),
             }
 
     def records(self, step: int) -> list[dict[str, Any]]:
@@ -327,10 +340,20 @@ def _logprob_mean(record: RewardRecord) -> float | None:
     return sum(trained) / len(trained) if trained else None
 
 
-def _bounded(text: str) -> str:
+def _data(record: RewardRecord) -> dict[str, Any]:
+    """The entry ``data`` of a sample: short fields of its data row, such as the expected answer, except its prompt."""
+    fields = {
+        str(name): _bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS)
+        for name, value in record.source_record.items()
+        if name not in PROMPTS and isinstance(value, str | int | float | list | tuple | dict)
+    }
+    return {"data": dict(itertools.islice(fields.items(), _DATA_FIELDS))} if fields else {}
+
+
+def _bounded(text: str, limit: int = MAX_CHARS) -> str:
     """Keep the head and the tail of a long text."""
-    if len(text) <= MAX_CHARS:
+    if len(text) <= limit:
         return text
-    mark = f"\n[... {len(text) - MAX_CHARS} or more characters omitted ...]\n"
-    half = (MAX_CHARS - len(mark)) // 2
+    mark = f"\n[... {len(text) - limit} or more characters omitted ...]\n"
+    half = (limit - len(mark)) // 2
     return text[:half] + mark + text[len(text) - half :]

@@ -222,6 +222,15 @@ _STAGES: _Rows = (
     ("advantage", "seconds", "time to compute advantages, with the log-probs and values that they need"),
     ("train", "seconds", "time of the optimizer steps"),
 )
+_MEMORY: _Rows = (
+    (
+        "peak_resident_gib",
+        "GiB",
+        "highest resident memory so far of the run's processes on this machine, added up: training, ranks, reward workers",
+    ),
+    ("available_gib", "GiB", "memory that this machine, or the control group's limit, has left after the step"),
+    ("peak_gpu_gib", "GiB", "with GPUs: most memory that the trainer's tensors have taken so far on one of them"),
+)
 
 SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
     ("The samples of a step", "rollout/", _ROLLOUT),
@@ -232,6 +241,7 @@ SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
     ("Speed", "train/", _SPEED),
     ("Evaluation on held-out data", "eval/", _EVALUATION),
     ("Seconds of each stage", "time/", _STAGES),
+    ("Memory", "memory/", _MEMORY),
 )
 """Title, prefix and rows."""
 

@@ -1,7 +1,8 @@
 """What a run did, read from its directory while it runs or afterwards.
 
 - :mod:`run_data`: the files of a run as data; :mod:`run_samples`: chooses among its samples.
-- :mod:`report`: the page ``report.html``, from :mod:`report_sections`, :mod:`sample_views` and ``templates/``.
+- :mod:`report`: the page ``report.html``, from :mod:`report_sections`, :mod:`sample_views`, :mod:`run_facts`
+  (data, memory, checkpoints), :mod:`settings` (chosen ones and defaults) and ``templates/``.
 - :mod:`verdict`: did it learn (:mod:`learning`), why did it end (:mod:`ending`), what is wrong and what to change
   (:mod:`problems`, :mod:`reward_problems`, :mod:`overfitting`, :mod:`hacking`), from :mod:`evidence`; :mod:`trends`: changes
   beyond noise; :mod:`advice`: names and values of options; :mod:`checkpoints`: what was saved.

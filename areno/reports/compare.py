@@ -79,6 +79,12 @@ _ACTS_IN = {
     "advantages": r"algo|advantage|norm|kl_|reward|discount|gamma|lam|gae|overlong|mask_no_eos|whiten|bootstrap|n_samples",
     "evaluation": r"eval|valid",
 }
+_NO_CAUSE = (
+    "host",
+    "memory_bytes",
+    "data.held_out_examples",
+    "data.held_out_prompts",
+)  # facts without effect on training
 _UNSET = "-"
 _LARGE = 2**26  # bytes of a file above which contents are not compared
 
@@ -215,7 +221,7 @@ def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     for name in {**first, **second}:
         values = first.get(name, _UNSET), second.get(name, _UNSET)
         if name != "recorded" and values[0] != values[1]:
-            yield SettingDifference(name, values, changes_results=name not in ("host", "memory_bytes"))
+            yield SettingDifference(name, values, changes_results=name not in _NO_CAUSE)
 
 
 def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:

@@ -28,6 +28,7 @@ from areno.reports.ending import steps_done
 from areno.reports.evidence import Evidence
 from areno.reports.learning import HEADLINES
 from areno.reports.run_data import RunData
+from areno.reports.run_facts import data_sentence, memory_sentence, saved_sentence
 from areno.reports.verdict import verdict_of
 from areno.storage.run_dir import RunDirectory
 
@@ -56,7 +57,7 @@ def report_html(run: RunData, evidence: Evidence | None = None) -> str:
     for name, title in _LARGEST.items():  # texts are bounded, but a run of nothing but characters to escape exceeds it
         if len(html.encode(errors="replace")) < MAX_BYTES:
             break
-        content[name] = []
+        content[name] = None
         content["left_out"].append(title)
         html = template.render(content)
     return html
@@ -66,7 +67,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
     """What the template shows."""
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
-    status, config = run.status, list(sections.settings(run.config))
+    status, steps = run.status, steps_done(run)
     environment = _environment()
     style = Markup(environment.loader.get_source(environment, "report.css")[0])  # type: ignore[union-attr]
     return {
@@ -79,7 +80,9 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
         "state": status.get("state") or "unknown",
         "started": sections.date(status["started"]) if "started" in status else "",
         "took": sections.duration(status["ended"] - status["started"]) if "ended" in status else "",
-        "steps": steps_done(run),
+        "steps": steps,
+        "facts_of_run": [line for line in (data_sentence(run, steps), saved_sentence(run)) if line],
+        "memory": memory_sentence(run),
         "verdict": verdict,
         "headline": HEADLINES[verdict.learned.state],
         "left_out": [],
@@ -92,8 +95,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
         "sample_count": len(evidence.samples),
         "warnings": sections.warnings(run),
         "warning_count": len(run.warnings),
-        "config": config[: sections.MAX_LINES],
-        "setting_count": len(config),
+        "config": sections.settings(run.config),
         "facts": list(sections.facts(run.environment)),
         "files": list(sections.files(run)),
     }

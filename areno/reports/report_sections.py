@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from areno.observability.step_memory import AVAILABLE, GIB, PEAK, PEAK_GPU
 from areno.reports.evidence import RunProblem
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import RunSamples
-from areno.reports.sample_views import SampleView, SampleViews, bounded, number
+from areno.reports.sample_views import SampleView, SampleViews, bounded, data_text, is_truncated, number
+from areno.reports.settings import settings_of_run
 from areno.reports.svg import Line, line_chart, short, stacked_bar
 from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
@@ -61,7 +63,7 @@ _FILES = {
     "samples.index": "where each sample is in samples.jsonl",
     "eval_samples.jsonl": "answers in evaluations",
     "warnings.jsonl": "health warnings",
-    "environment.json": "versions and machine",
+    "environment.json": "versions, machine, size of the data",
     "status.json": "how the run ended",
     "summary.json": "the summary of a finished run",
     "log.txt": "the log",
@@ -109,7 +111,7 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _evaluations(run: RunData) -> Iterator[Chart]:
-    share = "share of rewards above 0" if run.metric_of("reward") else "share of pairs in the right order"
+    share = "share of rewards above 0" if run.metric_of("eval_reward") else "share of pairs in the right order"
     for title, key in (
         ("Evaluation: reward", "eval_reward"),
         (f"Evaluation: {share}", "eval_accuracy"),
@@ -178,8 +180,8 @@ def times(run: RunData) -> Times:
     if total > (steps := float(whole.sum())):
         table.append(("outside of steps", "", short(total - steps), f"{1 - steps / total:.0%}"))
     charts = [_chart("Seconds per phase", "", _lines(phases))] if phases else []
-    memory = {name: run.metrics[name] for name in run.metrics.names if "memory" in name}
-    charts += [_chart("Memory", "", _lines(memory))] if memory else []
+    memory = {name: run.metrics[name] for name in (PEAK, AVAILABLE, PEAK_GPU) if name in run.metrics}
+    charts += [_chart("Memory, in GiB", "", _lines(memory))] if memory else []
     if rate := run.metric_of("tokens_per_second"):
         charts.append(_chart("Tokens per second", rate, [_line(rate, run.series("tokens_per_second"))]))
     bar = Markup(stacked_bar(in_step, title="Phases of a typical step", width=_WIDTH)) if in_step else None
@@ -191,8 +193,10 @@ class Comparison:
     """The answers to one prompt at two points of a run."""
 
     prompt: str
+    data: str
     steps: tuple[int, int]
     rewards: tuple[str, str]
+    truncated: tuple[bool, bool]
     answers: tuple[str, str]
     change: float
 
@@ -215,8 +219,10 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
 def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     return Comparison(
         bounded(after.get("prompt"), ANSWER_CHARS),
+        data_text(after),
         (before["step"], after["step"]),
         (number(before.get("reward")), number(after.get("reward"))),
+        (is_truncated(before), is_truncated(after)),
         (bounded(before.get("completion"), ANSWER_CHARS), bounded(after.get("completion"), ANSWER_CHARS)),
         as_float(after.get("reward")) - as_float(before.get("reward")),
     )
@@ -229,16 +235,7 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
     changed = [index for pair in samples.changes(CHANGES) for index in pair]
     chosen = (
         ("Named in the verdict", "", named),
-        (
-            "Best",
-            "The highest rewards of the run; among equal ones the latest.",
-            samples.extremes(EXTREMES, highest=True),
-        ),
-        (
-            "Worst",
-            "The lowest rewards of the run; among equal ones the latest.",
-            samples.extremes(EXTREMES, highest=False),
-        ),
+        *_extremes(samples),
         ("Most changed", "The same prompt early and late, where the reward changed most.", changed),
     )
     views, shown, groups = SampleViews(), dict[int, SampleView](), []
@@ -252,13 +249,33 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
     return groups
 
 
-def settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings of a configuration that have a value, by dotted name."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from settings(value, f"{prefix}{name}.")
-        elif value not in (None, "", [], {}):
-            yield bounded(f"{prefix}{name}", VALUE_CHARS), bounded(value, VALUE_CHARS)
+def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
+    """The best and the worst samples, with title and note; if all rewards are equal, there is no best one."""
+    best, worst = (samples.extremes(EXTREMES, highest=highest) for highest in (True, False))
+    if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
+        yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
+    else:
+        yield "Best", "The highest rewards of the run; among equal ones the latest.", best
+        yield "Worst", "The lowest rewards of the run; among equal ones the latest.", worst
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a run that have a value: those that differ from their defaults, the others, and how many are left out."""
+
+    chosen: list[tuple[str, str]]
+    defaults: list[tuple[str, str]]
+    left_out: int
+
+
+def settings(config: Mapping[str, Any]) -> Settings:
+    """The settings of a configuration, with bounded texts."""
+    chosen, defaults = (
+        [(bounded(name, VALUE_CHARS), bounded(value, VALUE_CHARS)) for name, value in part]
+        for part in settings_of_run(config)
+    )
+    shown = chosen[:MAX_LINES], defaults[: max(MAX_LINES - len(chosen), 0)]
+    return Settings(*shown, len(chosen) + len(defaults) - sum(map(len, shown)))
 
 
 def warnings(run: RunData) -> list[tuple[str, str]]:
@@ -273,8 +290,12 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())
-        elif name == "memory_bytes":
-            yield "memory", f"{as_float(value) / 2**30:.1f} GiB"
+        elif name.endswith("memory_bytes"):
+            yield name.removesuffix("_bytes").replace("_", " "), f"{as_float(value) / GIB:.1f} GiB"
+        elif name == "data" and isinstance(value, dict):
+            yield from (
+                (bounded(key, VALUE_CHARS).replace("_", " "), bounded(size, VALUE_CHARS)) for key, size in value.items()
+            )
         elif name == "recorded":
             yield "recorded", date(as_float(value))
         else:
@@ -292,6 +313,8 @@ def files(run: RunData) -> Iterator[tuple[str, str, str]]:
 def _size(path: Path) -> str:
     if path.is_dir():
         return "folder"
+    if not path.exists():
+        return "missing"  # a link to a folder that was not copied
     size = float(path.stat().st_size)
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:

@@ -54,6 +54,7 @@ class SampleView:
     numbers: list[tuple[str, str]]
     parts: list[tuple[str, str]]
     prompt: str
+    data: str
     answer: str
     rows: list[list[SegmentView]]
     reward: float
@@ -80,6 +81,7 @@ class SampleViews:
                 (bounded(name, NAME_CHARS), number(value)) for name, value in record.get("reward_parts", {}).items()
             ],
             prompt=bounded(record.get("prompt"), CONTEXT_CHARS),
+            data=data_text(record),
             answer=bounded(record.get("completion"), TEXT_CHARS),
             rows=rows,
             reward=as_float(record.get("reward")),
@@ -153,8 +155,7 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Advantage", _signed(as_float(record["advantage"]))
     yield (
         "Length",
-        f"{record.get('response_len', '?')} tokens"
-        + (" (truncated)" if record.get("finish_reason") == "length" else ""),
+        f"{record.get('response_len', '?')} tokens" + (" (truncated)" if is_truncated(record) else ""),
     )
     if record.get("logprob_mean") is not None:
         yield "Mean log-prob", number(record["logprob_mean"])
@@ -169,6 +170,18 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Log-prob gap", f"{short(sum(gaps) / len(gaps))} on average, at most {short(max(gaps))}"
     if clipped := sum(bool(flag) for segment in segments for flag in segment.get("clipped") or ()):
         yield "Clipped", f"{clipped} of {sum(len(segment['tokens']) for segment in segments)} tokens"
+
+
+def data_text(record: Mapping[str, Any]) -> str:
+    """The fields of a sample's data row besides its prompt, such as the expected answer, a line each; empty if unknown."""
+    data = record.get("data")
+    fields = data.items() if isinstance(data, dict) else ()
+    return bounded("\n".join(f"{name}: {value}" for name, value in fields), CONTEXT_CHARS)
+
+
+def is_truncated(record: Mapping[str, Any]) -> bool:
+    """Whether an answer was cut at its maximum length."""
+    return record.get("finish_reason") == "length"
 
 
 def number(value: Any) -> str:

@@ -52,6 +52,7 @@ class Batch:
 
     trajectories: list[Trajectory]  # one per prompt group, in random order
     task_ids: list[int]  # the task of each group
+    data: list[dict[str, Any]]  # the data row of each group
     version: int  # current weight version
     staleness: list[int]  # current version minus the version of the oldest token, per group
     rejected: int = 0  # number of rejected episodes that count towards the size of a dynamic batch
@@ -59,11 +60,12 @@ class Batch:
     @classmethod
     def of(cls, tasks: Sequence[EpisodeTask], version: int) -> Batch:
         """The batch of finished tasks, in their order."""
-        used = [(task.id, task.trajectory) for task in tasks if task.trajectory is not None]
+        used = [(task, task.trajectory) for task in tasks if task.trajectory is not None]
         oldest = [oldest_version(trajectory) for _, trajectory in used]
         return cls(
             trajectories=[trajectory for _, trajectory in used],
-            task_ids=[task_id for task_id, _ in used],
+            task_ids=[task.id for task, _ in used],
+            data=[task.data for task, _ in used],
             version=version,
             staleness=[version - tokens if tokens is not None else 0 for tokens in oldest],
             rejected=len(tasks) - len(used),

@@ -85,17 +85,38 @@ def newest_model(source: str | Path, option: str) -> str:
     return str(source)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedModels:
+    """What a run has saved, by numbers of completed steps: checkpoints to resume from, the best one, and models alone."""
+
+    checkpoints: list[int]
+    best: int | None
+    models: list[int]
+
+
+def saved_models(run: Path, option: str) -> SavedModels:
+    """What a run has saved; UsageError naming ``option`` if its configuration is unreadable, CheckpointError if a folder is."""
+    config, checkpoints = _config(run, option), CheckpointFolder(checkpoints_of(run, option))
+    is_experiment = "experiment_name" in config
+    layout, root = (EXPERIMENT, _root(run, config, "saver")) if is_experiment else (OPTIONS, checkpoints.root)
+    return SavedModels(checkpoints.steps(), checkpoints.best_step(), [step for step, _ in _models(layout, root)])
+
+
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
     """Return the newest and the best checkpoint and the newest model, if any, each with its number of completed steps."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
     if (best := saved.best_step()) is not None:
         newest.append((best, saved.best))
+    return [*newest, *_models(layout, root)[-1:]]
+
+
+def _models(layout: RunLayout, root: Path) -> list[tuple[int, Path]]:
+    """The saved models of the policy without training state, each with its number of completed steps, ascending."""
     folder = root / layout.models.format(role=ACTOR_MODELS)
     name = re.compile(re.sub(r"\{.*?\}", r"(\\d+)", layout.model))
     matches = ((name.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    models = [(int(match[match.re.groups]) + 1 - layout.first, path) for match, path in matches if match]
-    return [*newest, *sorted(models)[-1:]]
+    return sorted((int(match[match.re.groups]) + 1 - layout.first, path) for match, path in matches if match)
 
 
 def _config(run: Path, option: str) -> Mapping[str, Any]:

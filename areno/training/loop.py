@@ -24,9 +24,11 @@ from areno.config.saved_rollouts import kept_rollouts
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.engine.engine import ACTOR, Engine
+from areno.engine.plan.trial import gpu_bytes
 from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import ProgressDisplay
+from areno.observability.step_memory import StepMemory
 from areno.spec.run_spec import RunSpec
 from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import ACTOR_MODELS
@@ -71,6 +73,7 @@ class TrainingLoop(ABC):
         self.checkpointing = checkpoints or Checkpoints(spec.checkpoints)
         self.checkpointing.writing = lambda path: self.report.writing(path, self.state)
         self.evaluation = FrequencyControl(spec.evaluation)
+        self._memory = StepMemory(lambda: max(backend.run_on_all_ranks(gpu_bytes)))
         self._updating = False
 
     @property
@@ -93,6 +96,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     def total_steps(self) -> int:
         """Return the number of steps of the run if no row is skipped."""
+
+    def data_size(self) -> dict[str, int]:
+        """The sizes of the data, as :func:`areno.observability.data_size.data_size` returns them; {} if unknown."""
+        return {}
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
         """Called once before the state is restored: loads the models needed besides the policy."""
@@ -176,7 +183,7 @@ class TrainingLoop(ABC):
             self._restore()
             self.prepare()
             self.state.rng = capture_rng()
-            self.report.begin(self.total_steps(), self.state.step)
+            self.report.begin(self.total_steps(), self.state.step, self.data_size())
             if self.evaluation.due_before_training() or self.state.evaluation_due:
                 self._evaluate()
             self._all_steps()
@@ -212,7 +219,7 @@ class TrainingLoop(ABC):
         at, report, began = planned.at, self.report, time.perf_counter()
         with self.timed("step"):
             outcome = self.run_step(planned.batch)
-        outcome.seconds = time.perf_counter() - began
+        outcome.seconds, outcome.memory = time.perf_counter() - began, self._memory.figures()
         self.state.sequences += len(outcome.rows) if outcome.sequences is None else outcome.sequences
         self.state.skipped_long += outcome.skipped_long
         if self.spec.span.sequences is not None and self.state.sequences >= self.spec.span.sequences:

@@ -26,6 +26,7 @@ class StepOutcome:
 
     Attributes:
         timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, if applicable.
+        memory: figures of :class:`StepMemory`.
     """
 
     rows: Sequence[TrainSequence]  # trained rows
@@ -37,6 +38,7 @@ class StepOutcome:
     skipped_long: int = 0  # over-long prompts skipped for this step
     sequences: float | None = None  # number of trained sequences; None: the number of rows
     seconds: float = 0.0  # duration of the step
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 class Reporter(ABC):
@@ -68,9 +70,12 @@ class Reporter(ABC):
     def rewind(self, state: RunState) -> None:
         """Drop the records of steps that ``state`` has not completed; if it has completed none, drop all records."""
 
-    def begin(self, total_steps: int, done_steps: int) -> None:
-        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before."""
-        self.run_dir.write_environment(environment())
+    def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
+        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before.
+
+        ``data`` is the size of its data, if it is known.
+        """
+        self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ from areno.errors import RewardError, UsageError
 from areno.loss_fns import sft_loss_fn
 from areno.storage.checkpoint_folder import CheckpointFolder
 from tests.observability.test_display import Screen, run_on_terminal
-from tests.support.cli import LOADER, task_arguments, write_task
+from tests.support.cli import LOADER, task_arguments, without_times, write_task
 
 PROMPTS = [{"prompt": f"What is {a} plus {b}?", "solutions": [str(a + b)]} for a in range(3) for b in range(2)]
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -246,10 +246,6 @@ def steps(run):
     return [record for record in records(run) if "train/loss" in record]
 
 
-def timeless(record):
-    return {k: v for k, v in record.items() if "time" not in k and "per_second" not in k}
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(before, tmp_path, tiny_checkpoint):
     flag = "--eval-before-train" if before else "--no-eval-before-train"
@@ -294,7 +290,7 @@ def test_evaluation_changes_nothing_of_the_training(algo, tmp_path, tiny_checkpo
     without = train(algo, tiny_checkpoint, tmp_path / "b", *common, held_out=0)
     assert list(evaluations(with_it)) == [0, 1, 2, 3, 4]
     assert evaluations(without) == {}
-    assert list(map(timeless, steps(with_it))) == list(map(timeless, steps(without)))
+    assert list(map(without_times, steps(with_it))) == list(map(without_times, steps(without)))
     a, b = (load_file(run / "checkpoints" / "step_000004" / "model.safetensors") for run in (with_it, without))
     assert all(torch.equal(a[name], b[name]) for name in a)
 

@@ -17,7 +17,7 @@ from areno.config.all_train_options import TrainOptions
 from areno.errors import EngineError
 from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
-from tests.support.cli import areno, kill, start, wait_for_text
+from tests.support.cli import areno, kill, start, wait_for_text, without_times
 from tests.support.preferences import (
     SUMS,
     accuracy,
@@ -31,7 +31,6 @@ from tests.support.preferences import (
     same_weights,
     save_gsm8k_model,
     standard_error,
-    without_times,
     write_rows,
 )
 from tests.support.tiny import save_tiny_checkpoint

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from areno.cli.main import main
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
-from tests.support.cli import REWARD, areno, kill, start, task_arguments, wait_for_text, write_task
+from tests.support.cli import REWARD, areno, kill, start, task_arguments, wait_for_text, without_times, write_task
 
 STEPS = 12
 
@@ -46,10 +46,6 @@ def evaluations(run):
     return [record for record in records(run) if any(name.startswith("eval/") for name in record)]
 
 
-def timeless(record):
-    return {k: v for k, v in record.items() if "time" not in k and "per_second" not in k}
-
-
 def weights(folder):
     return load_file(folder / "model.safetensors")
 
@@ -77,7 +73,7 @@ def test_a_killed_and_resumed_run_has_the_evaluations_and_the_best_of_an_uninter
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert [record["step"] for record in evaluations(run)] == [0, 2, 4, 6, 8, 10, 12]
-    assert list(map(timeless, records(run))) == list(map(timeless, records(whole)))
+    assert list(map(without_times, records(run))) == list(map(without_times, records(whole)))
     a, b = CheckpointFolder(whole / "checkpoints"), CheckpointFolder(run / "checkpoints")
     assert (b.steps(), b.best_step()) == (a.steps(), a.best_step()) == ([STEPS], a.best_step())
     assert a.best_step() is not None
@@ -95,7 +91,7 @@ def test_a_finished_run_is_not_evaluated_again_and_goes_on_from_its_best(tmp_pat
     assert logged == 3
     here("train", "--resume", run)
     assert (run / "log.txt").read_text().count(" eval={") == logged
-    assert list(map(timeless, records(run))) == list(map(timeless, before))
+    assert list(map(without_times, records(run))) == list(map(without_times, before))
     here("train", "--resume", run, "--max-steps", 5)
     assert [record["step"] for record in evaluations(run)] == [0, 2, 3, 4, 5]
     losses = {record["step"]: record["eval/loss"] for record in evaluations(run)}
@@ -193,7 +189,7 @@ def test_the_command_measures_a_checkpoint_as_its_run_did(tmp_path, tiny_checkpo
     report = json.loads(measured.stdout.splitlines()[-1])
     assert report["ckpt"] == str(run / "checkpoints" / "step_000003")
     last = {k.removeprefix("eval/"): v for k, v in evaluations(run)[-1].items() if k.startswith("eval/")}
-    assert timeless(report["metrics"]) == timeless(last)
+    assert without_times(report["metrics"]) == without_times(last)
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 28
     assert sum(answer["reward"] for answer in answers) / 28 == pytest.approx(last["rewards_mean"])

@@ -17,8 +17,8 @@ from areno.cli.main import main  # noqa: E402
 from areno.engine.plan.memory_plan import make_plan  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train  # noqa: E402
-from tests.e2e.test_resume import metrics, without_times  # noqa: E402
-from tests.support.cli import areno, task_arguments, write_task  # noqa: E402
+from tests.e2e.test_resume import metrics  # noqa: E402
+from tests.support.cli import areno, task_arguments, without_times, write_task  # noqa: E402
 from tests.support.examples import some_quick  # noqa: E402
 from tests.support.preferences import SUMS, write_rows  # noqa: E402
 

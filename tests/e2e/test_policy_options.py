@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areno.cli.main import main
-from tests.e2e.test_resume import metrics, without_times
-from tests.support.cli import task_arguments, write_task
+from tests.e2e.test_resume import metrics
+from tests.support.cli import task_arguments, without_times, write_task
 from tests.support.loops import equal, save_classifier
 from tests.support.optimizer_states import contents
 

@@ -20,8 +20,8 @@ from areno.errors import EngineError
 from areno.loss_fns.shaping import RewardShaping, shape_advantages
 from areno.types import TrainSequence
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train
-from tests.e2e.test_resume import metrics, without_times
-from tests.support.cli import LOADER, areno, kill, start, task_arguments, wait_for_text, write_task
+from tests.e2e.test_resume import metrics
+from tests.support.cli import LOADER, areno, kill, start, task_arguments, wait_for_text, without_times, write_task
 from tests.support.loops import equal, open_loop, save_classifier, step, weights_of
 from tests.support.tiny import save_tiny_checkpoint
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.cli import areno, kill, start, task_arguments, wait_for_text, write_task
+from tests.support.cli import areno, kill, start, task_arguments, wait_for_text, without_times, write_task
 from tests.support.examples import some_quick
 
 STEPS = 14
@@ -24,10 +24,6 @@ def weights(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(record: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in record.items() if not k.startswith("time") and "time_s" not in k and "per_second" not in k}
 
 
 def assert_same_run(whole: Path, resumed: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from areno import ArenoConfig, Trainer, reward_model_loss_fn
 from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
-from tests.support.cli import areno, kill, start, wait_for_text
+from tests.support.cli import areno, kill, start, wait_for_text, without_times
 from tests.support.preferences import (
     SUMS,
     accuracy,
@@ -27,7 +27,6 @@ from tests.support.preferences import (
     same_weights,
     save_gsm8k_model,
     standard_error,
-    without_times,
     write_rows,
 )
 

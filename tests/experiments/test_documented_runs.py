@@ -50,6 +50,7 @@ NUMBERS = {
     "sample_staleness_proximal_min sample_staleness_theta_avg sample_staleness_theta_max sample_staleness_theta_min "
     "v_theta v_proximal n_valid_generated_tokens",
     "rollout": "accepted rejected",
+    "memory": "peak_resident_gib available_gib",
     "timeperf": "rollout ref_logp recompute_logp compute_advantage train_step update_weights save rollout_pause",
 }
 
@@ -107,6 +108,11 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
         assert line["ppo_actor/n_seqs"] == 32
         assert line["ppo_actor/task_reward/avg"] == 0.0  # letters are no right answers
         assert line["ppo_actor/update/version_stats/v_theta"] == line["step"] + 1
+    for sample in run.lines("samples.jsonl"):
+        number = next(row["query_id"][1:] for row in rows if row["prompt"] in sample["prompt"])
+        assert sample["data"] == {"query_id": f"q{number}", "solutions": f"['\\\\boxed{{{number}}}']", "task": "math"}
+    size = json.loads((run.logs / "environment.json").read_text())["data"]
+    assert size == {"examples": 24, "prompts": 24, "steps_per_epoch": 3}
     shown = set(re.findall(r"^  (\S+) \.\.", run.log, re.MULTILINE))
     assert [name for name in wanted if name not in shown] == []
 

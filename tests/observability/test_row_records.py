@@ -24,7 +24,9 @@ def test_samples_are_numbered_within_their_episode_and_told_without_what_is_not_
         )
         for number, group in enumerate((0, 0, 1, 1))
     ]
-    told = row_records(3, [7, 5], rows, tokenizer, TokenTexts(tokenizer), {})
+    data = [{"question": "?", "answer": "3"}, {"question": "!", "answer": "4"}]
+    told = row_records(3, [7, 5], rows, tokenizer, TokenTexts(tokenizer), {}, data)
+    assert [one["data"] for one in told] == [{"answer": "3"}, {"answer": "3"}, {"answer": "4"}, {"answer": "4"}]
     assert [(one["prompt_index"], one["sample_index"], one["reward"]) for one in told] == [
         (7, 0, 0.0), (7, 1, 1.0), (5, 0, 2.0), (5, 1, 3.0),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from areno.errors import UsageError
-from areno.observability.samples import MAX_CHARS, completions_to_log, log_completions, sample_records
+from areno.observability.samples import MAX_CHARS, EvalSamples, completions_to_log, log_completions, sample_records
 from areno.storage.run_dir import RunDirectory
 from areno.types import RewardRecord, WeightedReward
 
@@ -54,6 +54,23 @@ def test_a_kept_sample_says_everything_about_itself(tmp_path):
     run_dir = RunDirectory(tmp_path).create()
     run_dir.append_samples([row])
     assert list(run_dir.read_samples()) == [row]
+
+
+def test_a_kept_sample_has_the_other_fields_of_its_data_row_as_short_texts():
+    data = {"prompt": "p", "solutions": ["42"], "level": 3, "proof": "x" * 10**6, "picture": object(), "none": None}
+    data |= {"nested": {"rows": [list(range(10**5))] * 3}}
+    (row,) = sample_records(1, [record(4, 2, source_record=data)], [0.5])
+    assert list(row["data"]) == ["solutions", "level", "proof", "nested"]
+    assert (row["data"]["solutions"], row["data"]["level"]) == ("['42']", "3")
+    assert "characters omitted" in row["data"]["proof"]
+    assert max(map(len, row["data"].values())) <= 500
+    (many,) = sample_records(1, [record(4, 2, source_record={f"field {index}": 1 for index in range(50)})], [0.5])
+    assert list(many["data"]) == [f"field {index}" for index in range(8)]
+    answers = EvalSamples()
+    answers.add([record(4, 0, source_record=data), record(5, 0)], [1.0, 0.0])
+    first, second = answers.records(3)
+    assert first["data"] == row["data"]
+    assert "data" not in second
 
 
 def test_a_kept_sample_has_the_parts_of_its_reward():

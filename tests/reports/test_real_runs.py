@@ -16,6 +16,8 @@ from tests.reports.charts import elements, points, scale
 from tests.reports.prepared import Page
 from tests.support.cli import kill, start, task_arguments, wait_for_text, write_task
 
+ID = ("step", "prompt_index", "sample_index")
+
 
 def page_of(run):
     return Page((run / "report.html").read_text()).root
@@ -49,6 +51,15 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
     best = max(record["reward"] for record in samples)
     first = page.one("section", **{"aria-labelledby": "samples"}).text.split("Best", 1)[1]
     assert f"Reward {best:.3g}" in first
+    header, section = page.one("header").text, page.one("section", **{"aria-labelledby": "samples"})
+    assert "24 training examples with 24 distinct prompts, 100% of which were seen in 4 steps" in header
+    assert "4 held-out examples with 4 distinct prompts." in header
+    assert "Checkpoints exist of steps 2, 4." in header
+    prompts = {"-".join(str(record[key]) for key in ID): record["prompt"] for record in samples}
+    for box in section.all("article"):
+        terms = map(int, re.findall("[0-9]+", prompts[box.attributes["id"].removeprefix("sample-")]))
+        assert f"solutions: ['{sum(terms)}']" in box.text
+    assert re.search(r"took at most \d\.\d GiB of \d+\.\d GiB", page.one("section", **{"aria-labelledby": "time"}).text)
     log = (run / "log.txt").read_text().splitlines()
     assert log[-1].endswith(f"report: {run / 'report.html'}")
 

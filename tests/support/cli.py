@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,11 @@ def forked_rank(command: Sequence[str], file: int, environment: Mapping[str, str
         return start_process(command, file, environment, log)
     outputs = (1, 2) if log is None else (log.fileno(), log.fileno())
     return ForkedRank(preloaded().fork(WORKER, [], environment, *outputs, file))
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of ``metrics.jsonl`` without what the clock and the memory of the machine decide."""
+    return {name: value for name, value in record.items() if not re.search("^time|time_s|per_second|^memory/", name)}
 
 
 def write_task(folder: Path, rows: int = 60) -> dict[str, Path]:

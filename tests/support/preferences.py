@@ -73,11 +73,6 @@ def metrics(run_dir: Path, kind: str) -> list[dict[str, float]]:
     return [record for record in records if any(name.startswith(f"{kind}/") for name in record)]
 
 
-def without_times(record: dict[str, float]) -> dict[str, float]:
-    """A record without what the clock decides."""
-    return {k: v for k, v in record.items() if not k.startswith("time") and "time_s" not in k and "per_second" not in k}
-
-
 def last_checkpoint(run_dir: Path) -> Path:
     """Folder of the newest checkpoint."""
     return max((run_dir / "checkpoints").glob("step_*"))

@@ -16,6 +16,7 @@ from areno.config.all_train_options import TrainOptions
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
 from areno.observability import log_lines, tracing
+from areno.observability.data_size import data_size
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.run_dir import RunDirectory
@@ -134,6 +135,10 @@ class DatasetTrainer(TrainingLoop):
         """Return the number of steps of the run if no row is skipped."""
         total = self._steps_per_epoch() * self.config.epochs
         return min(total, self.config.max_steps) if self.config.max_steps else total
+
+    def data_size(self) -> dict[str, int]:
+        """Return the sizes of the data sets; nothing for a replay, which has none."""
+        return data_size(self.dataset, self.eval_rows, self._steps_per_epoch()) if len(self.dataset) else {}
 
     def _steps_per_epoch(self) -> int:
         return -(-self.row_count() // self.config.batch_size)

@@ -31,11 +31,11 @@ class StepReporter(Reporter):
         self._config = config
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 
-    def begin(self, total_steps: int, done_steps: int) -> None:
+    def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
         """Show the start, write the configuration, and open the tracking services."""
         self.run_dir.write_config(dump_config(self._config))
         self._opened(done_steps)
-        super().begin(total_steps, done_steps)
+        super().begin(total_steps, done_steps, data)
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
         """Log the statistics and write all scalars."""
@@ -49,7 +49,7 @@ class StepReporter(Reporter):
             total_skipped_long=state.skipped_long,
             rewards=outcome.rewards,
         )
-        self._record(at.global_step, scalars)
+        self._record(at.global_step, scalars | outcome.memory)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Log the metrics and write them under ``eval/``."""

@@ -1,4 +1,4 @@
-"""Functions that each rank runs to try sizes or to measure phases, through :meth:`Engine.run_on_all_ranks`."""
+"""Functions that each rank runs to try sizes, or to measure phases or memory, through :meth:`Engine.run_on_all_ranks`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +39,12 @@ def begin(engine: Engine) -> None:
 def peak(engine: Engine) -> int:
     """Peak memory of the rank since :func:`begin`, in bytes."""
     return peak_since(engine.config.device)
+
+
+def gpu_bytes(engine: Engine) -> int:
+    """Highest number of bytes that tensors of the rank have taken on a GPU since :func:`begin`, if ever; 0 for a CPU."""
+    device = engine.config.device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:

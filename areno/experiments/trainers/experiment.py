@@ -39,6 +39,7 @@ from areno.experiments.trainers.engines import (
 from areno.experiments.trainers.experiment_reporter import ExperimentReporter
 from areno.experiments.trainers.row_source import RowSource, load_dataset
 from areno.observability import tracing
+from areno.observability.data_size import data_size
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.stats_collector import StatsTracker, get
 from areno.observability.stats_logger import StatsLogger
@@ -109,6 +110,7 @@ class ExperimentTrainer(TrainingLoop):
                 self._closing.callback(self.launcher.close)
             self.engine: Backend = self._make_engine(self.resumed_from)
             self.rows, self.eval_rows = self.make_rows(*datasets)
+            self._data_size = data_size(*datasets, self.rows.steps_per_epoch)
             self.saver = self._make_saver()
             self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
         except BaseException:
@@ -258,6 +260,10 @@ class ExperimentTrainer(TrainingLoop):
     def total_steps(self) -> int:
         """See :meth:`plan_steps`."""
         return self._total_steps
+
+    def data_size(self) -> dict[str, int]:
+        """The sizes of the data sets."""
+        return self._data_size
 
     def steps(self) -> Iterator[PlannedStep]:
         """The steps in order. A step fetches its rows itself, because rollout reads ahead."""

@@ -70,7 +70,7 @@ class ExperimentReporter(Reporter):
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
         """Record the statistics of a step, including those collected by the tracker."""
-        outcome.stats |= self._tracker.export()
+        outcome.stats |= self._tracker.export() | outcome.memory
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:

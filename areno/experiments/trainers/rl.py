@@ -297,7 +297,7 @@ class PPOTrainer(ExperimentTrainer):
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers, sample = self._rollout_statistics(batch, rows), None
         if rows:
-            numbers |= self.update(rows, at, batch.task_ids)
+            numbers |= self.update(rows, at, batch.task_ids, batch.data)
             record = reward_records(batch.task_ids, rows[:1], self.engine.tokenizer)[0]
             sample = ShownSample(record.prompt, record.completion, rows[0].reward)
         with self.timed("update_weights"):
@@ -358,16 +358,18 @@ class PPOTrainer(ExperimentTrainer):
         """Add all inputs of the loss to the rows of a step."""
         return self.objective.prepare(rows)
 
-    def update(self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int]) -> dict[str, float]:
+    def update(
+        self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int], data: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, float]:
         """Run the update of a step and record samples; return the documented statistics.
 
-        ``prompts`` has the prompt index of each group.
+        ``prompts`` has the prompt index of each group, ``data`` its data row, if it is known.
         """
         self.display.phase("train")
         observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
         numbers = self._update(rows, at)
         described = (prompts, rows, self.engine.tokenizer, self._texts, self.token_records())
-        self.run_dir.append_samples(row_records(at.global_step, *described))
+        self.run_dir.append_samples(row_records(at.global_step, *described, data))
         return numbers
 
     def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
@@ -410,7 +412,7 @@ class PPOTrainer(ExperimentTrainer):
         self._score_rewards(trajectories)
         samples = [row for t in trajectories for row in samples_of(t)]
         rewards = [reward_of(row) for row in samples]
-        self._record_answers(trajectories)
+        self._record_answers(trajectories, rows if len(rows) == len(trajectories) else ())
         columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(trajectories)}
         columns["seq_len"] = [float(len(row["input_ids"])) for row in samples]
         populations = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
@@ -418,11 +420,12 @@ class PPOTrainer(ExperimentTrainer):
         counts["rejected"] = float(len(rows) - len(trajectories))
         return in_scope("eval-rollout", {**summaries(populations), **counts})
 
-    def _record_answers(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record the first answer to each of the first held-out prompts."""
+    def _record_answers(self, trajectories: Sequence[Trajectory], data: Sequence[Mapping[str, Any]]) -> None:
+        """Record the first answer to each of the first held-out prompts; ``data`` are their data rows, if known."""
         rows = train_sequences(trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
         samples = EvalSamples()
-        samples.add(reward_records(range(len(trajectories)), rows, self.engine.tokenizer), [row.reward for row in rows])
+        records = reward_records(range(len(trajectories)), rows, self.engine.tokenizer, data)
+        samples.add(records, [row.reward for row in rows])
         self.run_dir.append_eval_samples(samples.records(self.state.step))
 
     def rollout_state(self) -> Any:

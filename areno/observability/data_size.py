@@ -1,0 +1,43 @@
+"""How much data a run has, for ``environment.json``: a few prompts that are seen hundreds of times are memorized."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PROMPTS = ("messages", "prompt", "question")
+"""Fields that may hold a row's prompt."""
+_MOST_ROWS = 100_000
+
+
+def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epoch: int) -> dict[str, int]:
+    """The sizes of the data sets as they were loaded, with rows that the run leaves out because they are too long.
+
+    Returns:
+        ``examples``, ``prompts`` (distinct ones), ``steps_per_epoch``, ``held_out_examples``, ``held_out_prompts``; without
+        what is unknown.
+    """
+    sizes = {"examples": len(rows), "prompts": _distinct_prompts(rows), "steps_per_epoch": steps_per_epoch}
+    if held_out is not None:
+        sizes |= {"held_out_examples": len(held_out), "held_out_prompts": _distinct_prompts(held_out)}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _distinct_prompts(rows: Any) -> int | None:
+    """The number of distinct prompts; None if rows have none, are too many, or may be computed when they are read."""
+    if len(rows) > _MOST_ROWS:
+        return None
+    columns = getattr(rows, "column_names", None)
+    if isinstance(columns, list):  # a data set of the library `datasets`: reads this column only
+        names = [name for name in PROMPTS if name in columns]
+        prompts = list(rows[names[0]]) if names else [None]
+    elif isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):
+        prompts = [next((row[name] for name in PROMPTS if row.get(name)), None) for row in rows]
+    else:
+        return None
+    return None if None in prompts else len({json.dumps(_asked(prompt), default=str) for prompt in prompts})
+
+
+def _asked(prompt: Any) -> Any:
+    """A prompt without the answer that a conversation for SFT ends with."""
+    ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
+    return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

@@ -1,0 +1,76 @@
+"""Sentences of a report about what a run trained on, how much memory it took, and what it has saved."""
+
+from collections.abc import Sequence
+
+from areno.errors import ArenoError
+from areno.observability.step_memory import AVAILABLE, GIB, PEAK, PEAK_GPU
+from areno.reports.run_data import RunData
+from areno.reports.svg import short
+from areno.reports.trends import finite
+from areno.storage.json_lines import as_float
+from areno.storage.run_layout import saved_models
+
+_LISTED = 8
+"""Steps that are listed; of more, the first and the last are named."""
+
+
+def data_sentence(run: RunData, steps: int) -> str:
+    """How many examples the run has after ``steps`` steps, and how often it has seen them; empty if it was not recorded."""
+    data = run.environment.get("data")
+    if not isinstance(data, dict) or not data.get("examples"):
+        return ""
+    text = _examples(data, "training", "examples", "prompts")
+    if (per_epoch := as_float(data.get("steps_per_epoch"))) > 0:
+        epochs = steps / per_epoch
+        seen = f"each seen about {short(epochs)} times" if epochs > 1 else f"{epochs:.0%} of which were seen"
+        text += f", {seen} in {steps:,} step{'' if steps == 1 else 's'}"
+    if "held_out_examples" not in data:
+        return f"{text}; no held-out data."
+    return f"{text}; {_examples(data, 'held-out', 'held_out_examples', 'held_out_prompts')}."
+
+
+def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -> str:
+    text = f"{as_float(data[examples]):,.0f} {kind} example{'' if data[examples] == 1 else 's'}"
+    return text + (f" with {as_float(data[prompts]):,.0f} distinct prompts" if prompts in data else "")
+
+
+def memory_sentence(run: RunData) -> str:
+    """The peak of the run's memory beside the machine's; empty if it was not recorded."""
+    peak, left, gpu = (_values(run, name) for name in (PEAK, AVAILABLE, PEAK_GPU))
+    parts = []
+    if peak:
+        total = as_float(run.environment.get("memory_bytes")) / GIB
+        parts.append(f"its processes took at most {max(peak):.1f} GiB" + (f" of {total:.1f} GiB" if total > 0 else ""))
+    if left:
+        parts.append(f"at least {min(left):.1f} GiB were left after a step, {left[-1]:.1f} GiB after the last one")
+    if gpu:
+        size = as_float(run.environment.get("gpu_memory_bytes")) / GIB
+        parts.append(
+            f"tensors took at most {max(gpu):.1f} GiB" + (f" of {size:.1f} GiB" if size > 0 else "") + " on a GPU"
+        )
+    return f"Memory: {'; '.join(parts)}." if parts else ""
+
+
+def _values(run: RunData, name: str) -> list[float]:
+    return [float(value) for value in finite(run.metrics[name])[1]] if name in run.metrics else []
+
+
+def saved_sentence(run: RunData) -> str:
+    """Which checkpoints and models of the run exist; empty if that cannot be found out."""
+    folder = run.path / "checkpoints"
+    if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
+        return ""
+    try:
+        saved = saved_models(run.path, "report")
+    except (ArenoError, OSError, TypeError, ValueError, AttributeError):  # also settings of wrong types
+        return ""
+    parts = [f"Checkpoints exist of {_steps(saved.checkpoints)}" if saved.checkpoints else "No checkpoint exists"]
+    parts += [f"the best evaluated one is of step {saved.best:,}"] if saved.best is not None else []
+    parts += [f"models without training state exist of {_steps(saved.models)}"] if saved.models else []
+    return f"{'; '.join(parts)}."
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) > _LISTED:
+        return f"{len(steps):,} steps, {steps[0]:,} to {steps[-1]:,}"
+    return f"step{'' if len(steps) == 1 else 's'} {', '.join(f'{step:,}' for step in steps)}"

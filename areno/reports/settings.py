@@ -1,0 +1,78 @@
+"""The settings of a run that differ from their defaults, which are those that its user chose."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from areno.config.algorithms import get_algorithm
+from areno.config.all_train_options import TrainOptions
+from areno.config.experiment.experiments import EXPERIMENTS
+from areno.config.experiment.setting_declaration import Setting, paths_of
+from areno.config.options import Option, options_of
+from areno.config.parser import extra_options
+from areno.errors import ArenoError
+
+_INDEX = re.compile(r"\.\d+\.")
+
+
+def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The settings that have a value, by dotted name: those that differ from their defaults, and the others.
+
+    A setting without a known default, such as one of a user's algorithm, differs; one that takes the value of another does not.
+    """
+    values = dict(_flat(config))
+    differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options
+    chosen = differs(config, values)
+    parts: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = [], []
+    for name, value in values.items():
+        if value not in (None, "", [], {}):
+            parts[name not in chosen].append((name, value))
+    return parts
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _differs_in_options(config: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
+    entries: list[Option] = [*options_of(TrainOptions)]
+    algorithm = str(config.get("algo", ""))
+    if ".py" not in algorithm:  # a report does not run the file of an algorithm
+        with suppress(ArenoError):
+            entries += extra_options(get_algorithm(algorithm))
+    defaults = {entry.name: _plain(entry.default) for entry in entries}
+    return {name for name, value in values.items() if name not in defaults or value != defaults[name]}
+
+
+def _differs_in_experiment(config: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
+    dataset = config.get("train_dataset")
+    kind = EXPERIMENTS.get(str(dataset.get("type")) if isinstance(dataset, dict) else "")
+    if kind is None:
+        return {*values}
+    declared, dependent = paths_of(kind), kind.dependent_defaults(values)
+    return {
+        name
+        for name, value in values.items()
+        if _is_chosen(name, value, declared.get(_INDEX.sub(".0.", name)), values, dependent)
+    }
+
+
+def _is_chosen(
+    name: str, value: Any, entry: Setting | None, values: Mapping[str, Any], dependent: Mapping[str, Any]
+) -> bool:
+    if entry is None:
+        return True
+    inherited = entry.info.inherits
+    return value != dependent.get(name, _plain(entry.default)) and not (inherited and value == values.get(inherited))
+
+
+def _plain(default: Any) -> Any:
+    """A default as it is in ``config.yaml``."""
+    return list(default) if isinstance(default, tuple) else default
