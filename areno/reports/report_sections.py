@@ -111,7 +111,7 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _evaluations(run: RunData) -> Iterator[Chart]:
-    share = "share of rewards above 0" if run.metric_of("eval_reward") else "share of pairs in the right order"
+    share = "share of rewards above 0" if run.metric_of("eval_reward") else "share of pairs ranked correctly"
     for title, key in (
         ("Evaluation: reward", "eval_reward"),
         (f"Evaluation: {share}", "eval_accuracy"),

@@ -159,7 +159,7 @@ def test_samples_with_equal_rewards_are_not_called_best(tmp_path):
     ("evaluation", "title"),
     [
         ({"eval/rewards_mean": 0.5, "eval/accuracy": 1.0}, "Evaluation: share of rewards above 0"),
-        ({"eval/loss": 0.5, "eval/accuracy": 1.0}, "Evaluation: share of pairs ranked right"),
+        ({"eval/loss": 0.5, "eval/accuracy": 1.0}, "Evaluation: share of pairs ranked correctly"),
     ],
 )
 def test_the_accuracy_of_an_evaluation_is_called_what_it_is(evaluation, title, tmp_path):
