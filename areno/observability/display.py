@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, one log line per step elsewhere.
 
 Except for the present memory, everything in the live display is also in ``log.txt`` or ``metrics.jsonl``. A thread redraws the
-display, so that the clock of a phase advances during a step; warnings scroll above. The cursor is restored however the run ends:
-by the ``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays out the lines.
+display, so that the clock of a phase advances during a step; warnings scroll above. The cursor is restored however the run
+ends: by the ``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays out the lines.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_bad_specifications_are_named(options, text):
 
 
 def test_rows_that_do_not_fill_their_blocks_are_refused():
-    with pytest.raises(ValueError, match="granularity 2 does not divide 3 rows"):
+    with pytest.raises(ValueError, match="granularity 2 does not divide the number of rows, 3"):
         MicroBatching(granularity=2).split([1, 2, 3])
 
 
@@ -183,7 +183,7 @@ def test_packed_passes_refuse_what_they_cannot_do():
         make_step().run(rows, dpo_loss_fn, MicroBatching())
     with pytest.raises(ValueError, match="packed passes make one step of all rows"):
         make_step().run(rows, policy_loss_fn, MicroBatching(), 2)
-    with pytest.raises(ValueError, match="granularity 3 does not divide 4 rows"):
+    with pytest.raises(ValueError, match="granularity 3 does not divide the number of rows, 4"):
         make_step().run(rows, policy_loss_fn, MicroBatching(granularity=3))
     make_step().run(rows, dpo_loss_fn, MicroBatching(granularity=2, max_tokens_per_mb=30))
 

@@ -260,7 +260,7 @@ def test_a_rank_is_not_asked_while_its_weights_are_spread(group):
 def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
     for ranks in (1, 2):
         with pytest.raises(
-            UsageError, match=f"fsdp with world_size={ranks}, .*: there is one replica.* or leave fsdp out"
+            UsageError, match=f"fsdp with world_size={ranks}, .*: one replica leaves nothing.* or leave fsdp out"
         ):
             Layout.of(ranks, ranks, None, fsdp=True)
     for option, layout, optimizer, adapter in (
