@@ -16,6 +16,7 @@ from areno.errors import UsageError
 from areno.types import RewardRecord, TokenRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
+_MARK_CHARS = 40
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
 EVAL_PROMPTS = 8
@@ -72,8 +73,8 @@ def sample_records(
             "finish_reason": records[i].metadata.get("finish_reason"),
             "response_len": len(records[i].tokens),
             "logprob_mean": _logprob_mean(records[i]),
-            "prompt": _bounded(records[i].prompt),
-            "completion": _bounded(records[i].completion),
+            "prompt": bounded(records[i].prompt),
+            "completion": bounded(records[i].completion),
             **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
         for i in sorted(picked)
@@ -235,8 +236,8 @@ class EvalSamples:
                 **({"reward_parts": dict(parts)} if reward is not None and (parts := parts_of(reward)) else {}),
                 "finish_reason": record.metadata.get("finish_reason"),
                 "response_len": len(record.tokens),
-                "prompt": _bounded(record.prompt),
-                "completion": _bounded(record.completion),
+                "prompt": bounded(record.prompt),
+                "completion": bounded(record.completion),
             }
 
     def records(self, step: int) -> list[dict[str, Any]]:
@@ -327,10 +328,9 @@ def _logprob_mean(record: RewardRecord) -> float | None:
     return sum(trained) / len(trained) if trained else None
 
 
-def _bounded(text: str) -> str:
-    """Keep the head and the tail of a long text."""
-    if len(text) <= MAX_CHARS:
+def bounded(text: Any, limit: int = MAX_CHARS) -> str:
+    """A text of at most ``limit`` characters: a longer one is reduced to its head and tail, and how many are left out."""
+    text, half = "" if text is None else str(text), (limit - _MARK_CHARS) // 2
+    if len(text) <= limit:
         return text
-    mark = f"\n[... {len(text) - MAX_CHARS} or more characters omitted ...]\n"
-    half = (MAX_CHARS - len(mark)) // 2
-    return text[:half] + mark + text[len(text) - half :]
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters omitted …]\n{text[-half:]}"

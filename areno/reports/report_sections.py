@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from areno.observability.samples import bounded
 from areno.reports.problems import RunProblem
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import RunSamples
-from areno.reports.sample_views import SampleView, SampleViews, bounded, number
+from areno.reports.sample_views import SampleView, SampleViews, number
 from areno.reports.svg import Line, line_chart, short, stacked_bar
 from areno.reports.trends import finite
 from areno.storage.json_lines import as_float

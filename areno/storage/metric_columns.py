@@ -9,11 +9,16 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areno.storage.json_lines import NON_FINITE, as_float, parse_record
+from areno.storage.files import Opener, open_file
+from areno.storage.json_lines import NON_FINITE, as_float, records
+
+_PROBE = 4096
+"""Bytes of a line that identify it: its step and time, with which it begins, are among them."""
 
 
 @dataclass(slots=True)
@@ -36,11 +41,9 @@ class Series:
 class MetricColumns:
     """The metrics of a run by name."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.series: dict[str, Series] = {}
-        self.times = Series()
-        self._read = 0
+    def __init__(self, path: Path, opened: Opener = open_file) -> None:
+        self.path, self._open = path, opened
+        self._restart()
         self.update()
 
     def __contains__(self, name: str) -> bool:
@@ -61,29 +64,41 @@ class MetricColumns:
         return self.times.steps[-1] if self.times.steps else -1
 
     def update(self) -> bool:
-        """Read complete new lines and return whether there were any; after a truncation by a resume, read all again."""
-        try:
-            size = self.path.stat().st_size
-        except OSError:
-            size = 0
-        if size < self._read:
-            self.series, self.times, self._read = {}, Series(), 0
-        if size == self._read:
+        """Read complete new lines and return whether there were any; after a resume has replaced the file, read all again."""
+        if not self.path.exists():
+            self._restart()
             return False
-        with open(self.path, "rb") as file:
+        with self._open(self.path) as file:
+            if self._last != self._line_before(file):
+                self._restart()
             file.seek(self._read)
-            start = self._read
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._read += len(line)
-                self._add(line)
+            start, length = self._read, 0
+            for length, record in records(file):
+                self._read += length
+                if record is None:
+                    self.left_out += length
+                else:
+                    self._add(record)
+            if length:
+                self._length = length
+                self._last = self._line_before(file)
         return self._read > start
 
-    def _add(self, line: bytes) -> None:
-        record = parse_record(line)
-        if record is None:
-            return
+    def _restart(self) -> None:
+        self.series: dict[str, Series] = {}
+        self.times = Series()
+        self.left_out = 0
+        """Bytes of lines that are damaged or too long."""
+        self._read: int = 0  # bytes
+        self._length: int = 0  # bytes of the last line that was read
+        self._last: bytes = b""  # its beginning
+
+    def _line_before(self, file: BinaryIO) -> bytes:
+        """The beginning of the last line that was read, as it is in the file now."""
+        file.seek(self._read - self._length)
+        return file.read(min(self._length, _PROBE))
+
+    def _add(self, record: dict[str, Any]) -> None:
         step = record.pop("step")
         self.times.steps.append(step)
         self.times.values.append(as_float(record.pop("time", math.nan)))
