@@ -328,9 +328,9 @@ def _logprob_mean(record: RewardRecord) -> float | None:
     return sum(trained) / len(trained) if trained else None
 
 
-def bounded(text: Any, limit: int = MAX_CHARS) -> str:
-    """A text of at most ``limit`` characters: a longer one is reduced to its head and tail, and how many are left out."""
-    text, half = "" if text is None else str(text), (limit - _MARK_CHARS) // 2
+def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
+    """At most ``limit`` characters of a text, of its head and its tail, with a mark between them that has at most 40."""
+    text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:
         return text
     return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters omitted …]\n{text[-half:]}"

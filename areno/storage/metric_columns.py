@@ -41,6 +41,14 @@ class Series:
 class MetricColumns:
     """The metrics of a run by name."""
 
+    series: dict[str, Series]
+    times: Series
+    left_out: int
+    """Bytes of lines that are damaged or too long."""
+    _read: int
+    _last: bytes  # the beginning of the last line that was read
+    _length: int  # and its bytes
+
     def __init__(self, path: Path, opened: Opener = open_file) -> None:
         self.path, self._open = path, opened
         self._restart()
@@ -63,16 +71,16 @@ class MetricColumns:
         """Step of the newest record; -1 before the first."""
         return self.times.steps[-1] if self.times.steps else -1
 
-    def update(self) -> bool:
-        """Read complete new lines and return whether there were any; after a resume has replaced the file, read all again."""
+    def update(self) -> None:
+        """Read complete new lines; after a resume has replaced the file, read all again."""
         if not self.path.exists():
             self._restart()
-            return False
+            return
         with self._open(self.path) as file:
             if self._last != self._line_before(file):
                 self._restart()
             file.seek(self._read)
-            start, length = self._read, 0
+            length = 0
             for length, record in records(file):
                 self._read += length
                 if record is None:
@@ -82,16 +90,11 @@ class MetricColumns:
             if length:
                 self._length = length
                 self._last = self._line_before(file)
-        return self._read > start
 
     def _restart(self) -> None:
-        self.series: dict[str, Series] = {}
-        self.times = Series()
-        self.left_out = 0
-        """Bytes of lines that are damaged or too long."""
-        self._read: int = 0  # bytes
-        self._length: int = 0  # bytes of the last line that was read
-        self._last: bytes = b""  # its beginning
+        self.series, self.times = {}, Series()
+        self._read = self._length = self.left_out = 0
+        self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
         """The beginning of the last line that was read, as it is in the file now."""

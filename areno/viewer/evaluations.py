@@ -21,9 +21,9 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
     first, last = steps[0] if before is None else before, steps[-1] if after is None else after
     answers: dict[int, dict[int, dict[str, Any]]] = {first: {}, last: {}}
     for record in run.files.read_eval_samples():
-        found, index = answers.get(record["step"]), record.get("prompt_index")
-        if found is not None and isinstance(index, int) and (index in found or len(found) < _MOST_PROMPTS):
-            found[index] = record
+        evaluated, index = answers.get(record["step"]), record.get("prompt_index")
+        if evaluated is not None and isinstance(index, int) and (index in evaluated or len(evaluated) < _MOST_PROMPTS):
+            evaluated[index] = record
     old, new = answers[first], answers[last]
     prompts = [
         {
