@@ -49,8 +49,8 @@ export async function show(page, { run, params }) {
       field("File", select(files.map((name, place) => [String(place), name]), String(file), (value) => {
         file = Number(value);
         open();
-      })),
-      field("Level", select(LEVELS.map((name) => [name, name === "all" ? "all" : `${name} and above`]), level, (value) => ((level = value), draw()))),
+      }, { id: "log-file" })),
+      field("Level", select(LEVELS.map((name) => [name, name === "all" ? "all" : `${name} and above`]), level, (value) => ((level = value), draw()), { id: "log-level" })),
       field("Filter lines", search),
       el("label", { class: "check" }, box, "Follow"),
     );

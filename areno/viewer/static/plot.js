@@ -1,7 +1,7 @@
 // One chart: uPlot in a figure whose legend has the values as text, for the pointer, the keyboard and screen readers.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { el, fill, number, table } from "./dom.js";
+import { announce, el, fill, number, table } from "./dom.js";
 
 const HEIGHT = 190;
 const DASHES = [[], [6, 3], [2, 3]];
@@ -121,8 +121,7 @@ export function chart(title, sync) {
     const steps = plot.data[0], at = plot.cursor.idx ?? steps.length - 1;
     const index = Math.min(Math.max(at + direction, 0), steps.length - 1);
     plot.setCursor({ left: plot.valToPos(steps[index], "x"), top: HEIGHT / 2 });
-    figure.setAttribute("aria-label", `${title}, ${options.unit} ${number(steps[index])}: ` +
-      lines.map((line, place) => `${line.label} ${number(valueAt(place, index)[1])}`).join(", "));
+    announce(`${title}, ${options.unit} ${number(steps[index])}: ` + lines.map((line, place) => `${line.label} ${number(valueAt(place, index)[1])}`).join(", "));
   }
 
   function draw(newLines, newOptions) {

@@ -46,7 +46,6 @@ export async function show(page) {
   }
 
   function draw() {
-    const focused = document.activeElement?.id;
     const list = visible(), picked = new Set(chosen.get());
     fill(heads, el("th", { scope: "col" }, el("span", { class: "hidden-text" }, "Chosen")), COLUMNS.map(([name, text]) =>
       el("th", { scope: "col", "aria-sort": name === sort ? (descending ? "descending" : "ascending") : null },
@@ -57,11 +56,10 @@ export async function show(page) {
         ? "No run matches." : "No runs yet: a run is a folder with a config.yaml. Links to other folders are not followed.")));
     }
     drawActions(list, picked);
-    if (focused) document.getElementById(focused)?.focus();
   }
 
   function rowOf(row, picked) {
-    const box = el("input", { type: "checkbox", id: `choose-${row.id}`, "aria-label": `Choose ${row.name}`,
+    const box = el("input", { type: "checkbox", id: `choose-${row.id}`, "aria-label": `Choose ${row.path}`,
       on: { change: () => choose(row.id, box.checked) } });
     box.checked = picked.has(row.id);
     const name = row.problem ? el("span", {}, row.name, " ", el("span", { class: "problem" }, row.problem))

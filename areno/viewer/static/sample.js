@@ -77,7 +77,7 @@ export async function show(page, { run, parts, params }) {
       const fork = forks[place], row = rows[place], trained = row.filter((token) => token.trained).length;
       const below = children(place);
       return el("li", {},
-        el("button", { "aria-pressed": String(place === branch), class: "branch", on: { click: () => ((branch = place), draw()) } },
+        el("button", { "aria-pressed": String(place === branch), class: "branch", id: `branch-${place}`, on: { click: () => ((branch = place), draw()) } },
           `Branch ${place + 1}`),
         ` ${row.length} tokens, ${trained} trained`,
         fork.parent !== null && [`, forks from branch ${fork.parent + 1} after ${fork.at} tokens (turn ${fork.turn + 1})`, edit(place)],
@@ -101,7 +101,7 @@ export async function show(page, { run, parts, params }) {
   }
 
   function conversation() {
-    const structured = record.messages?.length && branch === rows.length - 1;
+    const structured = Array.isArray(record.messages) && record.messages.length && branch === rows.length - 1;
     const turns = structured ? record.messages.map(fromMessage) : rows.length ? fromRow(rows[branch], forks[branch]) : [
       { role: "prompt", text: record.prompt }, { role: "assistant", text: record.completion }];
     return el("ol", { class: "turns" }, turns.map((turn) => el("li", { class: `turn ${turn.role}` },

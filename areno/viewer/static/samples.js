@@ -2,7 +2,7 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
-import { announce, el, field, fill, number, plural, select } from "./dom.js";
+import { announce, el, field, fill, leftOut, number, plural, select } from "./dom.js";
 import { visibleText } from "./tokens.js";
 
 const ORDERS = [
@@ -30,8 +30,9 @@ export async function show(page, { run, params }) {
   let flags = params.getAll("flag"), offset = 0, until = null, recorded = 0, taken = 0, isOpen = false;
   const list = el("ol", { class: "samples", "aria-label": "Samples" });
   const count = el("p", { "aria-live": "polite" });
+  const unread = el("div");
   const more = el("button", { on: { click: () => next() } }, "More");
-  const fresh = el("button", { class: "main", hidden: true, on: { click: () => restart() } });
+  const fresh = el("button", { class: "main", hidden: true, on: { click: () => restart().then(() => list.querySelector("a")?.focus()) } });
 
   function input(name, label, properties) {
     const control = el("input", { ...properties, value: query[name], on: { change: () => ((query[name] = control.value), restart()) } });
@@ -59,7 +60,7 @@ export async function show(page, { run, params }) {
       el("fieldset", {}, el("legend", {}, "Only (any of)"), boxes)),
     el("p", { class: "muted small" }, "The best, worst and first answer to the first prompts of each step are recorded. ",
       el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
-    fresh, count, list, more,
+    fresh, count, unread, list, more,
   );
 
   function item(sample) {
@@ -71,7 +72,7 @@ export async function show(page, { run, params }) {
         el("span", {}, `advantage ${number(sample.advantage)}`),
         el("span", {}, plural(sample.tokens, "token")),
         marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
-      el("span", { class: "excerpt" }, visibleText(sample.excerpt) || "(empty)")));
+      el("span", { class: "excerpt" }, sample.excerpt === null ? "(not read: damaged, or longer than 16 MiB)" : visibleText(sample.excerpt) || "(empty)")));
   }
 
   function describe(answer) {
@@ -104,6 +105,7 @@ export async function show(page, { run, params }) {
       ({ until, recorded } = answer);
       offset = answer.next;
       describe(answer);
+      fill(unread, leftOut("samples.jsonl", answer.left_out));
       if (first && answer.samples.length && document.activeElement === more) list.children[first].firstChild.focus();
     } while (offset !== null && query.text && taken < wanted);
     more.disabled = false;
