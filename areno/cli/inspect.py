@@ -12,6 +12,7 @@ import numpy as np
 from areno.config.parser import TypedParser
 from areno.errors import UsageError
 from areno.observability.chart import printable
+from areno.observability.samples import bounded
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import sample_id
 from areno.storage.sample_index import Entries
@@ -126,7 +127,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]], in_full: bool) -> Itera
         if label == "tool" and message.get("name"):
             texts.insert(0, f"{message['name']} returns")
         text = "\n".join(filter(None, texts)) or "(empty)"
-        lines = (text if in_full else _bounded(text, _MESSAGE_WIDTH)).splitlines()
+        lines = (text if in_full else bounded(text, _MESSAGE_WIDTH)).splitlines()
         yield from (f"  {label if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
 
 
@@ -140,10 +141,6 @@ def _content(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def _bounded(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width // 2]} … {text[-width // 2 :]}"
-
-
 def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> Iterator[str]:
     turn = "-" if segment["turn"] < 0 else str(segment["turn"])
     head = f"{turn:>4} {segment['role']:<10} {'*' if segment['trained'] else ' '}"
@@ -151,7 +148,7 @@ def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> It
     if not (sampled or segment["trained"] or every_token):
         text = "".join(segment["texts"])
         count = f"{len(segment['tokens'])} ctx"
-        yield f"{position:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {_bounded(text, _CONTEXT_WIDTH)!r}"
+        yield f"{position:>6}  {head}{count:>8}  {'':>9}  {'':>9}  {'':>7}  {bounded(text, _CONTEXT_WIDTH)!r}"
         return
     version = "" if segment["version"] < 0 else str(segment["version"])
     columns = (segment["tokens"], segment["texts"], segment["logprobs"], segment["advantages"])

@@ -18,6 +18,7 @@ from areno.observability.data_size import PROMPTS
 from areno.types import RewardRecord, TokenRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
+_MARK_CHARS = 40
 LOGGED_TOKENS = 64
 LOGGED_RESULTS = 4
 _DATA_CHARS, _DATA_FIELDS = 500, 8
@@ -78,8 +79,8 @@ def sample_records(
             "finish_reason": records[i].metadata.get("finish_reason"),
             "response_len": len(records[i].tokens),
             "logprob_mean": _logprob_mean(records[i]),
-            "prompt": _bounded(records[i].prompt),
-            "completion": _bounded(records[i].completion),
+            "prompt": bounded(records[i].prompt),
+            "completion": bounded(records[i].completion),
             **_data(records[i]),
             **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
@@ -247,8 +248,8 @@ class EvalSamples:
                 **({"reward_parts": dict(parts)} if reward is not None and (parts := parts_of(reward)) else {}),
                 "finish_reason": record.metadata.get("finish_reason"),
                 "response_len": len(record.tokens),
-                "prompt": _bounded(record.prompt),
-                "completion": _bounded(record.completion),
+                "prompt": bounded(record.prompt),
+                "completion": bounded(record.completion),
                 **_data(record),
             }
 
@@ -343,17 +344,16 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 def _data(record: RewardRecord) -> dict[str, Any]:
     """The entry ``data`` of a sample: short fields of its data row, such as the expected answer, except its prompt."""
     fields = {
-        str(name): _bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS)
+        str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS)
         for name, value in record.source_record.items()
         if name not in PROMPTS and isinstance(value, str | int | float | list | tuple | dict)
     }
     return {"data": dict(itertools.islice(fields.items(), _DATA_FIELDS))} if fields else {}
 
 
-def _bounded(text: str, limit: int = MAX_CHARS) -> str:
-    """Keep the head and the tail of a long text."""
+def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
+    """At most ``limit`` characters of a text, of its head and its tail, with a mark between them that has at most 40."""
+    text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:
         return text
-    mark = f"\n[... {len(text) - limit} or more characters omitted ...]\n"
-    half = (limit - len(mark)) // 2
-    return text[:half] + mark + text[len(text) - half :]
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters omitted …]\n{text[-half:]}"

@@ -17,7 +17,7 @@ from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, options_of
 from areno.config.setting_names import SETTINGS
 from areno.reports.divergence import Divergence, common_steps, divergence, part_pairs
-from areno.reports.run_data import RunData
+from areno.reports.run_data import RunData, describe
 
 CURVES = (
     *(
@@ -151,15 +151,13 @@ def compare_runs(a: RunData, b: RunData) -> RunComparison:
 
 
 def _described(run: RunData) -> dict[str, Any]:
-    config = run.config
-    actor = config.get("actor")
     return {
         "name": run.name,
         "path": str(run.path),
         "command": "areno run" if run.is_experiment else "areno train",
         "last_step": run.metrics.last_step,
         "state": run.status.get("state", "unknown"),
-        "algorithm": config.get("algo") or (actor.get("algorithm") if isinstance(actor, dict) else None) or "",
+        "algorithm": describe(run.config)["algo"] or "",
     }
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from areno.observability.samples import bounded
 from areno.observability.step_memory import AVAILABLE, GIB, PEAK, PEAK_GPU
 from areno.reports.evidence import RunProblem
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import RunSamples
-from areno.reports.sample_views import SampleView, SampleViews, bounded, data_text, is_truncated, number
+from areno.reports.sample_views import SampleView, SampleViews, data_text, is_truncated, number
 from areno.reports.settings import settings_of_run
 from areno.reports.svg import Line, line_chart, short, stacked_bar
 from areno.reports.trends import finite

@@ -15,11 +15,13 @@ import yaml
 
 from areno.config.secrets import without_secrets
 from areno.errors import UsageError
+from areno.storage.files import Opener, open_file
+from areno.storage.log_file import log_part
 from areno.storage.metric_columns import MetricColumns, Series
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import CONFIG, EXPERIMENT, OPTIONS, is_run
 from areno.storage.run_status import read_status
-from areno.storage.sample_index import Entries, read_entries, read_sample
+from areno.storage.sample_index import Entries
 from areno.types import PARTS
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -68,14 +70,21 @@ _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
 
 
 class RunData:
-    """A run directory; its metrics are read at once, everything else on first use. UsageError: not a run directory."""
+    """A run directory; its metrics are read at once, everything else on first use.
 
-    def __init__(self, path: str | Path) -> None:
-        self.files = RunDirectory(path)
+    Args:
+        opened: opens the files that are read.
+
+    Raises:
+        UsageError: it is not a run directory.
+    """
+
+    def __init__(self, path: str | Path, opened: Opener = open_file) -> None:
+        self.files = RunDirectory(path, opened=opened)
         self.path = self.files.path
         if not (is_run(self.path) or self.files.metrics_path.exists() or self.files.status_path.exists()):
             raise UsageError(f"{path} is not a run directory; pass the folder that contains {CONFIG} (runs/<name>)")
-        self.metrics = MetricColumns(self.files.metrics_path)
+        self.metrics = MetricColumns(self.files.metrics_path, opened)
 
     @property
     def name(self) -> str:
@@ -85,7 +94,7 @@ class RunData:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration, without secrets."""
-        return read_config(self.path)
+        return read_config(self.files)
 
     @property
     def is_experiment(self) -> bool:
@@ -115,21 +124,21 @@ class RunData:
     @property
     def warnings(self) -> list[dict[str, Any]]:
         """Health warnings: ``step, time, text``."""
-        return self.files.read_warnings()
+        return list(self.files.read_warnings())
 
     @property
     def eval_samples(self) -> list[dict[str, Any]]:
         """Answers to the first held-out prompts in each evaluation."""
-        return self.files.read_eval_samples()
+        return list(self.files.read_eval_samples())
 
     @property
     def entries(self) -> Entries:
         """Index entries of all recorded samples."""
-        return read_entries(self.files.samples_path)
+        return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
         """The record of an index entry; without its ``rows`` if ``tokens`` is False."""
-        return read_sample(self.files.samples_path, entry, tokens=tokens)
+        return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
         """The series of one of ``KEYS``; empty if it was not recorded."""
@@ -148,16 +157,13 @@ class RunData:
         """Seconds of each phase of a step by name."""
         return self._with_prefix(PHASES)
 
-    def log_tail(self, size: int = 65536) -> list[str]:
-        """The last complete lines of the log, within ``size`` bytes."""
+    def log_tail(self) -> list[str]:
+        """The last complete lines of the log."""
         try:
-            with open(self.log_path, "rb") as file:
-                start = max(file.seek(0, 2) - size, 0)
-                file.seek(start)
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
+            with self.files.open(self.log_path) as file:
+                return log_part(file).lines
         except OSError:
             return []
-        return lines[1:] if start else lines
 
     def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
         names = (
@@ -167,11 +173,25 @@ class RunData:
         return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """The configuration of a run directory, without secrets; {} if it is missing, unreadable or far too large."""
-    path = run / CONFIG
+def describe(config: dict[str, Any]) -> dict[str, str | None]:
+    """The kind of a run (``train`` or ``experiment``), its algorithm and its model, from its configuration."""
+    if "experiment_name" not in config:
+        return {"kind": "train", "algo": _text(config.get("algo")), "model": _text(config.get("ckpt"))}
+    actor, rows = (value if isinstance(value := config.get(name), dict) else {} for name in ("actor", "train_dataset"))
+    algorithm = actor.get("algorithm") or ("ppo" if config.get("critic") else rows.get("type"))
+    return {"kind": "experiment", "algo": _text(algorithm), "model": _text(actor.get("path"))}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def read_config(run: RunDirectory) -> dict[str, Any]:
+    """The configuration of a run, without secrets; {} if it is missing, unreadable or far too large."""
     try:
-        text = path.read_text(encoding="utf-8") if path.stat().st_size <= _CONFIG_BYTES else ""
+        with run.open(run.config_path) as file:
+            content = file.read(_CONFIG_BYTES + 1)
+        text = content.decode() if len(content) <= _CONFIG_BYTES else ""
         loaded = yaml.load(text, Loader=_LOADER) if text.count("[") + text.count("{") <= _CONFIG_BRACKETS else None
         if not isinstance(loaded, dict) or _count(loaded, {}) > _CONFIG_VALUES:
             return {}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.observability.samples import bounded
 from areno.reports.run_samples import sample_id
 from areno.reports.svg import short
 from areno.storage.json_lines import as_float
@@ -187,14 +188,6 @@ def is_truncated(record: Mapping[str, Any]) -> bool:
 def number(value: Any) -> str:
     """Format a number of a record."""
     return short(as_float(value))
-
-
-def bounded(text: Any, limit: int) -> str:
-    """The head and the tail of a text."""
-    text = "" if text is None else str(text)
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]}\n[… {len(text) - limit // 2 * 2:,} characters omitted …]\n{text[-(limit // 2) :]}"
 
 
 def _signed(value: float) -> str:

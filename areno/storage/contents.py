@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import CheckpointError, DamagedCheckpointError
+from areno.storage.files import replacing
 
 STATE_FOLDER = "trainer_state"
 STATE_FILE = "state.json"
@@ -74,11 +75,10 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write or atomically replace the trainer's JSON state. A checkpoint is complete if it has this file."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
-    temporary = folder / f"{STATE_FILE}.tmp"
     state = {"format": FORMAT, **state}
     digest = _state_digest(json.loads(json.dumps(state)))  # as it will be read: JSON converts numeric keys to text
-    temporary.write_text(json.dumps({_DIGEST: digest, **state}, indent=1), encoding="utf-8")
-    os.replace(temporary, folder / STATE_FILE)
+    with replacing(folder / STATE_FILE) as temporary:
+        temporary.write_text(json.dumps({_DIGEST: digest, **state}, indent=1), encoding="utf-8")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import json
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, by the strings that stand for them."""
+MAX_BYTES = 2**24
+"""Size above which a line, or a file that is one JSON value, is not read, so that no file can exhaust the memory."""
 _STEPS = 2**63
 
 
@@ -19,6 +22,20 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if isinstance(step, int) and -_STEPS <= step < _STEPS else None
+
+
+def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Read the complete lines from the position of a file on: the bytes and the record of each.
+
+    The record is None if :func:`parse_record` returns None, or the line has more than ``MAX_BYTES``.
+    """
+    while line := file.readline(MAX_BYTES):
+        length, piece = len(line), line
+        while not piece.endswith(b"\n"):
+            if not (piece := file.readline(MAX_BYTES)):
+                return
+            length += len(piece)
+        yield length, parse_record(line)
 
 
 def as_float(value: Any) -> float:

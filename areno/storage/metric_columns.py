@@ -9,11 +9,16 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areno.storage.json_lines import NON_FINITE, as_float, parse_record
+from areno.storage.files import Opener, open_file
+from areno.storage.json_lines import NON_FINITE, as_float, records
+
+_PROBE = 4096
+"""Bytes of a line that identify it: its step and time, with which it begins, are among them."""
 
 
 @dataclass(slots=True)
@@ -36,11 +41,17 @@ class Series:
 class MetricColumns:
     """The metrics of a run by name."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.series: dict[str, Series] = {}
-        self.times = Series()
-        self._read = 0
+    series: dict[str, Series]
+    times: Series
+    left_out: int
+    """Bytes of lines that are damaged or too long."""
+    _read: int
+    _last: bytes  # the beginning of the last line that was read
+    _length: int  # and its bytes
+
+    def __init__(self, path: Path, opened: Opener = open_file) -> None:
+        self.path, self._open = path, opened
+        self._restart()
         self.update()
 
     def __contains__(self, name: str) -> bool:
@@ -60,30 +71,37 @@ class MetricColumns:
         """Step of the newest record; -1 before the first."""
         return self.times.steps[-1] if self.times.steps else -1
 
-    def update(self) -> bool:
-        """Read complete new lines and return whether there were any. Reads the whole file again if a resume truncated it."""
-        try:
-            size = self.path.stat().st_size
-        except OSError:
-            size = 0
-        if size < self._read:
-            self.series, self.times, self._read = {}, Series(), 0
-        if size == self._read:
-            return False
-        with open(self.path, "rb") as file:
-            file.seek(self._read)
-            start = self._read
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._read += len(line)
-                self._add(line)
-        return self._read > start
-
-    def _add(self, line: bytes) -> None:
-        record = parse_record(line)
-        if record is None:
+    def update(self) -> None:
+        """Read complete new lines; after a resume has replaced the file, read all again."""
+        if not self.path.exists():
+            self._restart()
             return
+        with self._open(self.path) as file:
+            if self._last != self._line_before(file):
+                self._restart()
+            file.seek(self._read)
+            length = 0
+            for length, record in records(file):
+                self._read += length
+                if record is None:
+                    self.left_out += length
+                else:
+                    self._add(record)
+            if length:
+                self._length = length
+                self._last = self._line_before(file)
+
+    def _restart(self) -> None:
+        self.series, self.times = {}, Series()
+        self._read = self._length = self.left_out = 0
+        self._last = b""
+
+    def _line_before(self, file: BinaryIO) -> bytes:
+        """The beginning of the last line that was read, as it is in the file now."""
+        file.seek(self._read - self._length)
+        return file.read(min(self._length, _PROBE))
+
+    def _add(self, record: dict[str, Any]) -> None:
         step = record.pop("step")
         self.times.steps.append(step)
         self.times.values.append(as_float(record.pop("time", math.nan)))

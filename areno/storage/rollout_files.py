@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from areno.errors import ArenoError
+from areno.storage.files import replacing
 
 _NAME = re.compile(r"step_(\d{6,})\.safetensors")
 _FORMAT = {"format": "areno rollouts 1"}
@@ -37,11 +38,10 @@ class RolloutFiles:
     def write(self, step: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Save the arrays of a step, and delete the files of old steps. Raises ArenoError on failure."""
         path = self.path(step)
-        partial = path.with_suffix(".partial")
         try:
             self.folder.mkdir(exist_ok=True)
-            save_file(dict(arrays), partial, _FORMAT)
-            partial.replace(path)
+            with replacing(path) as temporary:
+                save_file(dict(arrays), temporary, _FORMAT)
             steps = self.steps()
             for old in steps[: max(len(steps) - int(min(self.keep, len(steps))), 0)]:
                 self.path(old).unlink(missing_ok=True)

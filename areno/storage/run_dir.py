@@ -20,17 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
-from areno.storage.json_lines import NON_FINITE, parse_record
+from areno.storage.files import Opener, open_file, replacing
+from areno.storage.json_lines import MAX_BYTES, NON_FINITE, parse_record, records
 from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
-from areno.storage.sample_index import append_entries, keep_entries
+from areno.storage.sample_index import Entries, append_entries, index_path, keep_entries, read_entries, read_sample
 
 
 class RunDirectory:
-    """The files of one run. Methods that write a file raise ArenoError if they cannot."""
+    """The files of one run. Methods that write a file raise ArenoError if they cannot.
 
-    def __init__(self, path: str | Path, layout: RunLayout = OPTIONS) -> None:
-        self.path = Path(path)
+
+    Args:
+        layout: paths that depend on the front end.
+        opened: opens the files that are read.
+    """
+
+    def __init__(self, path: str | Path, layout: RunLayout = OPTIONS, opened: Opener = open_file) -> None:
+        self.path, self.open = Path(path), opened
         self.config_path = self.path / CONFIG
         self.events_path = self.path / "events"
         self.metrics_path = self.path / "metrics.jsonl"
@@ -117,28 +124,49 @@ class RunDirectory:
         """Return the records of ``metrics.jsonl`` in order, without incomplete lines. NaN and infinities are floats again."""
         return [
             {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
-            for record in _read(self.metrics_path)
+            for record in self._read(self.metrics_path)
         ]
 
-    def read_eval_samples(self) -> list[dict[str, Any]]:
-        """Return the records of ``eval_samples.jsonl`` in order."""
-        return list(_read(self.eval_samples_path))
+    def read_eval_samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of ``eval_samples.jsonl`` in order."""
+        return self._read(self.eval_samples_path)
 
-    def read_warnings(self) -> list[dict[str, Any]]:
-        """Return the records of ``warnings.jsonl`` in order."""
-        return list(_read(self.warnings_path))
+    def read_warnings(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of ``warnings.jsonl`` in order."""
+        return self._read(self.warnings_path)
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """Return the content of ``summary.json``, ``status.json`` or ``environment.json``; {} if missing or unreadable."""
         try:
-            content = json.loads(path.read_bytes())
+            with self.open(path) as file:
+                content = json.loads(file.read(MAX_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
     def read_samples(self) -> Iterator[dict[str, Any]]:
         """Yield the records of ``samples.jsonl`` in order, without incomplete lines."""
-        return _read(self.samples_path)
+        return self._read(self.samples_path)
+
+    def read_entries(self) -> Entries:
+        """The index entries of all recorded samples."""
+        return read_entries(self.samples_path, self.open)
+
+    def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
+        """The record of an index entry; without its ``rows`` if ``tokens`` is False. ArenoError if it cannot be read."""
+        with self.open(self.samples_path) as file:
+            record = read_sample(file, entry, tokens=tokens)
+        if record is None:
+            raise ArenoError(
+                f"{self.samples_path}: the {entry['length']} bytes at {entry['offset']} are no sample, or too many to read; "
+                f"delete {index_path(self.samples_path).name} if it belongs to another file"
+            )
+        return record
+
+    def _read(self, path: Path) -> Iterator[dict[str, Any]]:
+        if path.exists():
+            with self.open(path) as file:
+                yield from (record for _, record in records(file) if record is not None)
 
 
 def json_safe(value: Any) -> Any:
@@ -186,22 +214,12 @@ def _append_lines(path: Path, lines: Iterable[bytes]) -> int:
 
 def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> None:
     """Write to a temporary file and rename it, so that the file is never incomplete; ``mode`` sets its permissions."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _writing(path):
-        with open(temporary, "wb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)  # before any content is written
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        yield from (record for record in map(parse_record, file) if record is not None)
+    with _writing(path), replacing(path) as temporary, open(temporary, "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)  # before any content is written
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _keep_until(path: Path, step: int) -> int:

@@ -60,7 +60,8 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder; also True where the file system does not support locks."""
     try:
-        descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name does not block
+        # A pipe of that name does not block, and a link does not lead to another program's lock.
+        descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

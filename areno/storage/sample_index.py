@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areno.storage.json_lines import as_float, parse_record
+from areno.storage.files import Opener, open_file, replacing
+from areno.storage.json_lines import MAX_BYTES, as_float, records
 
 ENTRY = np.dtype(
     [
@@ -40,32 +41,32 @@ def index_path(samples: Path) -> Path:
     return samples.with_suffix(".index")
 
 
-def append_entries(samples: Path, records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
+def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
     """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
 
     An index that does not end at ``offset`` is first rebuilt from the samples before it.
     """
     path = index_path(samples)
-    entries = _entries(records, lines, offset)
+    entries = _entries(rows, [len(line) for line in lines], offset)
     if _indexed_bytes(path) != offset:
-        _write(path, np.concatenate([_scan(samples, 0, offset), entries]))
+        with open(samples, "rb") as file:
+            _write(path, np.concatenate([_scan(file, 0, offset), entries]))
         return
     with open(path, "ab") as file:
         file.write(entries.tobytes())
 
 
-def read_entries(samples: Path) -> Entries:
+def read_entries(samples: Path, opened: Opener = open_file) -> Entries:
     """Return the entries of all complete lines of a samples file; none if there is no file."""
     if not samples.exists():
         return np.zeros(0, ENTRY)
-    size, path = samples.stat().st_size, index_path(samples)
-    indexed = np.zeros(0, ENTRY)
-    if path.exists() and 0 < _indexed_bytes(path) <= size:
-        indexed = np.memmap(path, ENTRY, mode="r", shape=(path.stat().st_size // ENTRY.itemsize,))
-    covered = _end(indexed)
-    if covered == size:
-        return indexed
-    return np.concatenate([indexed, _scan(samples, covered, size)])
+    with opened(samples) as file:
+        size, indexed = file.seek(0, 2), _indexed(samples, opened)
+        if _end(indexed) > size:
+            indexed = indexed[:0]
+        if _end(indexed) == size:
+            return indexed
+        return np.concatenate([indexed, _scan(file, _end(indexed), size)])
 
 
 def keep_entries(samples: Path, step: int) -> None:
@@ -73,38 +74,64 @@ def keep_entries(samples: Path, step: int) -> None:
     path = index_path(samples)
     if not path.exists():
         return
-    entries = np.fromfile(path, ENTRY, count=path.stat().st_size // ENTRY.itemsize)
+    entries = _indexed(samples, open_file)
     kept = entries[entries["step"] <= step]
     kept["offset"] = np.concatenate([[0], kept["length"].cumsum()[:-1]]) if len(kept) else 0
     size = samples.stat().st_size if samples.exists() else 0
-    _write(path, kept if _end(kept) == size else _scan(samples, 0, size))
+    if _end(kept) != size:
+        path.unlink()
+        kept = read_entries(samples)
+    _write(path, kept)
 
 
-def read_sample(samples: Path, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-    """Read the record of an entry; without ``tokens``, only the fields before ``rows``, which has most of the bytes."""
+def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = "") -> dict[str, Any] | None:
+    """Read the record of an entry from its samples file; without ``tokens``, only what precedes its ``rows``.
+
+    Args:
+        text: casefolded text that the line must contain.
+
+    Returns:
+        The record; None if the line lacks ``text``, has more than ``MAX_BYTES``, is damaged, or is no longer there.
+    """
     length = int(entry["length"])
-    with open(samples, "rb") as file:
+    if length > MAX_BYTES:
+        return None
+    try:
         file.seek(int(entry["offset"]))
-        line = file.read(length if tokens else min(length, _TEXT_BYTES))
-        head, marker, _ = line.partition(_ROWS)
-        try:
-            record: dict[str, Any] = json.loads(head + b"}" if marker and not tokens else line)
-        except ValueError:  # the texts are longer, or a message has a key "rows"
+        if not tokens:  # they are most of the bytes
+            head, marker, _ = file.read(min(length, _TEXT_BYTES)).partition(_ROWS)
             file.seek(int(entry["offset"]))
-            record = json.loads(file.read(length))
-        return record
+            if marker:
+                with suppress(ValueError):  # a message with a key of that name
+                    return _object(head.decode() + "}")
+        line = file.read(length).decode(errors="replace")
+        return None if text and text not in line.casefold() else _object(line)
+    except (ValueError, OverflowError, RecursionError):
+        return None
 
 
-def _entries(records: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> Entries:
-    entries = np.zeros(len(records), ENTRY)
-    for index, (record, line) in enumerate(zip(records, lines, strict=True)):
+def left_out(entries: Entries, size: int) -> int:
+    """Bytes of the lines of a samples file of ``size`` bytes that are damaged or too long, and so have no entry."""
+    between = _end(entries) - int(entries["length"].sum(dtype=np.int64))
+    behind = size - _end(entries)  # a short rest is a line that is being written
+    return max(between, 0) + (behind if behind > MAX_BYTES else 0)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    value = json.loads(text)
+    return value if isinstance(value, dict) else None
+
+
+def _entries(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], offset: int) -> Entries:
+    entries = np.zeros(len(rows), ENTRY)
+    for index, (record, length) in enumerate(zip(rows, lengths, strict=True)):
         advantage = record.get("advantage")
         flags = sum(FLAGS[reason] for reason in record.get("picked", ()) if reason in FLAGS)
         flags |= FLAGS["truncated"] if record.get("finish_reason") == "length" else 0
         flags |= FLAGS["rows"] if "rows" in record else 0
         numbers = (record["step"], *(int(record.get(name) or 0) for name in _COUNTS), as_float(record.get("reward")))
-        entries[index] = (offset, len(line), *numbers, np.nan if advantage is None else as_float(advantage), flags)
-        offset += len(line)
+        entries[index] = (offset, length, *numbers, np.nan if advantage is None else as_float(advantage), flags)
+        offset += length
     return entries
 
 
@@ -113,17 +140,27 @@ _ROWS = b', "rows": [['  # quotes within a text are escaped
 _COUNTS = ("prompt_index", "sample_index", "response_len")
 
 
-def _scan(samples: Path, start: int, stop: int) -> Entries:
+def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
     """Return the entries of the complete records between two byte positions."""
     parts: list[Entries] = []
-    with open(samples, "rb") as file:
-        file.seek(start)
-        while file.tell() < stop:
-            offset, line = file.tell(), file.readline()
-            if record := parse_record(line):
-                with suppress(TypeError, ValueError, OverflowError):  # values that areno does not write
-                    parts.append(_entries([record], [line], offset))
+    file.seek(start)
+    for length, record in records(file):
+        if start >= stop:
+            break
+        if record is not None:
+            with suppress(TypeError, ValueError, OverflowError):  # values that areno does not write
+                parts.append(_entries([record], [length], start))
+        start += length
     return np.concatenate([np.zeros(0, ENTRY), *parts])
+
+
+def _indexed(samples: Path, opened: Opener) -> Entries:
+    """The entries of the index; read and not mapped, because a file that is truncated while it is mapped ends the process."""
+    path = index_path(samples)
+    if not path.exists():
+        return np.zeros(0, ENTRY)
+    with opened(path) as file:
+        return np.fromfile(file, ENTRY)
 
 
 def _indexed_bytes(path: Path) -> int:
@@ -140,6 +177,5 @@ def _end(entries: Entries) -> int:
 
 
 def _write(path: Path, entries: Entries) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(entries.tobytes())
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(entries.tobytes())

@@ -12,7 +12,7 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.rollout_files import RolloutFiles
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import checkpoints_of
-from areno.storage.sample_index import FLAGS, read_entries, read_sample
+from areno.storage.sample_index import FLAGS
 from areno.training.saved_rows import SavedRows, rows_of_arrays, rows_of_samples
 from areno.types import RewardParts, TrainSequence, parts_of
 
@@ -101,8 +101,8 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
     if complete:
         saved = rows_of_arrays(files.read(step))
     else:
-        entries = read_entries(run.samples_path)
-        samples = (read_sample(run.samples_path, entry) for entry in entries[entries["step"] == step])
+        entries = run.read_entries()
+        samples = (run.read_sample(entry) for entry in entries[entries["step"] == step])
         saved = rows_of_samples(samples, temperature)
         if not saved.rows:
             with_rows = sorted({*files.steps(), *entries["step"][(entries["flags"] & FLAGS["rows"]) > 0].tolist()})

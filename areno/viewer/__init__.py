@@ -4,6 +4,7 @@
 - ``app``: the JSON endpoints, and the page's own files
 - ``access``: API key, Host header and response headers
 - ``catalog``: the runs below a folder, and one opened run
+- ``confined``: opens their files, only inside the folder
 - ``curves``: metrics for charts
 - ``sample_pages``: filters, search and pages of recorded samples
 - ``evaluations``: answers to the same prompts in two evaluations

@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from importlib.resources import files as package_files
 from importlib.resources.abc import Traversable
+from itertools import zip_longest
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -13,28 +15,33 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from areno import __version__
+from areno.errors import UsageError
 from areno.observability.chart import printable
+from areno.observability.samples import bounded
 from areno.reports.compare import compare_runs
 from areno.reports.explanation import Explanation, explain
-from areno.reports.run_data import KEYS, RunData
+from areno.reports.run_data import KEYS, RunData, describe
 from areno.serving.errors import ApiError, install_error_handlers
+from areno.storage.log_file import log_part
 from areno.storage.run_dir import json_safe
+from areno.storage.sample_index import left_out
 from areno.viewer.access import AccessMiddleware
-from areno.viewer.catalog import OpenedRun, RunCatalog, completed_steps, describe
-from areno.viewer.changes import event_stream, watched
+from areno.viewer.catalog import OpenedRun, RunCatalog, completed_steps
+from areno.viewer.changes import Changes
 from areno.viewer.curves import MAX_POINTS, curve
 from areno.viewer.evaluations import evaluations
 from areno.viewer.sample_pages import SampleQuery, read_one, sample_page
 from areno.viewer.tails import file_size
 from areno.viewer.timeline import timeline
 
-_LOG_BYTES = 2**16
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MAX_RUNS, _MAX_NAMES, _MAX_PAGE = 50, 100, 200
+_MAX_WARNINGS, _MAX_CHARS = 200, 4000
+"""Health warnings that are sent, and characters of each, and of each line of a log."""
 
 RunIds = Annotated[list[str], Query(alias="run", max_length=_MAX_RUNS)]
 Names = Annotated[list[str], Query(alias="name", max_length=_MAX_NAMES)]
-Counts = Annotated[list[int], Query(max_length=_MAX_NAMES)]
+Cursors = Annotated[list[str], Query(max_length=_MAX_NAMES)]
 
 
 class DataResponse(JSONResponse):
@@ -62,6 +69,10 @@ def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event)
 
 
 def _add_file_errors(app: FastAPI) -> None:
+    @app.exception_handler(UsageError)
+    async def _(_: Request, error: UsageError) -> JSONResponse:
+        return ApiError(404, "this is no longer a run; reload the list of runs", code="run_not_found").response()
+
     @app.exception_handler(OSError)
     async def _(_: Request, error: OSError) -> JSONResponse:
         name = PurePath(str(error.filename or "a file")).name
@@ -87,26 +98,30 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     def metrics(
         run_id: str,
         name: Names = [],  # noqa: B006
-        after: Counts = [],  # noqa: B006
+        after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of some series; ``after`` has the number of recorded values that the client has of each name.
+        """Points of some series; ``after`` has ``next`` of an earlier answer for each name, or an empty text.
 
         ``metrics`` is the number of all metrics, which tells a client that there are new ones.
         """
-        run = catalog.open(run_id)
-        data = run.data()
-        known = [*after, *[0] * (len(name) - len(after))]
+        data = catalog.open(run_id).data()
         limit = min(max(points, 4), MAX_POINTS)
-        series = {one: curve(data, one, count, limit) for one, count in zip(name, known, strict=False)}
+        series = {
+            one: curve(data, one, known, limit) for one, known in zip_longest(name, after[: len(name)], fillvalue="")
+        }
         recorded = {one: points for one, points in series.items() if points is not None}
-        state = {"resets": run.resets, "last_step": data.metrics.last_step, "metrics": len(data.metrics.names)}
+        state = {
+            "last_step": data.metrics.last_step,
+            "metrics": len(data.metrics.names),
+            "left_out": data.metrics.left_out,
+        }
         return DataResponse({**state, "series": recorded})
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
         """What differs between two runs, as ``areno diff --json`` prints it, except for their paths."""
-        comparison = compare_runs(*(RunData(catalog.open(run).path) for run in (left, right))).as_data()
+        comparison = compare_runs(*(RunData(catalog.open(run).path, catalog.opened) for run in (left, right))).as_data()
         return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
 
     @app.get("/api/explain")
@@ -158,12 +173,14 @@ def _add_samples(app: FastAPI, catalog: RunCatalog) -> None:
 
 
 def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> None:
+    changes = Changes(catalog, stopping)
+
     @app.get("/api/events")
     async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
         """Server-sent events about new data of some runs, or of the list of runs."""
-        look = await asyncio.to_thread(watched, catalog, run)
+        followed = [await asyncio.to_thread(catalog.open, run_id) for run_id in dict.fromkeys(run)]
         headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
-        return StreamingResponse(event_stream(look, stopping), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(changes.events(followed), media_type="text/event-stream", headers=headers)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -199,7 +216,8 @@ def _explanation(one: Explanation) -> dict[str, str]:
 
 
 def _overview(run: OpenedRun) -> dict[str, Any]:
-    data = run.data()
+    data, entries = run.data(), run.entries()
+    warnings = deque(run.files.read_warnings(), _MAX_WARNINGS)
     last = {name: data.metrics[name].last for name in data.metrics.names}
     return {
         "id": run.id,
@@ -208,14 +226,18 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
         **describe(data.config),
         "status": data.status,
         "summary": data.summary,
-        "warnings": data.warnings[-200:],
+        "warnings": [{**one, "text": bounded(one.get("text"), _MAX_CHARS)} for one in warnings],
         "config": data.config,
         "environment": data.environment,
         "steps": completed_steps(data),
         "updated": data.metrics.times.last if data.metrics.times.values else None,
         "metrics": last,
         "keys": {key: name for key in KEYS if (name := data.metric_of(key)) is not None},
-        "samples": len(run.entries()),
+        "samples": len(entries),
+        "left_out": {
+            run.files.metrics_path.name: data.metrics.left_out,
+            run.files.samples_path.name: left_out(entries, file_size(run.files.samples_path)),
+        },
         "evaluations": file_size(run.files.eval_samples_path) > 0,
         "traced": bool(run.traces("session_tracer") or run.traces("perf_tracer")),
         "logs": [path.name for path in run.logs()],
@@ -223,24 +245,12 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
 
 
 def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
-    """A part of a log of at most ``_LOG_BYTES``: ``lines``, and the byte positions ``start`` and ``end``."""
+    """A part of a log: ``lines``, and the byte positions ``start`` and ``end``."""
     logs = run.logs()
     names = [path.name for path in logs]
     if not 0 <= number < len(logs):
         return {"files": names, "start": 0, "end": 0, "size": 0, "lines": []}
-    size = file_size(logs[number])
-    if after is not None and 0 <= after <= size:
-        start, stop = after, min(after + _LOG_BYTES, size)
-    else:
-        stop = size if before is None else min(max(before, 0), size)
-        start = max(stop - _LOG_BYTES, 0)
-    with open(logs[number], "rb") as file:
-        file.seek(start)
-        content = file.read(stop - start)
-    if start and after is None:  # begins in the middle of a line
-        cut = content.find(b"\n") + 1
-        start, content = start + cut, content[cut:]
-    if b"\n" in content or len(content) < _LOG_BYTES:
-        content = content[: content.rfind(b"\n") + 1]
-    lines = [printable(line) for line in content.decode("utf-8", errors="replace").splitlines()]
-    return {"files": names, "start": start, "end": start + len(content), "size": size, "lines": lines}
+    with run.open(logs[number]) as file:
+        part = log_part(file, after, before)
+    lines = [printable(bounded(line, _MAX_CHARS)) for line in part.lines]
+    return {"files": names, "start": part.start, "end": part.end, "size": part.size, "lines": lines}

@@ -1,8 +1,10 @@
-"""Server-sent events about new data of runs, by looking at the sizes of their files twice a second."""
+"""Server-sent events about new data of runs: the sizes of a run's files are looked at twice a second, once for all clients."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from areno.storage.run_lock import is_locked
@@ -10,64 +12,124 @@ from areno.viewer.catalog import OpenedRun, RunCatalog
 from areno.viewer.tails import file_size, file_version
 
 INTERVAL_S = 0.5
-_COMMENT_EVERY = 30
-"""Intervals without an event, after which a comment keeps the connection alive."""
+_COMMENT_EVERY_S = 15
+"""Seconds without an event, after which a comment keeps the connection alive."""
+_ROWS = ""
+"""Stands for the list of runs among the ids of runs."""
+
+Parts = dict[str, dict[str, Any]]
+"""What tells that a part of a run has changed, by run id and part."""
 
 
-def sizes_of(run: OpenedRun) -> dict[str, Any]:
-    """What tells that a part of a run has changed, by part."""
+def sizes_of(run: OpenedRun) -> Parts:
+    """What tells that a part of a run has changed; empty if the run was deleted."""
     files = run.files
-    return {
-        "metrics": file_size(files.metrics_path),
-        "samples": file_size(files.samples_path),
-        "evaluations": file_size(files.eval_samples_path),
-        "warnings": file_size(files.warnings_path),
-        "status": (file_version(files.status_path), is_locked(run.path)),
-        "log": [file_size(path) for path in run.logs()],
-        "timeline": [file_size(path) for path in (*run.traces("session_tracer"), *run.traces("perf_tracer"))],
-    }
-
-
-def watched(catalog: RunCatalog, run_ids: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
-    """Return a function that looks at some runs, or at the rows of all, and returns their parts by run id.
-
-    Raises:
-        ApiError: one of the runs does not exist.
-    """
-    if not run_ids:
-        return lambda: {run_id: {"row": row} for run_id, row in catalog.signature().items()}
-    runs = [catalog.open(run_id) for run_id in run_ids]
-    return lambda: {run.id: sizes_of(run) for run in runs}
-
-
-async def event_stream(look: Callable[[], dict[str, dict[str, Any]]], stopping: asyncio.Event) -> AsyncIterator[str]:
-    """Events ``{"run", "changed": [parts]}`` until ``stopping`` is set; the first, without a run, tells that they begin."""
-    known = await asyncio.to_thread(_safely, look, {})
-    yield "retry: 1000\ndata: {}\n\n"
-    quiet = 0
-    while not stopping.is_set():
-        try:
-            await asyncio.wait_for(stopping.wait(), INTERVAL_S)
-        except TimeoutError:
-            quiet += 1
-        seen = await asyncio.to_thread(_safely, look, known)
-        for run_id in {**known, **seen}:
-            old, new = known.get(run_id, {}), seen.get(run_id, {})
-            changed = [part for part in {**old, **new} if old.get(part) != new.get(part)]
-            if changed:
-                quiet = 0
-                yield f"data: {json.dumps({'run': run_id, 'changed': changed})}\n\n"
-        known = seen
-        if quiet >= _COMMENT_EVERY:
-            quiet = 0
-            yield ": no change\n\n"
-
-
-def _safely(
-    look: Callable[[], dict[str, dict[str, Any]]], before: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Look; a run directory that is deleted meanwhile counts as unchanged."""
     try:
-        return look()
+        parts = {
+            "metrics": file_size(files.metrics_path),
+            "samples": file_size(files.samples_path),
+            "evaluations": file_size(files.eval_samples_path),
+            "warnings": file_size(files.warnings_path),
+            "status": (file_version(files.status_path), is_locked(run.path)),
+            "log": [file_size(path) for path in run.logs()],
+            "timeline": [file_size(path) for path in (*run.traces("session_tracer"), *run.traces("perf_tracer"))],
+        }
     except OSError:
-        return before
+        return {}
+    return {run.id: parts}
+
+
+class Changes:
+    """The events of all clients, until ``stopping`` is set."""
+
+    def __init__(self, catalog: RunCatalog, stopping: asyncio.Event) -> None:
+        self._catalog, self._stopping = catalog, stopping
+        self._watches: dict[str, _Watch] = {}
+
+    async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
+        """Events ``{"run", "changed": [parts]}`` of some runs, or of the list of runs if there are none.
+
+        The first event, without a run, tells that they begin.
+        """
+        client = _Client()
+        watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]
+        for watch in watches:
+            watch.clients.add(client)
+        try:
+            for watch in watches:
+                await watch.begun.wait()
+            yield "retry: 1000\ndata: {}\n\n"
+            async for event in client.events():
+                yield event
+        finally:
+            for watch in watches:
+                watch.clients.discard(client)
+
+    def _rows(self) -> Parts:
+        return {run_id: {"row": row} for run_id, row in self._catalog.signature().items()}
+
+    def _watch(self, key: str, look: Callable[[], Parts]) -> "_Watch":
+        if key not in self._watches:
+            self._watches[key] = _Watch(look, self._stopping, lambda: self._watches.pop(key))
+        return self._watches[key]
+
+
+class _Watch:
+    """Looks at a run, or at the list, while clients follow it; ``ended`` is called at the end."""
+
+    def __init__(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
+        self.clients: set[_Client] = set()
+        self.begun = asyncio.Event()
+        self._task = asyncio.create_task(self._run(look, stopping, ended))
+
+    async def _run(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
+        try:
+            known = await asyncio.to_thread(look)
+            self.begun.set()
+            while self.clients and not stopping.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), INTERVAL_S)
+                seen = await asyncio.to_thread(look)
+                for run_id in {**known, **seen}:
+                    old, new = known.get(run_id, {}), seen.get(run_id, {})
+                    if changed := [part for part in {**old, **new} if old.get(part) != new.get(part)]:
+                        for client in self.clients:
+                            client.tell(run_id, changed)
+                known = seen
+        finally:
+            ended()
+            self.begun.set()
+            for client in self.clients:
+                client.end()
+
+
+class _Client:
+    """What a client has not been told yet: the changed parts by run."""
+
+    def __init__(self) -> None:
+        self._changed: dict[str, set[str]] = {}
+        self._news = asyncio.Event()
+        self._is_ended = False
+
+    def tell(self, run_id: str, parts: Sequence[str]) -> None:
+        """Add changes."""
+        self._changed.setdefault(run_id, set()).update(parts)
+        self._news.set()
+
+    def end(self) -> None:
+        """End the events."""
+        self._is_ended = True
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[str]:
+        """The changes as they come; what a slow client misses meanwhile is told at once."""
+        while not self._is_ended:
+            try:
+                await asyncio.wait_for(self._news.wait(), _COMMENT_EVERY_S)
+            except TimeoutError:
+                yield ": no change\n\n"
+                continue
+            self._news.clear()
+            changed, self._changed = self._changed, {}
+            for run_id, parts in changed.items():
+                yield f"data: {json.dumps({'run': run_id, 'changed': sorted(parts)})}\n\n"

@@ -18,31 +18,33 @@ def metric_name(data: RunData, name: str) -> str | None:
     return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
 
 
-def curve(data: RunData, name: str, after: int = 0, points: int = MAX_POINTS) -> dict[str, Any] | None:
+def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
     """The points of a series for a chart; None if it was not recorded.
 
-    ``after``: leave out this many recorded values, which the client has; if the series is shorter, it is sent from the start.
+    Args:
+        after: ``next`` of an earlier answer: leave out what the client has, unless a resume has replaced it since.
 
     Returns:
-        ``metric`` (the recorded name), ``count`` (recorded values), ``start`` (the first one that is covered), and the lists
+        ``metric`` (the recorded name), ``next``, ``start`` (how many values are left out), and the lists
         ``steps``, ``values`` (null if not finite) and ``minutes`` since the first record; ``not_finite``: steps of such values.
     """
     metric = metric_name(data, name)
     if metric is None:
         return None
-    series = data.metrics[metric]
+    series, times = data.metrics[metric], data.metrics.times
     count = len(series.values)
-    start = after if 0 <= after <= count else 0
+    records = len(times.values)  # after the count, because another thread may append
+    start = min(_known(times, after), count)
     steps, values = np.array(series.steps[start:count]), np.array(series.values[start:count])
     finite = np.isfinite(values)
     shown = extremes(values, points)
     return {
         "metric": metric,
-        "count": count,
+        "next": _cursor(times, count, records),
         "start": start,
         "steps": steps[shown].tolist(),
         "values": [value if flag else None for value, flag in zip(values[shown].tolist(), finite[shown], strict=True)],
-        "minutes": np.round(_minutes(data.metrics.times, steps[shown]), 3).tolist(),
+        "minutes": np.round(_minutes(times, steps[shown]), 3).tolist(),
         "not_finite": steps[~finite][:_SHOWN_STEPS].tolist(),
     }
 
@@ -58,6 +60,23 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
     for start, stop in itertools.pairwise(edges):
         kept.update((int(start + low[start:stop].argmin()), int(start + high[start:stop].argmax())))
     return np.array(sorted(kept))
+
+
+def _cursor(times: Series, count: int, records: int) -> str:
+    """What identifies the first ``count`` values of a series in the first ``records`` lines: the time of the last line.
+
+    It says nothing about the process, so that a client's points remain valid while the server forgets the run or restarts.
+    """
+    return f"{count}/{records}/{times.values[records - 1] if records else 0}"
+
+
+def _known(times: Series, cursor: str) -> int:
+    """The values before a cursor; 0 if the lines before it are others now."""
+    try:
+        count, records = (int(part) for part in cursor.split("/")[:2])
+    except ValueError:
+        return 0
+    return count if count >= 0 and 0 < records <= len(times.values) and cursor == _cursor(times, count, records) else 0
 
 
 def _minutes(times: Series, steps: NDArray[np.int64]) -> NDArray[np.float64]:

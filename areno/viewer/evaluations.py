@@ -3,7 +3,9 @@
 from typing import Any
 
 from areno.viewer.catalog import OpenedRun
-from areno.viewer.tails import stream_records
+
+_MOST_PROMPTS = 100
+"""Prompts that are shown; areno records far fewer."""
 
 
 def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[str, Any]:
@@ -13,18 +15,15 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
         ``steps`` (completed steps of all evaluations), ``before``, ``after``, and ``prompts``: each with ``prompt_index``,
         ``prompt``, and the records ``before`` and ``after``, null if the evaluation lacks the prompt.
     """
-    path = run.files.eval_samples_path
-    steps = list(
-        dict.fromkeys(record["step"] for record in stream_records(path) if isinstance(record.get("step"), int))
-    )
+    steps = list(dict.fromkeys(record["step"] for record in run.files.read_eval_samples()))
     if not steps:
         return {"steps": [], "before": None, "after": None, "prompts": []}
     first, last = steps[0] if before is None else before, steps[-1] if after is None else after
-    answers: dict[Any, dict[int, dict[str, Any]]] = {first: {}, last: {}}
-    for record in stream_records(path):
-        step, index = record.get("step"), record.get("prompt_index")
-        if isinstance(step, int) and isinstance(index, int) and step in answers:
-            answers[step][index] = record
+    answers: dict[int, dict[int, dict[str, Any]]] = {first: {}, last: {}}
+    for record in run.files.read_eval_samples():
+        evaluated, index = answers.get(record["step"]), record.get("prompt_index")
+        if evaluated is not None and isinstance(index, int) and (index in evaluated or len(evaluated) < _MOST_PROMPTS):
+            evaluated[index] = record
     old, new = answers[first], answers[last]
     prompts = [
         {

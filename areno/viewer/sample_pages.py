@@ -4,18 +4,21 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areno.serving.errors import ApiError, bad_field
-from areno.storage.sample_index import FLAGS, Entries
+from areno.storage.json_lines import MAX_BYTES
+from areno.storage.sample_index import FLAGS, Entries, left_out, read_sample
 from areno.viewer.catalog import OpenedRun
+from areno.viewer.tails import file_size
 
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
-_EXCERPT = 200
+_EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
 """Entries around a sample among which those of the same prompt are searched; a step records at most 24."""
 
@@ -41,8 +44,9 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
     Returns:
         ``recorded`` (all samples), ``matching`` (those that pass the filters on the index), ``samples`` (see
-        :func:`describe_entry`, with an ``excerpt``), ``until``, and ``next``: the offset to continue at, None at the end. With
-        a text a page may hold less than ``limit`` samples, or none, and still have a ``next``.
+        :func:`describe_entry`, with an ``excerpt``, which is null if the line is damaged or too long), ``until``, and ``next``:
+        the offset to continue at, None at the end. With a text a page may hold less than ``limit`` samples, or none, and still
+        have a ``next``. ``left_out``: bytes of damaged or too long lines without an entry in the index.
 
     Raises:
         ApiError: an unknown flag or order.
@@ -55,13 +59,14 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     following, needle = query.offset, query.text.casefold()
     for position, record in _records(run, entries, chosen, query):
         following = position + 1
-        if (match := _match(record, needle)) is not None:
+        if (excerpt := _excerpt(record, needle)) is not None:
             index = int(chosen[position])
-            samples.append({**describe_entry(index, entries[index]), **_excerpt(record, *match)})
+            samples.append({**describe_entry(index, entries[index]), **excerpt})
             if len(samples) == query.limit:
                 break
     return {
         "recorded": len(every),
+        "left_out": left_out(every, file_size(run.files.samples_path)),
         "matching": len(chosen),
         "until": until,
         "next": following if following < len(chosen) else None,
@@ -81,8 +86,10 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     start = max(index - _NEIGHBORS, 0)
     near, entry = entries[start : index + _NEIGHBORS], entries[index]
     same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
-    with open(run.files.samples_path, "rb") as file:
-        record = _read(file, entry)
+    if (length := int(entry["length"])) > MAX_BYTES:
+        raise ApiError(403, f"this sample has {length} bytes; at most {MAX_BYTES} are read", code="sample_too_large")
+    with run.open(run.files.samples_path) as file:
+        record = read_sample(file, entry)
     if record is None:
         raise ApiError(404, "the samples were rewritten by a resumed run; reload the page", code="sample_not_found")
     others = [describe_entry(int(place), entries[place]) for place in same]
@@ -124,32 +131,19 @@ def _ordered(entries: Entries, chosen: NDArray[np.intp], order: str) -> NDArray[
 
 def _records(
     run: OpenedRun, entries: Entries, chosen: NDArray[np.intp], query: SampleQuery
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """The records from ``query.offset`` on, with their places in ``chosen``, until the bounds of a request are reached."""
     if query.offset >= len(chosen):
         return
     needle = json.dumps(query.text.casefold(), ensure_ascii=False)[1:-1].casefold()
     size, deadline = 0, time.monotonic() + _SEARCH_S
-    with open(run.files.samples_path, "rb") as file:
+    with run.open(run.files.samples_path) as file:
         for position in range(query.offset, len(chosen)):
             entry = entries[chosen[position]]
             size += int(entry["length"])
-            yield position, _read(file, entry, needle) or {}
+            yield position, read_sample(file, entry, text=needle)
             if size > _SEARCH_BYTES or time.monotonic() > deadline:
                 return
-
-
-def _read(file: BinaryIO, entry: Any, needle: str = "") -> dict[str, Any] | None:
-    """The record of an entry; None if its line cannot contain ``needle``, was rewritten, or is damaged."""
-    try:
-        file.seek(int(entry["offset"]))
-        line = file.read(int(entry["length"])).decode("utf-8", errors="replace")
-        if needle and needle not in line.casefold():
-            return None
-        record = json.loads(line)
-    except (ValueError, OverflowError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _texts(record: dict[str, Any]) -> Iterator[str]:
@@ -168,15 +162,17 @@ def _strings(value: Any) -> Iterator[str]:
             pending.extend(reversed(list(item.values() if isinstance(item, dict) else item)))
 
 
-def _match(record: dict[str, Any], needle: str) -> tuple[str, int] | None:
-    """The first text of a record that contains ``needle``, and where; None if none does."""
-    if not needle:
-        return str(record.get("completion") or ""), 0
-    return next(((text, place) for text in _texts(record) if (place := text.casefold().find(needle)) >= 0), None)
-
-
-def _excerpt(record: dict[str, Any], text: str, place: int) -> dict[str, Any]:
+def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
+    """The excerpt of a record around the first place of ``needle``, and its reward's parts; None if no text contains it."""
+    if record is None:
+        return None if needle else {"excerpt": None, "reward_parts": {}}
+    texts = _texts(record) if needle else [str(record.get("completion") or "")]
+    text, place = next(((text, place) for text in texts if (place := text.casefold().find(needle)) >= 0), ("", -1))
+    if place < 0:
+        return None
     start = max(place - _EXCERPT // 4, 0)
     cut = text[start : start + _EXCERPT]
     marked = ("…" if start else "") + cut + ("…" if len(text) > start + _EXCERPT else "")
-    return {"excerpt": marked, "reward_parts": record.get("reward_parts") or {}}
+    parts = parts if isinstance(parts := record.get("reward_parts"), dict) else {}
+    numbers = {name: part for name, part in parts.items() if isinstance(part, int | float)}
+    return {"excerpt": marked, "reward_parts": dict(islice(numbers.items(), _MOST_PARTS))}

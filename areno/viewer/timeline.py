@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from areno.viewer.catalog import OpenedRun, completed_steps
-from areno.viewer.tails import file_size, json_records, lines_between, position_of
+from areno.viewer.tails import json_records, lines_between, position_of
 
 MAX_SESSIONS, MAX_SPANS = 400, 2000
 _READ = 4 * 2**20
@@ -30,13 +30,13 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
         window before, null if there is none; ``traced``: whether the run has traces at all.
     """
     session_files, trace_files = run.traces("session_tracer"), run.traces("perf_tracer")
-    sessions, earlier = _sessions(session_files, until)
+    sessions, earlier = _sessions(run, session_files, until)
     if sessions:
         begin, end = min(one["begin"] for one in sessions), max(one["end"] for one in sessions)
     else:
-        end = until if until is not None else _last_event(trace_files)
+        end = until if until is not None else _last_event(run, trace_files)
         begin = end - 60
-    phases = sorted(_phases(trace_files, begin, end), key=lambda span: float(span["begin"]))[:MAX_SPANS]
+    phases = sorted(_phases(run, trace_files, begin, end), key=lambda span: float(span["begin"]))[:MAX_SPANS]
     versions = _versions(run, phases, begin, end)
     times = [one["time"] for one in versions]
     for session in sessions:
@@ -55,12 +55,13 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
     }
 
 
-def _sessions(files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
+def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
     """The last sessions that ended before a time, and the time to continue at."""
     sessions, more = [], False
     for path in files:
-        stop = file_size(path) if until is None else position_of(path, until, _ended)
-        start, lines = lines_between(path, max(stop - _READ, 0), stop)
+        with run.open(path) as file:
+            stop = file.seek(0, 2) if until is None else position_of(file, until, _ended)
+            start, lines = lines_between(file, max(stop - _READ, 0), stop)
         more = more or start > 0
         sessions += [_session(record) for record in json_records(lines) if _is_session(record)]
     sessions = sorted(
@@ -122,20 +123,23 @@ def _seconds(event: dict[str, Any]) -> float | None:
     return float(begin + duration) / 1e6
 
 
-def _last_event(files: list[Path]) -> float:
+def _last_event(run: OpenedRun, files: list[Path]) -> float:
     ends = []
     for path in files:
-        stop = file_size(path)
-        records = json_records(lines_between(path, max(stop - 2**16, 0), stop)[1])
+        with run.open(path) as file:
+            stop = file.seek(0, 2)
+            records = json_records(lines_between(file, max(stop - 2**16, 0), stop)[1])
         ends += [seconds for record in records if (seconds := _seconds(record)) is not None]
     return max(ends, default=0.0)
 
 
-def _phases(files: list[Path], begin: float, end: float) -> Iterator[dict[str, Any]]:
+def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iterator[dict[str, Any]]:
     """The phases that end in a window."""
     for path in files:
-        start = position_of(path, begin, _seconds)
-        for event in json_records(lines_between(path, start, start + _READ)[1]):
+        with run.open(path) as file:
+            start = position_of(file, begin, _seconds)
+            lines = lines_between(file, start, start + _READ)[1]
+        for event in json_records(lines):
             seconds = _seconds(event)
             if (
                 event.get("ph") != "X"

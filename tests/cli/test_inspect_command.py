@@ -116,7 +116,7 @@ conversation of 5 messages
   assistant  xxx"""
         in shown
     )
-    assert " … " in shown
+    assert "characters omitted" in shown
     assert "row 1 of 1: 7 tokens, 4 trained on" in shown
     assert main(["inspect", str(run), "--sample", "0/0/1", "--all"]) == 0
     assert "x" * 3000 in capsys.readouterr().out

@@ -111,9 +111,10 @@ def test_a_series_has_the_values_of_the_file_and_only_new_ones_after_a_count(ses
     loss = answer["series"]["train/loss"]
     assert loss["values"] == [None if record["step"] == 7 else record["train/loss"] for record in records]
     assert loss["not_finite"] == [7]
-    later = session.get(f"{one}/metrics", params={"name": ["reward", "train/loss"], "after": [18, 20]}).json()["series"]
-    assert (later["reward"]["start"], later["reward"]["steps"], later["reward"]["count"]) == (18, [18, 19], 20)
-    assert later["train/loss"]["values"] == []
+    known = [loss["next"], "0"]
+    later = session.get(f"{one}/metrics", params={"name": ["train/loss", "reward"], "after": known}).json()["series"]
+    assert (later["train/loss"]["start"], later["train/loss"]["values"]) == (20, [])
+    assert (later["reward"]["start"], later["reward"]["steps"]) == (0, reward["steps"])
 
 
 def test_a_long_series_keeps_its_extremes(tmp_path):
@@ -133,17 +134,37 @@ def test_a_long_series_keeps_its_extremes(tmp_path):
     assert len(few["steps"]) <= 10
 
 
-def test_a_resume_that_drops_steps_is_noticed(tmp_path):
+@pytest.mark.parametrize("same_values", [False, True])
+def test_a_resume_that_drops_steps_is_noticed(tmp_path, same_values):
     run = write_run(tmp_path / "run", steps=10)
     with client(tmp_path) as session:
         path = f"/api/runs/{run_id(session, 'run')}/metrics"
-        before = session.get(path, params={"name": "reward"}).json()
+        before = session.get(path, params={"name": "reward"}).json()["series"]["reward"]
         run.truncate_after(4)
-        for step in range(5, 30):  # more than there were
+        values = [0.25 + step / 64 if same_values else 9.0 for step in range(5, 30)]  # more than there were
+        for step, value in enumerate(values, start=5):
+            run.append_metrics(step, {"rollout/rewards_mean": value})
+        after = session.get(path, params={"name": "reward", "after": before["next"]}).json()["series"]["reward"]
+    assert (after["start"], after["values"]) == (0, [0.25 + step / 64 for step in range(5)] + values)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_points_of_a_client_remain_valid_while_the_server_forgets_the_run(tmp_path, resumed):
+    run = write_run(tmp_path / "run", steps=10)
+    for number in range(20):  # more than are kept open
+        write_run(tmp_path / f"other{number}", steps=1)
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}/metrics"
+        known = session.get(path, params={"name": "reward"}).json()["series"]["reward"]["next"]
+        for row in session.get("/api/runs").json()["runs"]:
+            if row["path"] != "run":
+                session.get(f"/api/runs/{row['id']}").raise_for_status()
+        if resumed:
+            run.truncate_after(4)
+        for step in range(5 if resumed else 10, 12):
             run.append_metrics(step, {"rollout/rewards_mean": 9.0})
-        after = session.get(path, params={"name": "reward"}).json()
-    assert after["resets"] == before["resets"] + 1
-    assert after["series"]["reward"]["values"] == [0.25 + step / 64 for step in range(5)] + [9.0] * 25
+        series = session.get(path, params={"name": "reward", "after": known}).json()["series"]["reward"]
+    assert (series["start"], series["steps"]) == ((0, list(range(12))) if resumed else (10, [10, 11]))
 
 
 QUERIES = [
@@ -290,6 +311,28 @@ def test_the_log_is_read_from_its_end_backwards_and_forwards(session, one, runs)
         file.write("one more\x1b[31m\nincomplete")
     more = session.get(f"{one}/log", params={"after": tail["end"]}).json()
     assert more["lines"] == ["one more\\x1b[31m"]
+
+
+def test_a_long_line_of_a_log_is_shortened_and_hides_no_other(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    run.log_path.write_text(f"first\n{'x' * 1_000_000}\nlast\n")
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}/log"
+        part = session.get(path).json()
+        assert part["lines"][-1] == "last"
+        lines, start = part["lines"], part["start"]
+        while start:
+            part = session.get(path, params={"before": start}).json()
+            assert (part["end"], part["start"] < start) == (start, True)
+            lines, start = part["lines"] + lines, part["start"]
+        forward, end = [], 0
+        while end < part["size"]:
+            part = session.get(path, params={"after": end}).json()
+            forward, end = forward + part["lines"], part["end"]
+    for all_lines in (lines, forward):
+        assert (all_lines[0], all_lines[-1]) == ("first", "last")
+        assert all("characters omitted" in line and len(line) <= 4040 for line in all_lines[1:-1])
+        assert 10 < len(all_lines) < 25
 
 
 def test_numbers_that_are_not_finite_and_incomplete_characters_arrive(tmp_path):

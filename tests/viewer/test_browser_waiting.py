@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import httpx
@@ -91,3 +92,49 @@ def test_a_run_that_is_gone_does_not_hide_the_others(page, run, address):
     assert "1 run cannot be shown: there is no such run" in page.text()
     page.open("about:blank")
     page.problems[:] = [text for text in page.problems if "404" not in text]  # the browser notes the refusal
+
+
+def test_a_page_says_when_its_run_was_deleted(page, run, address):
+    run.append_metrics(0, {"rollout/rewards_mean": 0.25})
+    show(page, f"{address}/curves")
+    page.wait("document.getElementById('live').innerText === 'live'")
+    assert page.run("document.getElementById('problem').hidden")
+    shutil.rmtree(run.path)
+    page.wait("document.getElementById('problem').innerText.includes('there is no such run')", 2 * PROMISED_S)
+    page.run("location.hash = '#/'")
+    page.wait("document.querySelector('h1').innerText === 'Runs' && document.getElementById('problem').hidden")
+    page.open("about:blank")
+    page.problems[:] = [text for text in page.problems if "404" not in text]
+
+
+def test_the_focus_stays_where_it_was_while_a_page_is_drawn_again(page, run, address):
+    run.append_eval_samples({"step": step, "prompt_index": 0, "prompt": "Q", "completion": "A"} for step in (0, 1, 2))
+    show(page, f"{address}/evaluations")
+    page.run("document.querySelectorAll('main select')[1].focus()")
+    page.run("(select => { select.value = '1'; select.dispatchEvent(new Event('change')) })(document.activeElement)")
+    page.wait("document.querySelector('main').innerText.includes('After 1 step') && location.hash.includes('after=1')")
+    assert page.run("document.activeElement.value") == "1"
+    show(page, address)
+    page.wait("document.getElementById('live').innerText === 'live'")
+    time.sleep(1)
+    page.run("document.querySelector('main dl a').focus()")
+    page.run("document.activeElement.dataset.mark = 'old'")
+    run.append_samples([{"step": 0, "prompt_index": 0, "reward": 1.0, "prompt": "p", "completion": "c"}])
+    page.wait("document.querySelector('main dl a').innerText === '1'", 2 * PROMISED_S)
+    assert page.run("document.activeElement.innerText + document.activeElement.dataset.mark") == "1undefined"
+    page.open("about:blank")
+
+
+def test_pages_say_what_they_leave_out(page, run, address):
+    size = 2**24 + 10
+    for path, line in ((run.metrics_path, "x" * size), (run.samples_path, "x" * size)):
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+    run.append_metrics(0, {"rollout/rewards_mean": 0.25})
+    with open(run.samples_path, "a") as file:
+        file.write('{"step": 0, "prompt_index": 0, "completion": "c"}\n')
+    for part, files in {"": ("metrics", "samples"), "/curves": ("metrics",), "/samples": ("samples",)}.items():
+        show(page, f"{address}{part}")
+        for name in files:
+            page.wait(f"document.querySelector('main').innerText.includes('{size + 1:,} bytes of {name}.jsonl')")
+    page.open("about:blank")

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import threading
+import tracemalloc
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_an_index_that_points_anywhere_is_no_error_of_the_list(tmp_path):
     with client(tmp_path) as session:
         path = f"/api/runs/{run_id(session, 'run')}/samples"
         page = session.get(path, params={"order": "oldest"}).json()
-        assert [sample["excerpt"] for sample in page["samples"]][:2] == ["", "It is 0.\nStraße 1"]
+        assert [sample["excerpt"] for sample in page["samples"]][:2] == [None, "It is 0.\nStraße 1"]
         assert session.get(f"{path}/0").status_code == 404
 
 
@@ -169,8 +170,9 @@ def test_a_pipe_blocks_neither_the_list_nor_its_events(tmp_path, name):
         assert next_event()["changed"] == ["row"]
     with client(tmp_path) as session:
         rows = {row["name"]: row for row in session.get("/api/runs").json()["runs"]}
-    assert name in rows["piped"]["problem"]
-    assert "problem" not in rows["other"]
+        answer = session.get(f"/api/runs/{rows['piped']['id']}")
+    assert ("problem" in rows["piped"], "problem" in rows["other"]) == (name == "status.json", False)
+    assert (answer.status_code, name in answer.text) == ((200, False) if name == ".lock" else (403, True))
 
 
 def test_a_file_that_is_read_as_a_whole_has_a_limit(tmp_path):
@@ -179,8 +181,59 @@ def test_a_file_that_is_read_as_a_whole_has_a_limit(tmp_path):
         file.truncate(2**30)
     with client(tmp_path) as session:
         (row,) = session.get("/api/runs").json()["runs"]
-        assert "summary.json" in row["problem"]
-        assert session.get(f"/api/runs/{row['id']}").status_code == 403
+        answer = session.get(f"/api/runs/{row['id']}")
+    assert (answer.status_code, "summary.json" in answer.text) == (403, True)
+
+
+def test_a_huge_line_is_left_out_in_little_memory_and_the_others_are_read(tmp_path):
+    huge = 2**27
+    run = write_run(tmp_path / "run", steps=2)
+    samples = len(run.samples_path.read_bytes().splitlines())
+    run.samples_path.with_suffix(".index").unlink()
+    for path in (run.metrics_path, run.samples_path, run.eval_samples_path, run.warnings_path):
+        with open(path, "ab") as file:
+            file.truncate(file.tell() + huge)  # a hole reads as zeros
+            file.seek(0, 2)
+            file.write(b"\n")
+    run.append_metrics(2, {"rollout/rewards_mean": 0.5})
+    with open(run.samples_path, "a") as file:
+        file.write('{"step": 2, "prompt_index": 0, "completion": "after"}\n')
+    run.append_warning(2, "after")
+    with client(tmp_path) as session:
+        tracemalloc.start()
+        path = f"/api/runs/{run_id(session, 'run')}"
+        overview = session.get(path).raise_for_status().json()
+        metrics = session.get(f"{path}/metrics", params={"name": "reward"}).raise_for_status().json()
+        page = session.get(f"{path}/samples", params={"limit": 1}).raise_for_status().json()
+        evaluations = session.get(f"{path}/evaluations").raise_for_status().json()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 0.8 * huge
+    assert overview["left_out"] == {"metrics.jsonl": huge + 1, "samples.jsonl": huge + 1}
+    assert overview["warnings"][-1]["text"] == "after"
+    assert (metrics["left_out"], metrics["series"]["reward"]["steps"]) == (huge + 1, [0, 1, 2])
+    assert (page["left_out"], page["recorded"], page["samples"][0]["excerpt"]) == (huge + 1, samples + 1, "after")
+    assert evaluations["steps"] == [0, 2]
+
+
+def test_a_huge_sample_in_the_index_is_listed_and_not_read(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, prompts=1)
+    run.append_samples([{"step": 1, "prompt_index": 0, "completion": "x" * 2**24}])
+    with client(tmp_path) as session:
+        path = f"/api/runs/{run_id(session, 'run')}/samples"
+        newest, other = session.get(path, params={"limit": 2}).json()["samples"]
+        assert (newest["step"], newest["excerpt"], other["step"]) == (1, None, 0)
+        answer = session.get(f"{path}/{newest['index']}")
+        assert (answer.status_code, "bytes" in answer.json()["error"]["message"]) == (403, True)
+
+
+def test_a_page_of_samples_stays_small_whatever_their_rewards_have(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    parts = {f"part{number}": 0.5 for number in range(1000)}
+    run.append_samples([{"step": 0, "reward_parts": {"text": "x" * 10_000, "deep": [[]], **parts}}])
+    with client(tmp_path) as session:
+        (sample,) = session.get(f"/api/runs/{run_id(session, 'run')}/samples").json()["samples"]
+    assert sample["reward_parts"] == dict(list(parts.items())[:20])
 
 
 def test_links_to_folders_are_not_searched(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -15,6 +16,8 @@ import httpx
 import pytest
 
 from areno.storage.run_lock import run_lock
+from areno.viewer.catalog import OpenedRun, RunCatalog
+from areno.viewer.changes import INTERVAL_S, Changes
 from tests.viewer.stage import run_id, serving, write_run
 
 PROMISED_S = 2.0
@@ -90,12 +93,14 @@ def test_an_event_tells_which_part_of_a_run_is_new(run, url, part):
 def test_after_an_event_the_new_values_can_be_read(run, url):
     with httpx.Client(base_url=url) as session:
         path = f"/api/runs/{run_id(session, 'run')}"
-        assert session.get(f"{path}/metrics", params={"name": "reward"}).json()["series"]["reward"]["count"] == 3
+        known = session.get(f"{path}/metrics", params={"name": "reward"}).json()["series"]["reward"]["next"]
         with listening(url, [path.rsplit("/", 1)[1]]) as next_event:
             begin = time.monotonic()
             append(run, "metrics")
             next_event()
-            series = session.get(f"{path}/metrics", params={"name": "reward", "after": 3}).json()["series"]["reward"]
+            series = session.get(f"{path}/metrics", params={"name": "reward", "after": known}).json()["series"][
+                "reward"
+            ]
             assert (series["steps"], series["values"]) == ([3], [0.875])
             assert time.monotonic() - begin < PROMISED_S
 
@@ -123,11 +128,47 @@ def test_the_list_of_runs_follows_new_runs_and_their_steps(run, url):
             time.sleep(0.1)
 
 
-def test_a_deleted_run_is_no_longer_there(run, url):
+def test_a_deleted_run_is_no_longer_there_and_its_followers_are_told(run, url):
     with httpx.Client(base_url=url) as session:
-        path = f"/api/runs/{run_id(session, 'run')}"
-        shutil.rmtree(run.path)
-        assert session.get(path).status_code == 404
+        watched = run_id(session, "run")
+        with listening(url, [watched]) as next_event:
+            shutil.rmtree(run.path)
+            changed: set[str] = set()
+            while not {"metrics", "status", "timeline"} <= changed:  # files are deleted one by one
+                changed.update(next_event()["changed"])
+        assert session.get(f"/api/runs/{watched}").status_code == 404
+
+
+class CountedRun(OpenedRun):
+    """Counts how often its files are looked at."""
+
+    looks = 0
+
+    def logs(self):
+        self.looks += 1
+        return super().logs()
+
+
+def test_a_run_is_looked_at_once_for_all_its_followers_and_not_without_any(tmp_path):
+    files = write_run(tmp_path / "run", steps=1)
+    run = CountedRun("one", files.path, tmp_path)
+
+    async def follow() -> list[list[str]]:
+        changes = Changes(RunCatalog(tmp_path), asyncio.Event())
+        clients = [changes.events([run]) for _ in range(10)]
+        await asyncio.gather(*map(anext, clients))  # the events begin
+        files.append_warning(1, "new")
+        heard = [json.loads((await anext(client)).removeprefix("data: "))["changed"] for client in clients]
+        for client in clients:
+            await client.aclose()
+        await asyncio.sleep(3 * INTERVAL_S)
+        looks = run.looks
+        await asyncio.sleep(3 * INTERVAL_S)
+        assert run.looks == looks, "no client is left"
+        return heard
+
+    assert asyncio.run(follow()) == [["warnings"]] * 10
+    assert run.looks < 10
 
 
 def test_a_renamed_run_does_not_end_the_stream(run, url):

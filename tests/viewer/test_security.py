@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from areno.errors import UsageError
+from areno.serving.errors import ApiError
+from areno.viewer.confined import opener
 from areno.viewer.server import ViewerServer
 from tests.viewer.stage import HOSTILE, client, run_id, write_run
 
@@ -177,16 +179,37 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
         rows = {row["path"]: row for row in answer["runs"]}
         assert rows.keys() == {"real", "alias", "bad", "fifo"}
         assert answer["outside"] == 1
-        assert "log.txt" in rows["bad"]["problem"]
         assert "warnings.jsonl" in rows["fifo"]["problem"]
-        for part in ("", "/log", "/samples", "/metrics?name=reward"):
+        for part, status in {"": 200, "/samples": 200, "/log": 403}.items():
             reply = session.get(f"/api/runs/{rows['bad']['id']}{part}")
-            assert reply.status_code == 403
-            assert "SECRET" not in reply.text
+            assert (reply.status_code, "SECRET" in reply.text) == (status, False)
         traces = inside.path / "session_tracer" / "rollout"
         traces.mkdir(parents=True)
         os.symlink(tmp_path / "secret.txt", traces / "sessions-r0.jsonl")
         assert session.get(f"/api/runs/{rows['real']['id']}/timeline").json()["traced"] is False
+
+
+@pytest.mark.parametrize("swapped", ["file", "run"])
+def test_what_becomes_a_link_just_before_it_is_opened_is_not_read(tmp_path, monkeypatch, swapped):
+    run = write_run(tmp_path / "runs" / "run", steps=1)
+    secret = write_run(tmp_path / "secret", steps=1)
+    resolve = Path.resolve
+
+    def resolve_and_swap(path, strict=False):
+        """The path, which an attacker then replaces: the least favorable moment."""
+        resolved = resolve(path, strict)
+        if path == run.log_path:
+            old, new = (run.log_path, secret.log_path) if swapped == "file" else (run.path, secret.path)
+            old.rename(tmp_path / "moved")
+            os.symlink(new, old)
+        return resolved
+
+    opened = opener(tmp_path / "runs")
+    with opened(run.log_path) as file:
+        assert file.readline().endswith(b"line 0\n")
+    monkeypatch.setattr(Path, "resolve", resolve_and_swap)
+    with pytest.raises(ApiError, match=r"log\.txt of this run is not a regular file"):
+        opened(run.log_path)
 
 
 # -- the page's own files ----------------------------------------------------------------------------------------------

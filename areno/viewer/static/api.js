@@ -53,6 +53,13 @@ function askKey() {
   });
 }
 
+/** Say why the page is not updated, or that it is again. */
+function showProblem(text) {
+  const problem = document.getElementById("problem");
+  problem.hidden = !text;
+  if (problem.textContent !== text) problem.textContent = text;
+}
+
 /**
  * Call `change({run, changed})` on new data of runs (none: the list of runs), and with `{changed: null}` on each connection.
  * The connection is closed while the tab is hidden, because browsers allow only a few. Returns a function that ends it.
@@ -65,12 +72,16 @@ export function follow(runs, change) {
     live.textContent = text;
     live.className = text === "live" ? "connected" : text;
   };
+  const tell = async (data) => {
+    const text = await Promise.resolve(change(data)).then(() => "", (error) => `This page is no longer updated: ${error.message}`);
+    if (!ended) showProblem(text);
+  };
   const open = () => {
     const opened = (source = new EventSource(url("/api/events", { run: runs })));
     opened.onmessage = (event) => {
       const data = JSON.parse(event.data);
       state("live");
-      change(data.run ? data : { changed: null });
+      tell(data.run ? data : { changed: null });
     };
     opened.onerror = () => {
       if (opened !== source) return;
@@ -101,6 +112,7 @@ export function follow(runs, change) {
     document.removeEventListener("visibilitychange", visible);
     source?.close();
     state("");
+    showProblem("");
   };
 }
 

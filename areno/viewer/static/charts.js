@@ -2,171 +2,237 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
-import { announce, el, field, fill, plural, select } from "./dom.js";
+import { announce, el, field, fill, leftOut, plural, select } from "./dom.js";
 import { chart, style } from "./plot.js";
 
 const FIRST = ["reward", "eval_reward", "loss", "entropy", "response_length", "grad_norm", "logprob_gap", "staleness"];
 const MOST_CHARTS = 12; // unless more are chosen
 const MOST_POINTS = 3000; // a series that grew beyond this is requested again as a whole
 const MOST_RUNS = 16; // as many as the server keeps open
+const NEW = "0"; // the cursor of a series of which nothing is known
 
-export async function show(page, here) {
-  const { run, params } = here;
+export async function show(page, { run, params }) {
   const ids = run ? [run] : [...new Set(params.getAll("run"))];
   if (!ids.length) throw new Error("Choose runs in the list first.");
   if (ids.length > MOST_RUNS) throw new Error(`At most ${MOST_RUNS} runs can be overlaid; choose fewer in the list.`);
-  const path = run ? `run/${run}/curves` : "curves";
   const answers = await Promise.allSettled(ids.map((id) => get(`/api/runs/${id}`)));
   const lost = answers.filter((one) => one.status === "rejected").map((one) => one.reason);
-  let runs = answers.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  const runs = answers.filter((one) => one.status === "fulfilled").map((one) => one.value);
   if (!runs.length) throw lost[0];
-  const store = new Map(); // "run name" -> points
-  const resets = new Map();
-  const charts = new Map();
-  let names = params.getAll("name"), smooth = Number(params.get("smooth") ?? 0), log = params.get("log") === "1";
-  let automatic = !names.length, keys = [], metrics = [], grown = false, drawList = () => {};
-  let unit = params.get("x") === "minute" ? "minute" : "step";
-  const hidden = new Set();
-  const refresh = coalesced(load, 300);
-  list();
-
-  const grid = el("div", { class: "charts" }), empty = el("p", { hidden: true });
+  const state = run ? { path: `run/${run}/curves`, run: null } : { path: "curves", run: ids };
+  const curves = new Curves(runs, state, params);
   const title = runs.length === 1 ? `Curves of ${runs[0].name}` : `Curves of ${runs.length} runs`;
   const problem = `${plural(lost.length, "run")} cannot be shown: ${lost[0]?.message}`;
-  fill(page, el("h1", {}, title), lost.length > 0 && el("p", { class: "problem", role: "alert" }, problem), controls(),
-    runs.length > 1 && legend(), picker(), empty, grid);
+  fill(page, el("h1", {}, title), lost.length > 0 && el("p", { class: "problem", role: "alert" }, problem), curves.elements());
+  return curves.start();
+}
+
+/** The points of the metrics of runs, which are requested once and then only followed. */
+class Points {
+  #store = new Map(); // "run name" -> points
+
+  get(run, name) {
+    return this.#store.get(`${run.id} ${name}`);
+  }
+
+  /** Request what is new of some metrics of a run; the answer, and whether there was anything. */
+  async load(run, names) {
+    const after = names.map((name) => this.get(run, name)?.next ?? NEW);
+    const answer = await get(`/api/runs/${run.id}/metrics`, { name: names, after });
+    const changed = names.map((name) => this.#add(`${run.id} ${name}`, answer.series[name])).some(Boolean);
+    const isLarge = names.some((name) => answer.series[name] && !this.get(run, name));
+    return isLarge ? this.load(run, names) : { answer, changed };
+  }
+
+  #add(key, points) {
+    const old = this.#store.get(key);
+    if (!points) return this.#store.delete(key);
+    if (points.start === 0) this.#store.set(key, points);
+    else if (old) {
+      for (const part of ["steps", "values", "minutes", "not_finite"]) old[part].push(...points[part]);
+      old.next = points.next;
+      if (old.steps.length > MOST_POINTS) this.#store.delete(key);
+    }
+    return points.start === 0 || points.values.length > 0;
+  }
+}
+
+class Curves {
+  #points = new Points();
+  #charts = new Map(); // by name
+  #hidden = new Set(); // ids of runs
+  #keys = [];
+  #metrics = [];
+  #grid = el("div", { class: "charts" });
+  #empty = el("p", { hidden: true });
+  #unread = el("div");
+  #refresh = coalesced(() => this.#load(), 300);
+  #drawChoices = () => {};
+
+  constructor(runs, state, params) {
+    this.runs = runs;
+    this.state = state;
+    this.names = params.getAll("name");
+    this.isAutomatic = !this.names.length;
+    this.smooth = Number(params.get("smooth") ?? 0);
+    this.log = params.get("log") === "1";
+    this.unit = params.get("x") === "minute" ? "minute" : "step";
+    this.#list();
+  }
+
+  elements() {
+    return [this.#controls(), this.runs.length > 1 && this.#legend(), this.#picker(), this.#unread, this.#empty, this.#grid];
+  }
+
+  /** Draw, and follow the runs; returns a function that ends it. */
+  async start() {
+    await this.#load();
+    const dark = matchMedia("(prefers-color-scheme: dark)"), draw = () => this.#draw();
+    dark.addEventListener("change", draw);
+    const ids = this.runs.map((one) => one.id);
+    const end = follow(ids, ({ changed }) => (!changed || changed.includes("metrics")) && this.#refresh());
+    return () => {
+      end();
+      dark.removeEventListener("change", draw);
+      for (const one of this.#charts.values()) one.close();
+    };
+  }
 
   /** List all metrics, and choose the first ones unless the user has. */
-  function list() {
-    keys = [...new Set(runs.flatMap((one) => Object.keys(one.keys)))];
-    metrics = [...new Set(runs.flatMap((one) => Object.keys(one.metrics)))].sort();
-    if (!automatic) return;
-    const parts = metrics.filter((name) => /^rollout\/reward_parts?\//.test(name) && !/\/(min|max)$/.test(name));
-    const usual = [...FIRST.filter((key) => keys.includes(key)), ...parts];
-    names = (usual.length ? usual : metrics).slice(0, MOST_CHARTS);
+  #list() {
+    this.#keys = [...new Set(this.runs.flatMap((one) => Object.keys(one.keys)))];
+    this.#metrics = [...new Set(this.runs.flatMap((one) => Object.keys(one.metrics)))].sort();
+    if (!this.isAutomatic) return;
+    const parts = this.#metrics.filter((name) => /^rollout\/reward_parts?\//.test(name) && !/\/(min|max)$/.test(name));
+    const usual = [...FIRST.filter((key) => this.#keys.includes(key)), ...parts];
+    this.names = (usual.length ? usual : this.#metrics).slice(0, MOST_CHARTS);
   }
 
-  function save() {
-    const state = { name: automatic ? null : names, smooth: smooth || null, log: log ? 1 : null, x: unit === "step" ? null : unit };
-    keep(path, { run: run ? null : ids, ...state });
+  #save() {
+    keep(this.state.path, { run: this.state.run, name: this.isAutomatic ? null : this.names, smooth: this.smooth || null,
+      log: this.log ? 1 : null, x: this.unit === "step" ? null : this.unit });
   }
 
-  function controls() {
-    const slider = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, on: { input: () => {
-      smooth = Number(slider.value);
-      text.textContent = smooth.toFixed(2);
-      save();
-      draw();
+  #set(changes) {
+    Object.assign(this, changes);
+    this.#save();
+    this.#draw();
+  }
+
+  #controls() {
+    const text = el("span", {}, this.smooth.toFixed(2));
+    const slider = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.smooth, on: { input: () => {
+      this.#set({ smooth: Number(slider.value) });
+      text.textContent = this.smooth.toFixed(2);
     } } });
-    const text = el("span", {}, smooth.toFixed(2));
-    const scale = el("input", { type: "checkbox", on: { change: () => ((log = scale.checked), save(), draw()) } });
-    scale.checked = log;
+    const scale = el("input", { type: "checkbox", on: { change: () => this.#set({ log: scale.checked }) } });
+    scale.checked = this.log;
     return el("div", { class: "bar" },
       el("label", { class: "field" }, el("span", {}, "Smoothing ", text), slider),
-      field("Over", select([["step", "steps"], ["minute", "minutes"]], unit, (value) => ((unit = value), save(), draw()))),
+      field("Over", select([["step", "steps"], ["minute", "minutes"]], this.unit, (unit) => this.#set({ unit }))),
       el("label", { class: "check" }, scale, "Logarithmic"));
   }
 
-  function legend() {
-    return el("ul", { class: "legend runs", "aria-label": "Runs" }, runs.map((one, place) => {
+  #legend() {
+    return el("ul", { class: "legend runs", "aria-label": "Runs" }, this.runs.map((one, place) => {
       const box = el("input", { type: "checkbox", on: { change: () => {
-        box.checked ? hidden.delete(one.id) : hidden.add(one.id);
-        draw();
+        box.checked ? this.#hidden.delete(one.id) : this.#hidden.add(one.id);
+        this.#draw();
       } } });
       box.checked = true;
-      return el("li", {}, el("label", { class: "check" }, box, el("span", { class: `swatch ${style(place).name}` }), label(one)),
+      return el("li", {}, el("label", { class: "check" }, box, el("span", { class: `swatch ${style(place).name}` }), this.#label(one)),
         " ", el("a", { href: link(`run/${one.id}`), "aria-label": `Overview of ${one.name}` }, "↗"));
     }));
   }
 
   /** The name of a run; its path if another one has the same name. */
-  function label(one) {
-    const same = runs.filter((other) => other.name === one.name).length > 1;
+  #label(one) {
+    const same = this.runs.filter((other) => other.name === one.name).length > 1;
     return same ? one.path : one.name;
   }
 
-  function picker() {
-    const choices = el("div", { class: "picker" });
-    const search = el("input", { type: "search", on: { input: () => drawList() } });
-    const count = el("p", { class: "muted small" });
-    drawList = () => {
-      const words = search.value.toLowerCase(), focused = document.activeElement?.id;
-      const some = [...keys, ...metrics].filter((name) => name.toLowerCase().includes(words));
-      const describe = () => (count.textContent = `${some.length} of ${keys.length + metrics.length} metrics, ${names.length} shown`);
+  #picker() {
+    const choices = el("div", { class: "picker" }), count = el("p", { class: "muted small" });
+    const search = el("input", { type: "search", on: { input: () => this.#drawChoices() } });
+    this.#drawChoices = () => {
+      const all = [...this.#keys, ...this.#metrics];
+      const some = all.filter((name) => name.toLowerCase().includes(search.value.toLowerCase()));
+      const describe = () => (count.textContent = `${some.length} of ${all.length} metrics, ${this.names.length} shown`);
       describe();
-      fill(choices, some.map((name) => {
-        const box = el("input", { type: "checkbox", id: `metric-${name}`, on: { change: async () => {
-          automatic = false;
-          names = box.checked ? [...names, name] : names.filter((one) => one !== name);
-          describe();
-          announce(`${name} ${box.checked ? "shown" : "hidden"}`);
-          save();
-          await refresh();
-        } } });
-        box.checked = names.includes(name);
-        return el("label", { class: "check" }, box, name);
-      }));
-      if (focused?.startsWith("metric-")) document.getElementById(focused)?.focus();
+      fill(choices, some.map((name) => this.#choice(name, describe)));
     };
-    drawList();
+    this.#drawChoices();
     return el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Search metrics", search), count, choices);
   }
 
-  /** Request what is new of a run; whether there was anything. */
-  async function loadRun(one) {
-    const wanted = names, after = wanted.map((name) => store.get(`${one.id} ${name}`)?.count ?? 0);
-    const answer = await get(`/api/runs/${one.id}/metrics`, { name: wanted, after });
-    grown ||= answer.metrics !== Object.keys(one.metrics).length;
-    if (resets.has(one.id) && resets.get(one.id) !== answer.resets) {
-      for (const key of [...store.keys()]) if (key.startsWith(`${one.id} `)) store.delete(key);
-      resets.set(one.id, answer.resets);
-      return loadRun(one);
-    }
-    resets.set(one.id, answer.resets);
-    let changed = false;
-    for (const [name, points] of Object.entries(answer.series)) {
-      const key = `${one.id} ${name}`, old = store.get(key);
-      changed ||= !old || points.count !== old.count;
-      if (old && points.start === old.count && points.start > 0) {
-        for (const part of ["steps", "values", "minutes", "not_finite"]) old[part].push(...points[part]);
-        old.count = points.count;
-        if (old.steps.length > MOST_POINTS) store.delete(key);
-      } else if (points.start === 0) store.set(key, points);
-    }
-    if (wanted.some((name) => answer.series[name] && !store.has(`${one.id} ${name}`))) return loadRun(one);
-    return changed;
+  #choice(name, chosen) {
+    const box = el("input", { type: "checkbox", id: `metric-${name}`, on: { change: async () => {
+      this.isAutomatic = false;
+      this.names = box.checked ? [...this.names, name] : this.names.filter((one) => one !== name);
+      chosen();
+      announce(`${name} ${box.checked ? "shown" : "hidden"}`);
+      this.#save();
+      await this.#refresh();
+    } } });
+    box.checked = this.names.includes(name);
+    return el("label", { class: "check" }, box, name);
   }
 
-  function draw() {
-    for (const [name, one] of charts) {
-      if (!names.includes(name)) {
-        one.close();
-        charts.delete(name);
-      }
+  async #load() {
+    let loaded = await this.#loadRuns();
+    if (loaded.some(({ answer }, place) => answer.metrics !== Object.keys(this.runs[place].metrics).length)) {
+      this.runs = await Promise.all(this.runs.map((one) => get(`/api/runs/${one.id}`))); // as after the first evaluation
+      this.#list();
+      this.#drawChoices();
+      loaded = [...loaded, ...await this.#loadRuns()];
     }
-    for (const name of names) {
-      if (charts.has(name)) continue;
-      charts.set(name, chart(keys.includes(name) ? name.replaceAll("_", " ") : name, "curves"));
-      charts.get(name).figure.append(explanation(name));
-    }
-    const figures = names.map((name) => charts.get(name).figure);
-    if (figures.length !== grid.children.length || figures.some((figure, place) => grid.children[place] !== figure)) fill(grid, figures);
-    for (const name of names) {
-      const lines = runs.flatMap((one, place) => {
-        const points = store.get(`${one.id} ${name}`);
-        if (!points || hidden.has(one.id)) return [];
-        const x = unit === "step" ? points.steps : points.minutes;
-        return [{ id: one.id, label: label(one), place, x, y: points.values, missing: points.not_finite }];
+    const { names } = this;
+    this.#empty.hidden = names.length > 0;
+    this.#empty.textContent = this.#metrics.length ? "No metrics are chosen." : "No metrics are recorded yet.";
+    fill(this.#unread, loaded.slice(-this.runs.length).map(({ answer }, place) =>
+      leftOut(`metrics.jsonl of ${this.#label(this.runs[place])}`, answer.left_out)));
+    const isNew = this.#charts.size !== names.length || names.some((name) => !this.#charts.has(name));
+    if (isNew || loaded.some(({ changed }) => changed)) this.#draw();
+  }
+
+  #loadRuns() {
+    return Promise.all(this.runs.map((one) => this.#points.load(one, this.names)));
+  }
+
+  #draw() {
+    this.#placeCharts();
+    for (const name of this.names) {
+      const lines = this.runs.flatMap((one, place) => {
+        const points = this.#points.get(one, name);
+        if (!points || this.#hidden.has(one.id)) return [];
+        const x = this.unit === "step" ? points.steps : points.minutes;
+        return [{ id: one.id, label: this.#label(one), place, x, y: points.values, missing: points.not_finite }];
       });
-      charts.get(name).draw(lines, { smooth, log, unit });
+      this.#charts.get(name).draw(lines, { smooth: this.smooth, log: this.log, unit: this.unit });
     }
+  }
+
+  /** Close the charts of metrics that are no longer chosen, and add those of new ones. */
+  #placeCharts() {
+    for (const [name, one] of this.#charts) {
+      if (this.names.includes(name)) continue;
+      one.close();
+      this.#charts.delete(name);
+    }
+    for (const name of this.names) {
+      if (this.#charts.has(name)) continue;
+      this.#charts.set(name, chart(this.#keys.includes(name) ? name.replaceAll("_", " ") : name, "curves"));
+      this.#charts.get(name).figure.append(this.#explanation(name));
+    }
+    const figures = this.names.map((name) => this.#charts.get(name).figure), now = this.#grid.children;
+    if (figures.length !== now.length || figures.some((figure, place) => now[place] !== figure)) fill(this.#grid, figures);
   }
 
   /** What a metric means, requested when it is opened. */
-  function explanation(name) {
+  #explanation(name) {
     const box = el("details", { on: { toggle: async () => {
       if (!box.open || box.children.length > 1) return;
-      const kinds = new Set(runs.map((one) => (one.kind === "experiment" ? "areno run" : "areno train")));
+      const kinds = new Set(this.runs.map((one) => (one.kind === "experiment" ? "areno run" : "areno train")));
       const all = await get("/api/explain", { name }), fitting = all.filter((one) => kinds.has(one.command));
       const lines = (fitting.length ? fitting : all).map((one) => [
         el("p", {}, el("code", {}, one.name), ` ${one.meaning}${one.unit ? ` (${one.unit})` : ""}`),
@@ -175,28 +241,4 @@ export async function show(page, here) {
     } } }, el("summary", {}, "What it means"));
     return box;
   }
-
-  async function load() {
-    grown = false;
-    const changed = await Promise.all(runs.map(loadRun));
-    if (grown) { // a metric that was not recorded before, as after the first evaluation
-      runs = await Promise.all(runs.map((one) => get(`/api/runs/${one.id}`)));
-      list();
-      drawList();
-      changed.push(...await Promise.all(runs.map(loadRun)));
-    }
-    empty.hidden = names.length > 0;
-    empty.textContent = metrics.length ? "No metrics are chosen." : "No metrics are recorded yet.";
-    if (changed.includes(true) || charts.size !== names.length || names.some((name) => !charts.has(name))) draw();
-  }
-
-  await load();
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  dark.addEventListener("change", draw);
-  const end = follow(runs.map((one) => one.id), ({ changed }) => (!changed || changed.includes("metrics")) && refresh());
-  return () => {
-    end();
-    dark.removeEventListener("change", draw);
-    for (const one of charts.values()) one.close();
-  };
 }

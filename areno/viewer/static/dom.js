@@ -9,6 +9,8 @@ function attribute(element, name, value) {
   else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
 }
 
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+
 function build(element, properties, children) {
   for (const [name, value] of Object.entries(properties ?? {})) {
     if (name === "on") {
@@ -17,7 +19,7 @@ function build(element, properties, children) {
       element.value = value;
     } else attribute(element, name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
 }
 
@@ -31,9 +33,20 @@ export function svg(tag, properties, ...children) {
   return build(document.createElementNS(SVG, tag), properties, children);
 }
 
-/** Replace the children of an element. */
+/** Replace the children of an element; the focus stays on the same child, or goes to the new one with its id or address. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  const old = element.contains(document.activeElement) ? document.activeElement : null;
+  element.replaceChildren(...present(children));
+  if (!old || old === document.activeElement) return;
+  const isNew = (one) => (old.id ? one.id === old.id : one.href && one.href === old.href);
+  const focused = old.isConnected ? old : [...element.querySelectorAll("[id], a")].find(isNew);
+  focused?.focus({ preventScroll: true });
+}
+
+/** A note on the bytes of a file that were not read, if there are any. */
+export function leftOut(file, bytes) {
+  return bytes > 0 && el("p", { class: "problem" },
+    `${bytes.toLocaleString("en")} bytes of ${file} are left out: lines that are damaged or longer than 16 MiB.`);
 }
 
 /** Tell a screen reader about a change. */

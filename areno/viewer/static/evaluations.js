@@ -32,8 +32,8 @@ export async function show(page, { run, params }) {
     fill(
       body,
       el("div", { class: "bar" },
-        field("Before", select(steps, String(data.before), (step) => ((before = step), load()))),
-        field("After", select(steps, String(data.after), (step) => ((after = step), load())))),
+        field("Before", select(steps, String(data.before), (step) => ((before = step), load()), { id: "before" })),
+        field("After", select(steps, String(data.after), (step) => ((after = step), load()), { id: "after" }))),
       data.prompts.map((one) => el("article", { class: "card" },
         el("h2", {}, `Prompt ${one.prompt_index}`),
         el("pre", { class: "text prompt" }, visibleText(one.prompt)),

@@ -7,87 +7,126 @@ import { el, field, fill, select } from "./dom.js";
 const MOST_LINES = 5000;
 const MOST_BEHIND = 2 ** 20; // bytes that are skipped, not followed, as after a night in the background
 const LEVELS = ["all", "WARNING", "ERROR"];
+const RANKS = { error: 2, warning: 1 };
 
 export async function show(page, { run, params }) {
-  let file = Number(params.get("file")) || 0, files = [], level = "all", words = "";
-  let start = 0, end = 0, lines = [], cut = false;
-  const log = el("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log" });
-  const earlier = el("button", { on: { click: older } }, "Earlier lines");
-  const follows = coalesced(newer, 300);
-  const box = el("input", { type: "checkbox", on: { change: () => box.checked && follows() } });
-  box.checked = true;
-  const search = el("input", { type: "search", on: { input: () => ((words = search.value.toLowerCase()), draw()) } });
-  const bar = el("div", { class: "bar" });
-  const missing = el("p", { hidden: true }, "This run has no log yet.");
-  fill(page, el("h1", {}, "Log"), missing, bar, earlier, log);
+  const log = new Log(run, Number(params.get("file")) || 0);
+  fill(page, el("h1", {}, "Log"), log.elements());
+  await log.open();
+  const newer = coalesced(() => log.newer(), 300);
+  log.follows.addEventListener("change", () => log.follows.checked && newer());
+  return follow([run], ({ changed }) => (!changed || changed.includes("log")) && newer());
+}
 
-  const kind = (line) => (/\b(ERROR|CRITICAL)\b/.test(line) ? "error" : /\bWARNING\b/.test(line) ? "warning" : "");
-  const rank = { all: 0, WARNING: 1, ERROR: 2 };
+const kind = (line) => (/\b(ERROR|CRITICAL)\b/.test(line) ? "error" : /\bWARNING\b/.test(line) ? "warning" : "");
 
-  function draw() {
-    let last = ""; // lines without a level belong to the one before
-    const some = lines.filter((line) => {
-      if (/^\d{4}-\d\d-\d\d /.test(line)) last = kind(line);
-      const high = last === "error" ? 2 : last === "warning" ? 1 : 0;
-      return high >= rank[level] && line.toLowerCase().includes(words);
-    });
-    fill(log, some.map((line) => el("div", { class: kind(line) || null }, line || " ")));
-    earlier.hidden = start === 0;
-    if (box.checked) log.scrollTop = log.scrollHeight;
+class Log {
+  follows = el("input", { type: "checkbox" });
+  #files = [];
+  #level = "all";
+  #lines = [];
+  #start = 0; // byte positions of the lines
+  #end = 0;
+  #isCut = false; // whether the first lines were dropped, so that the position of the first kept one is not known
+  #log = el("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log" });
+  #earlier = el("button", { on: { click: () => this.#older() } }, "Earlier lines");
+  #search = el("input", { type: "search", on: { input: () => this.#draw() } });
+  #bar = el("div", { class: "bar" });
+  #missing = el("p", { hidden: true }, "This run has no log yet.");
+
+  constructor(run, file) {
+    Object.assign(this, { run, file });
+    this.follows.checked = true;
   }
 
-  async function open() {
-    const asked = file, answer = await get(`/api/runs/${run}/log`, { file });
-    if (asked !== file) return; // another file was chosen meanwhile
-    ({ start, end, lines, files } = answer);
-    cut = false;
-    keep(`run/${run}/log`, { file: file || null });
-    missing.hidden = files.length > 0;
-    bar.hidden = log.hidden = !files.length;
-    fill(
-      bar,
-      field("File", select(files.map((name, place) => [String(place), name]), String(file), (value) => {
-        file = Number(value);
-        open();
-      })),
-      field("Level", select(LEVELS.map((name) => [name, name === "all" ? "all" : `${name} and above`]), level, (value) => ((level = value), draw()))),
-      field("Filter lines", search),
-      el("label", { class: "check" }, box, "Follow"),
-    );
-    draw();
+  elements() {
+    return [this.#missing, this.#bar, this.#earlier, this.#log];
   }
 
-  async function older() {
-    if (cut) await open(); // where the first kept line begins is not known
-    const asked = file, answer = await get(`/api/runs/${run}/log`, { file, before: start });
-    if (asked !== file) return;
-    box.checked = false;
-    start = answer.start;
-    lines = [...answer.lines, ...lines];
-    draw();
+  /** Show the end of the log. */
+  async open() {
+    const answer = await this.#request();
+    if (!answer) return;
+    this.#take(answer, answer.lines);
+    this.#files = answer.files;
+    this.#isCut = false;
+    keep(`run/${this.run}/log`, { file: this.file || null });
+    this.#missing.hidden = this.#files.length > 0;
+    this.#bar.hidden = this.#log.hidden = !this.#files.length;
+    fill(this.#bar, this.#controls());
+    this.#draw();
   }
 
-  async function newer() {
-    if (!box.checked && lines.length >= MOST_LINES) return undefined; // read when it follows again
-    const asked = file, answer = await get(`/api/runs/${run}/log`, { file, after: end });
-    if (asked !== file) return undefined;
-    if (answer.files.join("\n") !== files.join("\n")) { // their numbers may have changed
-      file = Math.max(answer.files.indexOf(files[file]), 0);
-      return open();
+  /** Add the lines that were written since, unless the end is not followed and there are many. */
+  async newer() {
+    if (!this.follows.checked && this.#lines.length >= MOST_LINES) return undefined; // read when it follows again
+    const answer = await this.#request({ after: this.#end });
+    if (!answer) return undefined;
+    if (answer.files.join("\n") !== this.#files.join("\n")) { // their numbers may have changed
+      this.file = Math.max(answer.files.indexOf(this.#files[this.file]), 0);
+      return this.open();
     }
-    const replaced = answer.size < end, behind = box.checked && answer.size - answer.end > MOST_BEHIND;
-    if (replaced || behind) return open();
+    const isReplaced = answer.size < this.#end, isBehind = this.follows.checked && answer.size - answer.end > MOST_BEHIND;
+    if (isReplaced || isBehind) return this.open();
     if (!answer.lines.length) return undefined;
-    end = answer.end;
-    lines = [...lines, ...answer.lines];
-    if (box.checked && lines.length > MOST_LINES) {
-      lines = lines.slice(-MOST_LINES);
-      cut = true;
+    this.#take({ start: this.#start, end: answer.end }, [...this.#lines, ...answer.lines]);
+    if (this.follows.checked && this.#lines.length > MOST_LINES) {
+      this.#lines = this.#lines.slice(-MOST_LINES);
+      this.#isCut = true;
     }
-    draw();
-    return answer.end < answer.size ? newer() : undefined;
+    this.#draw();
+    return answer.end < answer.size ? this.newer() : undefined;
   }
 
-  await open();
-  return follow([run], ({ changed }) => (!changed || changed.includes("log")) && follows());
+  async #older() {
+    if (this.#isCut) await this.open();
+    const answer = await this.#request({ before: this.#start });
+    if (!answer) return;
+    this.follows.checked = false;
+    this.#take({ start: answer.start, end: this.#end }, [...answer.lines, ...this.#lines]);
+    this.#draw();
+  }
+
+  /** A part of the file; null if another file was chosen meanwhile. */
+  async #request(position = {}) {
+    const { file } = this, answer = await get(`/api/runs/${this.run}/log`, { file, ...position });
+    return file === this.file ? answer : null;
+  }
+
+  #take({ start, end }, lines) {
+    this.#start = start;
+    this.#end = end;
+    this.#lines = lines;
+  }
+
+  #controls() {
+    const files = this.#files.map((name, place) => [String(place), name]);
+    const levels = LEVELS.map((name) => [name, name === "all" ? "all" : `${name} and above`]);
+    const chooseFile = (value) => {
+      this.file = Number(value);
+      this.open();
+    };
+    const chooseLevel = (value) => {
+      this.#level = value;
+      this.#draw();
+    };
+    return [
+      field("File", select(files, String(this.file), chooseFile, { id: "log-file" })),
+      field("Level", select(levels, this.#level, chooseLevel, { id: "log-level" })),
+      field("Filter lines", this.#search),
+      el("label", { class: "check" }, this.follows, "Follow"),
+    ];
+  }
+
+  #draw() {
+    let last = ""; // lines without a level belong to the one before
+    const words = this.#search.value.toLowerCase(), least = LEVELS.indexOf(this.#level);
+    const some = this.#lines.filter((line) => {
+      if (/^\d{4}-\d\d-\d\d /.test(line)) last = kind(line);
+      return (RANKS[last] ?? 0) >= least && line.toLowerCase().includes(words);
+    });
+    fill(this.#log, some.map((line) => el("div", { class: kind(line) || null }, line || " ")));
+    this.#earlier.hidden = this.#start === 0;
+    if (this.follows.checked) this.#log.scrollTop = this.#log.scrollHeight;
+  }
 }

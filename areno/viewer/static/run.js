@@ -2,7 +2,7 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { link } from "./app.js";
-import { badge, duration, el, field, fill, flat, number, shown, table, when } from "./dom.js";
+import { badge, duration, el, field, fill, flat, leftOut, number, shown, table, when } from "./dom.js";
 
 export async function show(page, { run }) {
   const top = el("div"), details = el("div");
@@ -52,7 +52,8 @@ export async function show(page, { run }) {
   let config = null;
   async function load() {
     const data = await get(`/api/runs/${run}`);
-    fill(top, el("h1", {}, data.name), facts(data), el("h2", {}, "Warnings"), warnings(data.warnings));
+    fill(top, el("h1", {}, data.name), facts(data), Object.entries(data.left_out).map(([file, bytes]) => leftOut(file, bytes)),
+      el("h2", {}, "Warnings"), warnings(data.warnings));
     const text = JSON.stringify([data.config, data.environment]);
     if (text !== config) {
       config = text;

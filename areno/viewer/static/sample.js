@@ -11,34 +11,57 @@ const ROLES = { given: "prompt", text: "assistant", call: "assistant", developer
 
 export async function show(page, { run, parts, params }) {
   const index = Number(parts[3]);
-  const answer = await get(`/api/runs/${run}/samples/${index}`);
-  const { record } = answer;
-  const rows = rowsOf(record.rows ?? []), forks = forksOf(rows);
-  const asked = Number(params.get("row") ?? rows.length - 1);
-  let branch = asked in rows ? asked : rows.length - 1;
-  let color = params.get("color") ?? "advantage";
-  const body = el("div");
-  const around = neighbors();
-
-  fill(
-    page,
-    el("h1", {}, `Sample ${nameOf({ step: record.step, prompt: record.prompt_index, sample: record.sample_index })}`),
-    el("nav", { class: "bar", "aria-label": "Samples" },
-      el("a", { class: "button", href: listed.run === run ? listed.hash : link(`run/${run}/samples`) }, "Back to the list"),
-      around.before !== null && el("a", { class: "button", href: link(`run/${run}/sample/${around.before}`) }, "Previous (k)"),
-      around.after !== null && el("a", { class: "button", href: link(`run/${run}/sample/${around.after}`) }, "Next (j)")),
-    facts(), siblings(), body,
-  );
+  const sample = new Sample(run, index, await get(`/api/runs/${run}/samples/${index}`), params);
   if (listed.run === run) listed.opened = index;
+  fill(page, sample.elements());
+  sample.draw();
+  const keys = (event) => sample.press(event);
+  document.addEventListener("keydown", keys);
+  return () => document.removeEventListener("keydown", keys);
+}
 
-  function neighbors() {
-    const at = listed.run === run ? listed.indices.indexOf(index) : -1;
-    if (at >= 0) return { before: listed.indices[at - 1] ?? null, after: listed.indices[at + 1] ?? null };
-    return { before: index ? index - 1 : null, after: index + 1 < answer.recorded ? index + 1 : null };
+class Sample {
+  #body = el("div");
+
+  constructor(run, index, answer, params) {
+    Object.assign(this, { run, index, record: answer.record });
+    this.others = answer.same_prompt.filter((one) => one.index !== index);
+    this.rows = rowsOf(this.record.rows ?? []);
+    this.forks = forksOf(this.rows);
+    this.newest = this.rows.length - 1;
+    const asked = Number(params.get("row") ?? this.newest);
+    this.branch = asked in this.rows ? asked : this.newest;
+    this.color = params.get("color") ?? "advantage";
+    this.around = this.#neighbors(answer.recorded);
+    this.list = listed.run === run ? listed.hash : link(`run/${run}/samples`);
   }
 
-  function facts() {
-    const picked = [record.picked ?? []].flat().join(", ") || null;
+  elements() {
+    const { step, prompt_index: prompt, sample_index: sample } = this.record;
+    return [el("h1", {}, `Sample ${nameOf({ step, prompt, sample })}`), this.#navigation(), this.#facts(), this.#siblings(), this.#body];
+  }
+
+  /** The samples before and after this one in the list, else in the file. */
+  #neighbors(recorded) {
+    const at = listed.run === this.run ? listed.indices.indexOf(this.index) : -1;
+    if (at >= 0) return { before: listed.indices[at - 1] ?? null, after: listed.indices[at + 1] ?? null };
+    return { before: this.index ? this.index - 1 : null, after: this.index + 1 < recorded ? this.index + 1 : null };
+  }
+
+  #address(index) {
+    return link(`run/${this.run}/sample/${index}`);
+  }
+
+  #navigation() {
+    const { before, after } = this.around;
+    return el("nav", { class: "bar", "aria-label": "Samples" },
+      el("a", { class: "button", href: this.list }, "Back to the list"),
+      before !== null && el("a", { class: "button", href: this.#address(before) }, "Previous (k)"),
+      after !== null && el("a", { class: "button", href: this.#address(after) }, "Next (j)"));
+  }
+
+  #facts() {
+    const { record } = this, picked = [record.picked ?? []].flat().join(", ") || null;
     const values = [
       ["Reward", number(record.reward)],
       ...Object.entries(record.reward_parts ?? {}).map(([name, value]) => [`part ${name}`, number(value)]),
@@ -51,76 +74,86 @@ export async function show(page, { run, parts, params }) {
     return el("dl", { class: "facts" }, values.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
   }
 
-  function siblings() {
-    const others = answer.same_prompt.filter((one) => one.index !== index);
-    return others.length > 0 && el("p", { class: "siblings" }, "Other answers to this prompt: ", others.map((one) =>
-      [el("a", { href: link(`run/${run}/sample/${one.index}`) }, `sample ${one.sample}, reward ${number(one.reward)}`), " "]));
+  #siblings() {
+    return this.others.length > 0 && el("p", { class: "siblings" }, "Other answers to this prompt: ", this.others.map((one) =>
+      [el("a", { href: this.#address(one.index) }, `sample ${one.sample}, reward ${number(one.reward)}`), " "]));
   }
 
-  function draw() {
-    keep(`run/${run}/sample/${index}`, { row: branch === rows.length - 1 ? null : branch, color: color === "advantage" ? null : color });
+  draw() {
+    const { rows, branch, color } = this;
+    keep(`run/${this.run}/sample/${this.index}`, { row: branch === this.newest ? null : branch, color: color === "advantage" ? null : color });
     fill(
-      body,
-      rows.length > 1 && tree(),
+      this.#body,
+      rows.length > 1 && this.#tree(),
       el("h2", {}, rows.length > 1 ? `Conversation of branch ${branch + 1}` : "Conversation"),
-      conversation(),
+      el("ol", { class: "turns" }, this.#turns().map(turnElement)),
       el("h2", {}, "Tokens"),
       rows.length
-        ? tokenView(rows[branch], forks[branch], { color, change: (value) => ((color = value), draw()) })
+        ? tokenView(rows[branch], this.forks[branch], { color, change: (value) => this.#choose({ color: value }) })
         : el("p", { class: "muted" }, "The tokens of this sample were not recorded: a step records those of its first samples only."),
     );
   }
 
-  function tree() {
-    const children = (parent) => forks.flatMap((fork, place) => (fork.parent === parent ? [place] : []));
-    const node = (place) => {
-      const fork = forks[place], row = rows[place], trained = row.filter((token) => token.trained).length;
-      const below = children(place);
-      return el("li", {},
-        el("button", { "aria-pressed": String(place === branch), class: "branch", on: { click: () => ((branch = place), draw()) } },
-          `Branch ${place + 1}`),
-        ` ${row.length} tokens, ${trained} trained`,
-        fork.parent !== null && [`, forks from branch ${fork.parent + 1} after ${fork.at} tokens (turn ${fork.turn + 1})`, edit(place)],
-        below.length > 0 && el("ul", {}, below.map(node)));
-    };
+  #choose(changes) {
+    Object.assign(this, changes);
+    this.draw();
+  }
+
+  #tree() {
     return [el("h2", {}, "Branches"),
       el("p", { class: "muted small" }, "A conversation whose next request does not continue the recorded tokens becomes a further training row."),
-      el("ul", { class: "tree" }, children(null).map(node))];
+      el("ul", { class: "tree" }, this.#branches(null))];
+  }
+
+  /** The branches that fork from a row, each with those that fork from it. */
+  #branches(parent) {
+    return this.forks.flatMap((fork, place) => (fork.parent === parent ? [this.#branch(fork, place)] : []));
+  }
+
+  #branch(fork, place) {
+    const row = this.rows[place], trained = row.filter((token) => token.trained).length, below = this.#branches(place);
+    return el("li", {},
+      el("button", { "aria-pressed": String(place === this.branch), class: "branch", id: `branch-${place}`,
+        on: { click: () => this.#choose({ branch: place }) } }, `Branch ${place + 1}`),
+      ` ${row.length} tokens, ${trained} trained`,
+      fork.parent !== null && [`, forks from branch ${fork.parent + 1} after ${fork.at} tokens (turn ${fork.turn + 1})`, this.#edit(place)],
+      below.length > 0 && el("ul", {}, below));
   }
 
   /** What the parent continued with, and what stands there in the branch. */
-  function edit(place) {
-    const { parent, at, until } = forks[place];
+  #edit(place) {
+    const { parent, at, until } = this.forks[place];
     const cut = (tokens) => {
       const text = tokens.map((token) => token.text).join("");
       return visibleText(text.length > MOST_SHOWN ? `${text.slice(0, MOST_SHOWN)}…` : text);
     };
     return el("div", { class: "edit" },
-      el("div", {}, el("span", { class: "muted" }, `branch ${parent + 1}: `), el("del", {}, cut(rows[parent].slice(at)))),
-      el("div", {}, el("span", { class: "muted" }, "here: "), el("ins", {}, cut(rows[place].slice(at, Math.max(until, at + 1))))));
+      el("div", {}, el("span", { class: "muted" }, `branch ${parent + 1}: `), el("del", {}, cut(this.rows[parent].slice(at)))),
+      el("div", {}, el("span", { class: "muted" }, "here: "), el("ins", {}, cut(this.rows[place].slice(at, Math.max(until, at + 1))))));
   }
 
-  function conversation() {
-    const structured = record.messages?.length && branch === rows.length - 1;
-    const turns = structured ? record.messages.map(fromMessage) : rows.length ? fromRow(rows[branch], forks[branch]) : [
-      { role: "prompt", text: record.prompt }, { role: "assistant", text: record.completion }];
-    return el("ol", { class: "turns" }, turns.map((turn) => el("li", { class: `turn ${turn.role}` },
-      el("div", { class: "role" }, visibleText(turn.role), turn.name && ` · ${visibleText(turn.name)}`, turn.edited && el("strong", {}, " · edited")),
-      turn.text && el("pre", { class: "text" }, visibleText(turn.text)),
-      (turn.calls ?? []).map((call) => el("div", { class: "call" }, el("div", { class: "role" }, `calls ${visibleText(call.name)}`),
-        el("pre", { class: "text" }, visibleText(call.text)))))));
+  #turns() {
+    const { record, rows, branch } = this;
+    if (Array.isArray(record.messages) && record.messages.length && branch === this.newest) return record.messages.map(fromMessage);
+    if (rows.length) return fromRow(rows[branch], this.forks[branch]);
+    return [{ role: "prompt", text: record.prompt }, { role: "assistant", text: record.completion }];
   }
 
-  function keys(event) {
+  /** Handle a key: j and k go to the next and the previous sample, Escape to the list. */
+  press(event) {
     if (event.target.closest("input, select, textarea, .tokens") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const target = { j: around.after, k: around.before }[event.key];
-    if (target !== undefined && target !== null) location.hash = link(`run/${run}/sample/${target}`);
-    if (event.key === "Escape") location.hash = listed.run === run ? listed.hash : link(`run/${run}/samples`);
+    const target = { j: this.around.after, k: this.around.before }[event.key] ?? null;
+    if (target !== null) location.hash = this.#address(target);
+    if (event.key === "Escape") location.hash = this.list;
   }
+}
 
-  draw();
-  document.addEventListener("keydown", keys);
-  return () => document.removeEventListener("keydown", keys);
+function turnElement(turn) {
+  const calls = (turn.calls ?? []).map((call) => el("div", { class: "call" }, el("div", { class: "role" }, `calls ${visibleText(call.name)}`),
+    el("pre", { class: "text" }, visibleText(call.text))));
+  return el("li", { class: `turn ${turn.role}` },
+    el("div", { class: "role" }, visibleText(turn.role), turn.name && ` · ${visibleText(turn.name)}`, turn.edited && el("strong", {}, " · edited")),
+    turn.text && el("pre", { class: "text" }, visibleText(turn.text)), calls);
 }
 
 function pretty(text) {

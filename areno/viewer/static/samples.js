@@ -2,7 +2,7 @@
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
-import { announce, el, field, fill, number, plural, select } from "./dom.js";
+import { announce, el, field, fill, leftOut, number, plural, select } from "./dom.js";
 import { visibleText } from "./tokens.js";
 
 const ORDERS = [
@@ -25,131 +25,169 @@ export function nameOf(sample) {
 }
 
 export async function show(page, { run, params }) {
-  const query = Object.fromEntries(FIELDS.map((name) => [name, params.get(name) ?? ""]));
-  query.order ||= "newest";
-  let flags = params.getAll("flag"), offset = 0, until = null, recorded = 0, taken = 0, isOpen = false;
-  const list = el("ol", { class: "samples", "aria-label": "Samples" });
-  const count = el("p", { "aria-live": "polite" });
-  const more = el("button", { on: { click: () => next() } }, "More");
-  const fresh = el("button", { class: "main", hidden: true, on: { click: () => restart() } });
+  const samples = new SampleList(run, params);
+  fill(page, el("h1", {}, "Samples"), samples.elements());
+  return samples.start();
+}
 
-  function input(name, label, properties) {
-    const control = el("input", { ...properties, value: query[name], on: { change: () => ((query[name] = control.value), restart()) } });
-    return field(label, control);
+class SampleList {
+  #offset = 0;
+  #until = null;
+  #recorded = 0;
+  #taken = 0;
+  #isOpen = false;
+  #turn = 0; // of the filters, so that late answers to other ones are ignored
+  #list = el("ol", { class: "samples", "aria-label": "Samples" });
+  #count = el("p", { "aria-live": "polite" });
+  #unread = el("div");
+  #more = el("button", { on: { click: () => this.#next() } }, "More");
+  #fresh = el("button", { class: "main", hidden: true, on: { click: async () => {
+    await this.#restart();
+    this.#list.querySelector("a")?.focus();
+  } } });
+
+  constructor(run, params) {
+    this.run = run;
+    this.query = Object.fromEntries(FIELDS.map((name) => [name, params.get(name) ?? ""]));
+    this.query.order ||= "newest";
+    this.flags = params.getAll("flag");
   }
 
-  const boxes = FLAGS.map((name) => {
-    const box = el("input", { type: "checkbox", on: { change: () => {
-      flags = box.checked ? [...flags, name] : flags.filter((one) => one !== name);
-      restart();
-    } } });
-    box.checked = flags.includes(name);
-    return el("label", { class: "check" }, box, name);
-  });
-  fill(
-    page,
-    el("h1", {}, "Samples"),
-    el("form", { class: "bar", "aria-label": "Filters", on: { submit: (event) => event.preventDefault() } },
+  elements() {
+    return [
+      this.#filters(),
+      el("p", { class: "muted small" }, "The best, worst and first answer to the first prompts of each step are recorded. ",
+        el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
+      this.#fresh, this.#count, this.#unread, this.#list, this.#more,
+    ];
+  }
+
+  /** List the samples, and look for new ones; returns a function that ends it. */
+  async start() {
+    const keys = (event) => this.#press(event);
+    document.addEventListener("keydown", keys);
+    const back = listed.run === this.run && listed.hash === location.hash ? listed.opened : null;
+    await this.#restart();
+    this.#isOpen = true;
+    document.getElementById(`sample-${back}`)?.focus();
+    const look = coalesced(() => this.#look(), 500);
+    const end = follow([this.run], ({ changed }) => (!changed || changed.includes("samples")) && look());
+    return () => {
+      this.#turn++;
+      document.removeEventListener("keydown", keys);
+      end();
+    };
+  }
+
+  #filters() {
+    const input = (name, label, properties) => {
+      const control = el("input", { ...properties, value: this.query[name], on: { change: () => this.#ask(name, control.value) } });
+      return field(label, control);
+    };
+    return el("form", { class: "bar", "aria-label": "Filters", on: { submit: (event) => event.preventDefault() } },
       input("text", "Search in prompts, answers and messages", { type: "search", size: 24 }),
       input("step_from", "From step", { type: "number", min: 0, class: "short" }),
       input("step_to", "To step", { type: "number", min: 0, class: "short" }),
       input("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
       input("reward_max", "Reward to", { type: "number", step: "any", class: "short" }),
-      field("Order", select(ORDERS, query.order, (value) => ((query.order = value), restart()))),
-      el("fieldset", {}, el("legend", {}, "Only (any of)"), boxes)),
-    el("p", { class: "muted small" }, "The best, worst and first answer to the first prompts of each step are recorded. ",
-      el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
-    fresh, count, list, more,
-  );
-
-  function item(sample) {
-    const marks = sample.flags.filter((flag) => flag !== "rows");
-    const parts = Object.entries(sample.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-    return el("li", {}, el("a", { href: link(`run/${run}/sample/${sample.index}`), id: `sample-${sample.index}` },
-      el("span", { class: "head" }, el("strong", {}, nameOf(sample)),
-        el("span", {}, `reward ${number(sample.reward)}`, parts && ` (${parts})`),
-        el("span", {}, `advantage ${number(sample.advantage)}`),
-        el("span", {}, plural(sample.tokens, "token")),
-        marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
-      el("span", { class: "excerpt" }, visibleText(sample.excerpt) || "(empty)")));
+      field("Order", select(ORDERS, this.query.order, (value) => this.#ask("order", value))),
+      el("fieldset", {}, el("legend", {}, "Only (any of)"), FLAGS.map((name) => this.#flag(name))));
   }
 
-  function describe(answer) {
-    const filtered = answer.matching !== answer.recorded || query.text;
-    const shownText = query.text
-      ? `${taken} found in ${Math.min(offset ?? answer.matching, answer.matching)} searched of ${answer.matching}`
-      : `${taken} of ${answer.matching} shown`;
-    count.textContent = filtered ? `${shownText}; ${answer.recorded} recorded in all.` : `${shownText}.`;
+  #flag(name) {
+    const box = el("input", { type: "checkbox", on: { change: () => {
+      this.flags = box.checked ? [...this.flags, name] : this.flags.filter((one) => one !== name);
+      this.#restart();
+    } } });
+    box.checked = this.flags.includes(name);
+    return el("label", { class: "check" }, box, name);
   }
 
-  let turn = 0;
-  async function next() {
-    const mine = turn;
-    more.disabled = true;
-    const wanted = taken + 50;
+  #ask(name, value) {
+    this.query[name] = value;
+    return this.#restart();
+  }
+
+  async #restart() {
+    this.#turn++;
+    this.#offset = this.#taken = 0;
+    this.#until = null;
+    this.#fresh.hidden = true;
+    const path = `run/${this.run}/samples`;
+    const state = { ...this.query, order: this.query.order === "newest" ? null : this.query.order, flag: this.flags };
+    keep(path, state);
+    Object.assign(listed, { run: this.run, hash: link(path, state), indices: [] });
+    fill(this.#list);
+    await this.#next();
+  }
+
+  /** Request pages until there are 50 more samples: a page of a search may be empty. */
+  async #next() {
+    const turn = this.#turn, wanted = this.#taken + 50;
+    this.#more.disabled = true;
     do {
-      const answer = await get(`/api/runs/${run}/samples`, { ...query, flag: flags, offset, until }).catch((error) => ({ error }));
-      if (mine !== turn) return;
-      if (answer.error && !isOpen) throw answer.error;
+      const page = { ...this.query, flag: this.flags, offset: this.#offset, until: this.#until };
+      const answer = await get(`/api/runs/${this.run}/samples`, page).catch((error) => ({ error }));
+      if (turn !== this.#turn) return;
+      if (answer.error && !this.#isOpen) throw answer.error;
       if (answer.error) {
-        count.textContent = answer.error.message;
-        more.disabled = false; // tries again
-        more.hidden = false;
+        this.#count.textContent = answer.error.message;
+        this.#more.disabled = this.#more.hidden = false; // tries again
         return;
       }
-      const first = list.children.length;
-      list.append(...answer.samples.map(item));
-      listed.indices.push(...answer.samples.map((sample) => sample.index));
-      taken += answer.samples.length;
-      ({ until, recorded } = answer);
-      offset = answer.next;
-      describe(answer);
-      if (first && answer.samples.length && document.activeElement === more) list.children[first].firstChild.focus();
-    } while (offset !== null && query.text && taken < wanted);
-    more.disabled = false;
-    more.hidden = offset === null;
-    if (!taken) announce("No sample matches");
+      this.#add(answer);
+    } while (this.#offset !== null && this.query.text && this.#taken < wanted);
+    this.#more.disabled = false;
+    this.#more.hidden = this.#offset === null;
+    if (!this.#taken) announce("No sample matches");
   }
 
-  async function restart() {
-    turn++;
-    offset = 0;
-    until = null;
-    taken = 0;
-    fresh.hidden = true;
-    const path = `run/${run}/samples`, state = { ...query, order: query.order === "newest" ? null : query.order, flag: flags };
-    keep(path, state);
-    Object.assign(listed, { run, hash: link(path, state), indices: [] });
-    fill(list);
-    await next();
+  #add(answer) {
+    const { samples } = answer, first = this.#list.children.length;
+    this.#list.append(...samples.map((sample) => item(this.run, sample)));
+    listed.indices.push(...samples.map((sample) => sample.index));
+    this.#taken += samples.length;
+    this.#until = answer.until;
+    this.#recorded = answer.recorded;
+    this.#offset = answer.next;
+    this.#count.textContent = this.#summary(answer);
+    fill(this.#unread, leftOut("samples.jsonl", answer.left_out));
+    if (first && samples.length && document.activeElement === this.#more) this.#list.children[first].firstChild.focus();
   }
 
-  function keys(event) {
+  #summary({ matching, recorded }) {
+    const searched = Math.min(this.#offset ?? matching, matching);
+    const shown = this.query.text ? `${this.#taken} found in ${searched} searched of ${matching}` : `${this.#taken} of ${matching} shown`;
+    return matching !== recorded || this.query.text ? `${shown}; ${recorded} recorded in all.` : `${shown}.`;
+  }
+
+  async #look() {
+    const answer = await get(`/api/runs/${this.run}/samples`, { limit: 1 }), added = answer.recorded - this.#recorded;
+    if (added < 0) return this.#restart();
+    this.#fresh.hidden = added === 0;
+    this.#fresh.textContent = `Show ${plural(added, "new sample")}`;
+    return undefined;
+  }
+
+  #press(event) {
     if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
     const step = { j: 1, k: -1 }[event.key];
     if (!step) return;
-    const links = [...list.querySelectorAll("a")], at = links.indexOf(document.activeElement);
+    const links = [...this.#list.querySelectorAll("a")], at = links.indexOf(document.activeElement);
     links[Math.min(Math.max(at + step, 0), links.length - 1)]?.focus();
     event.preventDefault();
   }
+}
 
-  document.addEventListener("keydown", keys);
-  const back = listed.run === run && listed.hash === location.hash ? listed.opened : null;
-  await restart();
-  isOpen = true;
-  document.getElementById(`sample-${back}`)?.focus();
-  const look = coalesced(async () => {
-    const answer = await get(`/api/runs/${run}/samples`, { limit: 1 });
-    const added = answer.recorded - recorded;
-    if (added < 0) return restart();
-    fresh.hidden = added === 0;
-    fresh.textContent = `Show ${plural(added, "new sample")}`;
-    return undefined;
-  }, 500);
-  const end = follow([run], ({ changed }) => (!changed || changed.includes("samples")) && look());
-  return () => {
-    turn++;
-    document.removeEventListener("keydown", keys);
-    end();
-  };
+function item(run, sample) {
+  const marks = sample.flags.filter((flag) => flag !== "rows");
+  const parts = Object.entries(sample.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const excerpt = sample.excerpt === null ? "(not read: damaged, or longer than 16 MiB)" : visibleText(sample.excerpt) || "(empty)";
+  return el("li", {}, el("a", { href: link(`run/${run}/sample/${sample.index}`), id: `sample-${sample.index}` },
+    el("span", { class: "head" }, el("strong", {}, nameOf(sample)),
+      el("span", {}, `reward ${number(sample.reward)}`, parts && ` (${parts})`),
+      el("span", {}, `advantage ${number(sample.advantage)}`),
+      el("span", {}, plural(sample.tokens, "token")),
+      marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
+    el("span", { class: "excerpt" }, excerpt)));
 }

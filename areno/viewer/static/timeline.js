@@ -6,6 +6,8 @@ import { chart } from "./plot.js";
 
 const LANE = 13, LEFT = 76, TOP = 22, MINIMUM = 640;
 const VERSIONS = 6;
+const PHASES = ["generate", "reward", "toolcall"];
+const STALENESS = ["staleness", "train/staleness_max", "rollout/staleness/max"];
 
 /** Give each span the first lane that is free at its begin. */
 function packed(spans) {
@@ -18,109 +20,185 @@ function packed(spans) {
   });
 }
 
-export async function show(page, { run }) {
-  let until = null, latest = null;
-  const later = [];
-  const drawing = el("div", { class: "wide timeline", tabindex: "0", role: "region", "aria-label": "Timeline" });
-  const note = el("p"), legend = el("ul", { class: "legend", "aria-label": "Colors" }), rows = el("details");
-  const earlierButton = el("button", { on: { click: () => (later.push(until), (until = latest.earlier), load()) } }, "Earlier");
-  const laterButton = el("button", { on: { click: () => ((until = later.pop() ?? null), load()) } }, "Later");
-  const staleness = chart("staleness (weight versions)", "timeline");
-  const lanes = el("section", { "aria-label": "Lanes" }, el("div", { class: "bar" }, earlierButton, laterButton), note, legend, drawing, rows);
-  const curve = el("section", { "aria-label": "Staleness" }, el("h2", {}, "Staleness per step"), staleness.figure);
-  const missing = el("p", { hidden: true }, "This run has no traces yet. Sessions appear after they have ended, if the run was started with ",
-    el("code", {}, "--trace"), " (areno train) or ",
-    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run).");
-  fill(page, el("h1", {}, "Timeline"), missing, lanes, curve);
+/** The drawing of a window: a lane for each span at a time, weight updates as lines, and the seconds below. */
+class Lanes {
+  #shapes = [];
+  #y = TOP;
 
-  function bar(item, x, y, name, title) {
-    const left = x(item.begin), width = Math.max(x(item.end) - left, 1);
-    return svg("rect", { x: left, y, width, height: LANE - 3, class: name }, svg("title", {}, title));
+  constructor(data, width) {
+    this.data = data;
+    this.width = width;
+    this.seconds = Math.max(data.end - data.begin, 1e-3);
   }
 
-  function group(text, items, y, x, draw) {
+  draw() {
+    const { phases, sessions } = this.data;
+    for (const role of new Set(phases.map((phase) => phase.role))) {
+      this.#group(role, phases.filter((phase) => phase.role === role), (phase, y) => this.#phase(phase, y));
+    }
+    this.#group("sessions", sessions, (one, y) => this.#session(one, y));
+    const title = `${sessions.length} sessions and ${phases.length} phases over ${number(this.seconds)} seconds`;
+    return svg("svg", { width: this.width, height: this.#y + 18, role: "img", "aria-label": title },
+      this.#updates(), this.#shapes, this.#ticks());
+  }
+
+  #x(time) {
+    const { begin, end } = this.data;
+    return LEFT + ((Math.min(Math.max(time, begin), end) - begin) / this.seconds) * (this.width - LEFT - 8);
+  }
+
+  #group(text, items, draw) {
     const all = packed(items), height = (Math.max(-1, ...all.map(({ lane }) => lane)) + 1) * LANE;
-    const label = items.length > 0 && svg("text", { x: 0, y: y + 10, class: "label" }, text);
-    return [[label, all.map(({ span, lane }) => draw(span, y + lane * LANE))].flat(2).filter(Boolean), y + height + (height ? 6 : 0)];
+    if (items.length) this.#shapes.push(svg("text", { x: 0, y: this.#y + 10, class: "label" }, text));
+    this.#shapes.push(...all.flatMap(({ span, lane }) => draw(span, this.#y + lane * LANE)));
+    this.#y += height + (height ? 6 : 0);
   }
 
-  function session(one, y, x) {
-    const seconds = (list) => list.reduce((sum, phase) => sum + phase.end - phase.begin, 0);
+  #bar(item, y, name, title) {
+    const x = this.#x(item.begin), width = Math.max(this.#x(item.end) - x, 1);
+    return svg("rect", { x, y, width, height: LANE - 3, class: name }, svg("title", {}, title));
+  }
+
+  #phase(phase, y) {
+    const kind = { update_weights: "update", rollout: "waiting" }[phase.name] ?? "";
+    const title = `${phase.name}, step ${phase.step ?? "–"}: ${number(phase.end - phase.begin)} s`;
+    return this.#bar(phase, y, `train-phase ${kind}`, title);
+  }
+
+  #session(one, y) {
     const names = [...new Set(one.phases.map((phase) => phase.name))];
-    const title = `task ${one.task}, session ${one.session}: ${one.status}${one.reason ? ` (${one.reason})` : ""}, began with version ${one.version}, ` +
-      `${number(one.end - one.begin)} s; ` + names.map((name) => `${name} ${number(seconds(one.phases.filter((phase) => phase.name === name)))} s`).join(", ");
+    const title = `task ${one.task}, session ${one.session}: ${one.status}${one.reason ? ` (${one.reason})` : ""}, ` +
+      `began with version ${one.version}, ${number(one.end - one.begin)} s; ` +
+      names.map((name) => `${name} ${number(secondsOf(one, name))} s`).join(", ");
+    const version = `version-${one.version % VERSIONS}`;
     return [
-      bar(one, x, y, `session version-${one.version % VERSIONS} ${one.status}`, title),
-      ...one.phases.map((phase) => bar(phase, x, y, `phase ${["generate", "reward", "toolcall"].includes(phase.name) ? phase.name : "other"} version-${one.version % VERSIONS}`, title)),
+      this.#bar(one, y, `session ${version} ${one.status}`, title),
+      ...one.phases.map((phase) => this.#bar(phase, y, `phase ${PHASES.includes(phase.name) ? phase.name : "other"} ${version}`, title)),
     ];
   }
 
-  function draw(data) {
-    const width = Math.max(drawing.clientWidth, MINIMUM);
-    const span = Math.max(data.end - data.begin, 1e-3);
-    const x = (time) => LEFT + ((Math.min(Math.max(time, data.begin), data.end) - data.begin) / span) * (width - LEFT - 8);
-    const shapes = [];
-    let y = TOP;
-    for (const role of [...new Set(data.phases.map((phase) => phase.role))]) {
-      const [marks, below] = group(role, data.phases.filter((phase) => phase.role === role), y, x, (phase, at) =>
-        bar(phase, x, at, `train-phase ${{ update_weights: "update", rollout: "waiting" }[phase.name] ?? ""}`,
-          `${phase.name}, step ${phase.step ?? "–"}: ${number(phase.end - phase.begin)} s`));
-      shapes.push(...marks);
-      y = below;
-    }
-    const [marks, below] = group("sessions", data.sessions, y, x, (one, at) => session(one, at, x));
-    shapes.push(...marks);
-    y = below;
-    const lines = data.versions.filter((one) => one.time >= data.begin).map((one) => [
-      svg("line", { x1: x(one.time), x2: x(one.time), y1: TOP - 4, y2: y, class: "version-line" }),
-      svg("text", { x: x(one.time) + 2, y: 10, class: "label" }, `v${one.version}`)]);
-    const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => svg("text", {
-      x: LEFT + part * (width - LEFT - 8), y: y + 12, class: "label", "text-anchor": part === 1 ? "end" : "start" }, `${number(part * span)} s`));
-    const title = `${data.sessions.length} sessions and ${data.phases.length} phases over ${number(span)} seconds`;
-    fill(drawing, svg("svg", { width, height: y + 18, role: "img", "aria-label": title }, lines.flat(), shapes, ticks));
+  #updates() {
+    return this.data.versions.filter((one) => one.time >= this.data.begin).flatMap((one) => [
+      svg("line", { x1: this.#x(one.time), x2: this.#x(one.time), y1: TOP - 4, y2: this.#y, class: "version-line" }),
+      svg("text", { x: this.#x(one.time) + 2, y: 10, class: "label" }, `v${one.version}`)]);
   }
 
-  function describe(data) {
-    const seen = [...new Set(data.sessions.map((one) => one.version))].sort((a, b) => a - b);
-    const sample = (name, text) => el("li", {}, el("span", { class: `swatch ${name}` }), text);
-    fill(legend, seen.slice(0, VERSIONS * 2).map((version) => sample(`version-${version % VERSIONS}`, `began with version ${version}`)),
-      sample("update", "weight update"), el("li", {}, "full height: generating; lower half: reward; upper half: tool call; pale: waiting, and rollout phases of the trainer"));
-    fill(note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${data.sessions.length} sessions. A vertical line marks new weights.`);
-    const cells = data.sessions.slice(-100).map((one) => [`${one.task} / ${one.session}`, String(one.version), one.status, number(one.begin - data.begin),
-      number(one.end - one.begin), ...["generate", "reward", "toolcall"].map((name) =>
-        number(one.phases.filter((phase) => phase.name === name).reduce((sum, phase) => sum + phase.end - phase.begin, 0)))]);
-    fill(rows, el("summary", {}, "Sessions as a table"), table("Sessions",
-      ["Task / session", "Version", "Outcome", "Begin (s)", "Duration (s)", "Generating (s)", "Reward (s)", "Tools (s)"], cells));
+  #ticks() {
+    return [0, 0.25, 0.5, 0.75, 1].map((part) => svg("text", {
+      x: LEFT + part * (this.width - LEFT - 8), y: this.#y + 12, class: "label", "text-anchor": part === 1 ? "end" : "start",
+    }, `${number(part * this.seconds)} s`));
+  }
+}
+
+/** Seconds that a session spent in phases of a name. */
+function secondsOf(session, name) {
+  return session.phases.filter((phase) => phase.name === name).reduce((sum, phase) => sum + phase.end - phase.begin, 0);
+}
+
+function colorLegend(data) {
+  const seen = [...new Set(data.sessions.map((one) => one.version))].sort((a, b) => a - b);
+  const sample = (name, text) => el("li", {}, el("span", { class: `swatch ${name}` }), text);
+  return [
+    seen.slice(0, VERSIONS * 2).map((version) => sample(`version-${version % VERSIONS}`, `began with version ${version}`)),
+    sample("update", "weight update"),
+    el("li", {}, "full height: generating; lower half: reward; upper half: tool call; pale: waiting, and rollout phases of the trainer"),
+  ];
+}
+
+function sessionTable(data) {
+  const heads = ["Task / session", "Version", "Outcome", "Begin (s)", "Duration (s)", "Generating (s)", "Reward (s)", "Tools (s)"];
+  return table("Sessions", heads, data.sessions.slice(-100).map((one) => [
+    `${one.task} / ${one.session}`, String(one.version), one.status, number(one.begin - data.begin), number(one.end - one.begin),
+    ...PHASES.map((name) => number(secondsOf(one, name)))]));
+}
+
+function stalenessLines(series) {
+  return Object.entries(series).map(([name, points]) => ({
+    id: name, label: name === "staleness" ? "mean" : "maximum", place: name === "staleness" ? 0 : 1,
+    x: points.steps, y: points.values, missing: points.not_finite }));
+}
+
+export async function show(page, { run }) {
+  const timeline = new Timeline(run);
+  fill(page, el("h1", {}, "Timeline"), timeline.elements());
+  return timeline.start();
+}
+
+class Timeline {
+  #until = null;
+  #latest = null;
+  #later = []; // the windows after this one
+  #drawing = el("div", { class: "wide timeline", tabindex: "0", role: "region", "aria-label": "Timeline" });
+  #note = el("p");
+  #legend = el("ul", { class: "legend", "aria-label": "Colors" });
+  #rows = el("details");
+  #earlierButton = el("button", { on: { click: () => this.#earlier() } }, "Earlier");
+  #laterButton = el("button", { on: { click: () => this.#open(this.#later.pop() ?? null) } }, "Later");
+  #staleness = chart("staleness (weight versions)", "timeline");
+  #lanes = el("section", { "aria-label": "Lanes" }, el("div", { class: "bar" }, this.#earlierButton, this.#laterButton),
+    this.#note, this.#legend, this.#drawing, this.#rows);
+  #curve = el("section", { "aria-label": "Staleness" }, el("h2", {}, "Staleness per step"), this.#staleness.figure);
+  #missing = el("p", { hidden: true }, "This run has no traces yet. Sessions appear after they have ended, if the run was started with ",
+    el("code", {}, "--trace"), " (areno train) or ",
+    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run).");
+
+  constructor(run) {
+    this.run = run;
   }
 
-  async function load() {
-    const asked = until, data = await get(`/api/runs/${run}/timeline`, { until });
-    if (asked !== until) return; // another window was chosen meanwhile
-    latest = data;
-    missing.hidden = data.traced;
-    lanes.hidden = !data.traced;
+  elements() {
+    return [this.#missing, this.#lanes, this.#curve];
+  }
+
+  /** Draw, and follow the run while its end is shown; returns a function that ends it. */
+  async start() {
+    await this.#load();
+    const resize = () => this.#latest?.traced && this.#draw();
+    window.addEventListener("resize", resize);
+    const refresh = coalesced(async () => this.#until === null && this.#load(), 1000);
+    const end = follow([this.run], ({ changed }) =>
+      (!changed || changed.includes("timeline") || changed.includes("metrics")) && refresh());
+    return () => {
+      end();
+      window.removeEventListener("resize", resize);
+      this.#staleness.close();
+    };
+  }
+
+  #earlier() {
+    this.#later.push(this.#until);
+    return this.#open(this.#latest.earlier);
+  }
+
+  #open(until) {
+    this.#until = until;
+    return this.#load();
+  }
+
+  async #load() {
+    const until = this.#until, data = await get(`/api/runs/${this.run}/timeline`, { until });
+    if (until !== this.#until) return; // another window was chosen meanwhile
+    this.#latest = data;
+    this.#missing.hidden = data.traced;
+    this.#lanes.hidden = !data.traced;
     if (data.traced) {
-      draw(data);
-      describe(data);
-      earlierButton.disabled = data.earlier === null;
-      laterButton.disabled = until === null;
+      this.#draw();
+      this.#describe(data);
     }
-    const answer = await get(`/api/runs/${run}/metrics`, { name: ["staleness", "train/staleness_max", "rollout/staleness/max"] });
-    const named = Object.entries(answer.series).map(([name, points]) => ({
-      id: name, label: name === "staleness" ? "mean" : "maximum", place: name === "staleness" ? 0 : 1,
-      x: points.steps, y: points.values, missing: points.not_finite }));
-    curve.hidden = !named.length;
-    if (named.length) staleness.draw(named, { smooth: 0, log: false, unit: "step" });
+    const lines = stalenessLines((await get(`/api/runs/${this.run}/metrics`, { name: STALENESS })).series);
+    this.#curve.hidden = !lines.length;
+    if (lines.length) this.#staleness.draw(lines, { smooth: 0, log: false, unit: "step" });
   }
 
-  await load();
-  const resize = () => latest?.traced && draw(latest);
-  window.addEventListener("resize", resize);
-  const refresh = coalesced(async () => until === null && load(), 1000);
-  const end = follow([run], ({ changed }) => (!changed || changed.includes("timeline") || changed.includes("metrics")) && refresh());
-  return () => {
-    end();
-    window.removeEventListener("resize", resize);
-    staleness.close();
-  };
+  #draw() {
+    fill(this.#drawing, new Lanes(this.#latest, Math.max(this.#drawing.clientWidth, MINIMUM)).draw());
+  }
+
+  #describe(data) {
+    fill(this.#legend, colorLegend(data));
+    fill(this.#note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${data.sessions.length} sessions. A vertical line marks new weights.`);
+    fill(this.#rows, el("summary", {}, "Sessions as a table"), sessionTable(data));
+    this.#earlierButton.disabled = data.earlier === null;
+    this.#laterButton.disabled = this.#until === null;
+  }
 }

@@ -132,7 +132,7 @@ export function tokenView(row, fork, { color, change }) {
   draw();
   const all = el("details", { on: { toggle: () => all.open && all.children.length === 1 && all.append(tokenTable(row, text)) } },
     el("summary", {}, "All tokens as a table"));
-  return el("div", {}, el("div", { class: "bar" }, field("Color by", select(COLORS, color, change))), legend(row, color, scale), box, details, all);
+  return el("div", {}, el("div", { class: "bar" }, field("Color by", select(COLORS, color, change, { id: "color" }))), legend(row, color, scale), box, details, all);
 }
 
 function tokenTable(row, text) {

@@ -1,0 +1,27 @@
+"""Opens files for reading, and replaces files so that a reader sees the old content or the new one."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+Opener = Callable[[Path], BinaryIO]
+"""Opens a file for reading bytes; may refuse it."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The opener that refuses nothing."""
+    return open(path, "rb")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a temporary file to write, which becomes ``path`` at the end; an error leaves ``path`` unchanged."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,39 @@
+"""Parts of a log, from the end of the file, before or after a byte position, without reading the rest."""
+
+from dataclasses import dataclass
+from typing import BinaryIO
+
+PART_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """Complete lines of a log, the byte positions at which they begin and end, and the size of the file.
+
+    A line of more than ``PART_BYTES`` comes in several parts.
+    """
+
+    lines: list[str]
+    start: int
+    end: int
+    size: int
+
+
+def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
+    """At most ``PART_BYTES`` of a log: those after a byte position, those before one, or the last ones."""
+    size = file.seek(0, 2)
+    is_forward = after is not None and 0 <= after <= size
+    if is_forward:
+        start, stop = after or 0, min((after or 0) + PART_BYTES, size)
+    else:
+        stop = size if before is None else min(max(before, 0), size)
+        start = max(stop - PART_BYTES, 0)
+    file.seek(start)
+    content = file.read(stop - start)
+    if start and not is_forward and (cut := content.find(b"\n") + 1) < len(content):  # begins in the middle of a line
+        start, content = start + cut, content[cut:]
+    complete = content[: content.rfind(b"\n") + 1]
+    if (is_forward or before is None) and (complete or len(content) < PART_BYTES):
+        content = complete
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    return LogPart(lines, start, start + len(content), size)
