@@ -344,7 +344,7 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 def _data(record: RewardRecord) -> dict[str, Any]:
     """The entry ``data`` of a sample: short fields of its data row, such as the expected answer, except its prompt."""
     fields = {
-        str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS)
+        str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()
         if name not in PROMPTS and isinstance(value, str | int | float | list | tuple | dict)
     }
