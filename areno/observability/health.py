@@ -171,7 +171,7 @@ class HealthMonitor:
         checked = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
         bad = ", ".join(f"{name} is {value}" for name, value in checked.items() if not math.isfinite(value))
         return {
-            "equal_rewards": (tied, self._equal(rewards, bool(cut))),
+            "equal_rewards": (tied, self._equal(rewards, bool(cut), length)),
             "all_truncated": (None if self._opposed else cut, self._truncated(len(truncated), length)),
             "zero_gradient": (
                 # Equal rewards explain a zero gradient, and have their own warning.
@@ -210,7 +210,7 @@ class HealthMonitor:
         mean = self._parts[-1][_REWARD]
         return (mean > max(self._start)) - (mean < min(self._start))
 
-    def _equal(self, rewards: Sequence[float], cut: bool) -> str:
+    def _equal(self, rewards: Sequence[float], cut: bool, length: float | None) -> str:
         """The warning that the rewards are equal, with what this means so far."""
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
@@ -229,17 +229,21 @@ class HealthMonitor:
                 "stop, or use harder problems"
             )
         if cut:
-            return f"{seen}All responses are truncated, which may be why: first raise the limit"
+            return f"{seen}All responses are truncated, which may be why: first raise {self._limit(length)[1]}"
         return (
             f"{seen}Test the reward function on a correct answer. If it gives a higher reward, try easier problems, a better "
             "starting model (SFT first), a higher --temperature or a larger --n-samples"
         )
 
+    def _limit(self, length: float | None) -> tuple[str, str]:
+        """What cut responses of a mean length, and which option raises it."""
+        if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
+            return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
+        return "the token limit", "--max-new-tokens"
+
     def _truncated(self, count: int, length: float | None) -> str:
         """The warning that all responses were truncated, with what this means so far."""
-        limit, remedy = "the token limit", "--max-new-tokens"
-        if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
-            limit, remedy = "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
+        limit, remedy = self._limit(length)
         seen = f"every response ({count}) was truncated at {limit}"
         if self._moved > 0:
             return (

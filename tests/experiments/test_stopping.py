@@ -93,5 +93,5 @@ def test_rewards_that_teach_nothing_are_a_warning_in_the_names_of_settings(
         trainer.train()
     (warning,) = [record.getMessage() for record in caplog.records if "nothing can be learned" in record.getMessage()]
     assert "step 4: all rewards are 0 for 5 steps" in warning
-    assert "gconfig.temperature" in warning
+    assert "first raise gconfig.max_new_tokens" in warning
     assert "--" not in warning

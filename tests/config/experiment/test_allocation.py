@@ -127,7 +127,7 @@ def test_a_form_of_earlier_versions_is_translated(text, modern):
         ("megatron:(attn:d2|ffn:c2)", "ffn has no size 'c'"),
         ("megatron:(attn:d4p2|ffn:d4)", "make the sizes equal"),
         ("megatron:(attn:d4|ffn:d2e4)", "attn takes 4 devices and ffn 8"),
-        ("megatron:(attn:d4|ffn:e3)", "make the sizes equal"),
+        ("megatron:(attn:d4|ffn:e3)", "make them equal"),
     ],
 )
 def test_what_is_not_in_the_grammar_is_named(text, words):
