@@ -76,7 +76,7 @@ def make_tokenizer() -> Any:
     return train_tokenizer(_WORDINGS, words=".", vocab_size=260, special_tokens=_SPECIAL, template=_TEMPLATE)
 
 
-def random_model(tokenizer: Any, seed: int) -> Any:
+def random_model(tokenizer: Any, seed: int, head_dim: int = 8) -> Any:
     """Return an untrained model; large initial weights and many small heads let such a small model learn to copy quickly."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,6 +88,7 @@ def random_model(tokenizer: Any, seed: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=8,
+        head_dim=head_dim,
         intermediate_size=128,
         max_position_embeddings=512,
         initializer_range=0.06,
@@ -125,13 +126,13 @@ def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed
         optimizer.zero_grad()
 
 
-def make_model(folder: Path, seed: int = 0, teacher: Path | None = None) -> None:
+def make_model(folder: Path, seed: int = 0, teacher: Path | None = None, head_dim: int = 8) -> None:
     """Write the model that the experiments train and, if requested, a teacher."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     tokenizer = make_tokenizer()
-    model = random_model(tokenizer, seed)
+    model = random_model(tokenizer, seed, head_dim)
     for place, shares, lr in ((folder, _MODEL_STEPS, 6e-3), (teacher, _TEACHER_STEPS, 3e-3)):
         if place is not None:
             teach(model, tokenizer, shares, lr, seed)
@@ -139,12 +140,12 @@ def make_model(folder: Path, seed: int = 0, teacher: Path | None = None) -> None
             tokenizer.save_pretrained(place)
 
 
-def make_toy(folder: Path, count: int = 512) -> None:
-    """Write all files of the toy."""
+def make_toy(folder: Path, count: int = 512, head_dim: int = 8) -> None:
+    """Write all files of the toy. vLLM on a CPU needs a ``head_dim`` of 32 or more."""
     import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(folder / "model", teacher=folder / "teacher")
+    make_model(folder / "model", teacher=folder / "teacher", head_dim=head_dim)
     train, valid = rows(count, 0), rows(32, 1)
     for name, found in (("train", train), ("valid", valid)):
         write(folder / f"{name}.jsonl", ({key: row[key] for key in ("prompt", "letter")} for row in found))

@@ -171,9 +171,9 @@ def grows_and_shrinks(folder: Path, trial: str, *words: str, environment: dict[s
 
 
 @needs_vllm
-def test_vllm_servers_on_ray(ray_nodes, tmp_path, monkeypatch):
+def test_vllm_servers_on_ray(ray_nodes, tmp_path):
     """Ray starts the server."""
-    make_wide_toy(tmp_path, monkeypatch)
+    make_wide_toy(tmp_path)
     words = ["rollout.backend=vllm:d1", f"vllm.command={VLLM} serve", "vllm.enforce_eager=true", "total_train_steps=4"]
     output = run(tmp_path, "ray_vllm", *ray_words(), *words, environment=ray_nodes.environment)
     assert "weights of version 1 arrived: log-probs differ by" in output

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import transformers
 
 from examples.experiments import toy
 
@@ -14,8 +13,6 @@ VLLM = Path(__file__).parents[2] / ".peers" / "vllm" / "bin" / "vllm"
 needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm")
 
 
-def make_wide_toy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_wide_toy(folder: Path) -> None:
     """The toy of the examples, with heads of a size that vLLM has on a CPU."""
-    plain = transformers.LlamaConfig
-    monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
-    toy.make_toy(folder)
+    toy.make_toy(folder, head_dim=32)

@@ -266,8 +266,8 @@ def test_adapters_arrive_with_their_version_and_running_samples_keep_theirs(poli
 
 
 @pytest.fixture
-def wide_toy(tmp_path, monkeypatch):
-    make_wide_toy(tmp_path, monkeypatch)
+def wide_toy(tmp_path):
+    make_wide_toy(tmp_path)
     return tmp_path
 
 
