@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "QLoRA, rank 16": {"lora_rank": 16, "load_in_4bit": True},
 }
 REWARD = "def reward_fn(record):\n    text = record.completion\n    return sum(c.isdigit() for c in text) / (1 + len(text))\n"
-LOADER = "def load_training_dataset(path, *, default_loader, **_):\n    return default_loader(path)\n"
+LOADER = Path(__file__).with_name("workers") / "own_rows.py"
 
 
 def resident_mib() -> float:
@@ -68,7 +68,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         shared |= {"n_samples": 4, "ignore_eos": True, "reward_fn_path": str(folder / "reward.py"), "kl_coef": 0.01}
         shared |= {"kv_cache_tokens": 4096, "reward_workers": 1, "eager_decode": True}
     else:
-        loader = load_hook(str(folder / "loader.py"), LOADER_HOOK)
+        loader = load_hook(str(LOADER), LOADER_HOOK)
     before = resident_mib()
     run_training(TrainOptions(**shared), loader_fn=loader, console_level="ERROR")
     lines = [json.loads(line) for line in (Path(settings["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
@@ -99,7 +99,6 @@ def main() -> None:
         results["parameters"] = make_checkpoint(folder / "model", **sizes)
         (folder / "data.jsonl").write_text("\n".join(map(json.dumps, problems(256))))
         (folder / "reward.py").write_text(REWARD)
-        (folder / "loader.py").write_text(LOADER)
         for algo, (way, options) in itertools.product(("sft", "grpo"), WAYS.items()):
             if options.get("load_in_4bit") and importlib.util.find_spec("bitsandbytes") is None:
                 continue

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import yaml
 
 from areno.config.conversion import convert
 from areno.config.parser import TypedParser
-from areno.config.yaml_io import read_mapping
+from areno.config.yaml_io import flat, read_mapping
 from areno.errors import UsageError
 
 
@@ -57,7 +57,7 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         word = rest.pop(0)
         name, equals, value = word.lstrip("-+").partition("=")
         if word.endswith((".yaml", ".yml")) and not equals:
-            yield from _flat(read_mapping(Path(word), word))
+            yield from (item for item in flat(read_mapping(Path(word), word)) if item[1] is not None)
         elif equals:
             yield name, yaml.safe_load(value)
         elif word.startswith("--"):
@@ -65,11 +65,3 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield name.replace("-", "_"), yaml.safe_load(rest.pop(0)) if has_value else True
         else:
             raise UsageError(f"{word}: give a YAML file, --name value, or name=value")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield f"{prefix}{name}", value

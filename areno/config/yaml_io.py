@@ -3,6 +3,7 @@
 Stored options exclude the run's location and options that the run does not read, so that the file works as a ``--config`` file.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,17 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
     if not path.is_file():
         raise UsageError(f"{option} file does not exist: {path}; pass a YAML file of option names and values")
     return _normalized(read_mapping(path, f"{option} {path}"), f"{option} {path}")
+
+
+def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings by dotted name; ``indexed``: also in lists of mappings, as ``name.0.key``."""
+    for name, value in values.items():
+        if indexed and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            yield from flat(value, indexed=indexed, prefix=f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def read_mapping(path: Path, where: str) -> dict[Any, Any]:

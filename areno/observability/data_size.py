@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PROMPTS = ("messages", "prompt", "question")
-"""Fields that may hold a row's prompt."""
+from areno.text.data_rows import PROMPT_FIELDS
+
 _MOST_ROWS = 100_000
 
 
@@ -28,10 +28,10 @@ def _distinct_prompts(rows: Any) -> int | None:
         return None
     columns = getattr(rows, "column_names", None)
     if isinstance(columns, list):  # a data set of the library `datasets`: reads this column only
-        names = [name for name in PROMPTS if name in columns]
+        names = [name for name in PROMPT_FIELDS if name in columns]
         prompts = list(rows[names[0]]) if names else [None]
     elif isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):
-        prompts = [next((row[name] for name in PROMPTS if row.get(name)), None) for row in rows]
+        prompts = [next((row[name] for name in PROMPT_FIELDS if row.get(name)), None) for row in rows]
     else:
         return None
     return None if None in prompts else len({json.dumps(_asked(prompt), default=str) for prompt in prompts})

@@ -14,7 +14,7 @@ from logging import Logger
 from typing import Any, Protocol
 
 from areno.errors import UsageError
-from areno.observability.data_size import PROMPTS
+from areno.text.data_rows import PROMPT_FIELDS
 from areno.types import RewardRecord, TokenRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
@@ -346,7 +346,7 @@ def _data(record: RewardRecord) -> dict[str, Any]:
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()
-        if name not in PROMPTS and isinstance(value, str | int | float | list | tuple | dict)
+        if name not in PROMPT_FIELDS and isinstance(value, str | int | float | list | tuple | dict)
     }
     return {"data": dict(itertools.islice(fields.items(), _DATA_FIELDS))} if fields else {}
 

@@ -7,20 +7,30 @@ from areno.errors import ArenoError
 from areno.reports.advice import OptionAdvice
 from areno.reports.run_data import RunData
 from areno.storage.checkpoint_folder import CheckpointFolder
-from areno.storage.run_layout import checkpoints_of, newest_model
+from areno.storage.run_layout import SavedModels, checkpoints_of, newest_model, saved_models
+
+_UNREADABLE = (ArenoError, OSError, LookupError, TypeError, ValueError, AttributeError)
+"""What a folder that is damaged or gone raises, and settings of wrong types."""
+
+
+def saved(run: RunData) -> SavedModels | None:
+    """What the run has saved; None if that cannot be found out."""
+    with suppress(*_UNREADABLE):
+        return saved_models(run.path, "areno report")
+    return None
 
 
 def resumable_step(run: RunData) -> int | None:
     """Completed steps of the newest checkpoint that the run can be resumed from; None if there is none."""
-    with suppress(ArenoError, OSError, LookupError, TypeError):
-        folder = _folder(run)
-        return max([*folder.steps()[-1:], *[step for step in [folder.best_step()] if step is not None]], default=None)
-    return None
+    if (models := saved(run)) is None:
+        return None
+    best = [] if models.best is None else [models.best]
+    return max([*models.checkpoints[-1:], *best], default=None)
 
 
 def saved_model(run: RunData) -> str:
     """The newest saved model, relative to the run directory where possible; ``""`` if there is none."""
-    with suppress(ArenoError, OSError, LookupError, TypeError):
+    with suppress(*_UNREADABLE):
         return _shown(run, Path(newest_model(run.path, "areno report")))
     return ""
 
@@ -30,17 +40,14 @@ def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
     if step == 0:
         return "The best model is the initial one."
     model_folder = None
-    with suppress(ArenoError, OSError, LookupError, TypeError):
-        folder = _folder(run)  # an experiment counts the steps of its evaluations from 0
+    with suppress(*_UNREADABLE):
+        folder = CheckpointFolder(checkpoints_of(run.path, "areno report"))
+        # An experiment counts the steps of its evaluations from 0.
         model_folder = folder.find(step + 1 if run.is_experiment else step)
     if model_folder is not None:
         return f"The model of step {step} is kept in {_shown(run, model_folder)}."
     off = "" if advice.value("--keep-best") else f" ({advice.text('--keep-best')} was off)"
     return f"The model of step {step} was not kept{off}."
-
-
-def _folder(run: RunData) -> CheckpointFolder:
-    return CheckpointFolder(checkpoints_of(run.path, "areno report"))
 
 
 def _shown(run: RunData, path: Path) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, options_of
 from areno.config.setting_names import SETTINGS
+from areno.config.yaml_io import flat
 from areno.reports.divergence import Divergence, common_steps, divergence, part_pairs
 from areno.reports.run_data import RunData, describe
 
@@ -163,7 +164,7 @@ def _described(run: RunData) -> dict[str, Any]:
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     """Settings whose values differ; one stands for all of the same name, in several sections, with the same two values."""
-    first, second = _flat(a.config), _flat(b.config)
+    first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
         options, experiment = (second, first) if a.is_experiment else (first, second)
         shared = {key: name for key, name in COUNTERPARTS.items() if key in options and name in experiment}
@@ -179,12 +180,6 @@ def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     for (_, _, decisive), places in grouped.items():
         name, values = min(places, key=lambda place: place[0].count("."))
         yield SettingDifference(name, _shortened(*values), decisive, len(places) - 1)
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        return {prefix.rstrip("."): values}
-    return {name: item for key, value in values.items() for name, item in _flat(value, f"{prefix}{key}.").items()}
 
 
 def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
@@ -215,7 +210,7 @@ def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _environment(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    first, second = _flat(a.environment), _flat(b.environment)
+    first, second = dict(flat(a.environment)), dict(flat(b.environment))
     for name in {**first, **second}:
         values = first.get(name, _UNSET), second.get(name, _UNSET)
         if name != "recorded" and values[0] != values[1]:

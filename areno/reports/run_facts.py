@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from areno.errors import ArenoError
 from areno.observability.step_memory import AVAILABLE, GIB, PEAK, PEAK_GPU
+from areno.reports.checkpoints import saved
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
 from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
-from areno.storage.run_layout import saved_models
 
 _LISTED = 8
 """Steps that are listed; of more, the first and the last are named."""
@@ -60,13 +59,11 @@ def saved_sentence(run: RunData) -> str:
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""
-    try:
-        saved = saved_models(run.path, "report")
-    except (ArenoError, OSError, TypeError, ValueError, AttributeError):  # also settings of wrong types
+    if (models := saved(run)) is None:
         return ""
-    parts = [f"Checkpoints exist of {_steps(saved.checkpoints)}" if saved.checkpoints else "No checkpoint exists"]
-    parts += [f"the best evaluated one is of step {saved.best:,}"] if saved.best is not None else []
-    parts += [f"models without training state exist of {_steps(saved.models)}"] if saved.models else []
+    parts = [f"Checkpoints exist of {_steps(models.checkpoints)}" if models.checkpoints else "No checkpoint exists"]
+    parts += [f"the best evaluated one is of step {models.best:,}"] if models.best is not None else []
+    parts += [f"models without training state exist of {_steps(models.models)}"] if models.models else []
     return f"{'; '.join(parts)}."
 
 

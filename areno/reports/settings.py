@@ -1,7 +1,7 @@
 """The settings of a run that differ from their defaults, which are those that its user chose."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ from areno.config.experiment.experiments import EXPERIMENTS
 from areno.config.experiment.setting_declaration import Setting, paths_of
 from areno.config.options import Option, options_of
 from areno.config.parser import extra_options
+from areno.config.yaml_io import flat
 from areno.errors import ArenoError
 
 _INDEX = re.compile(r"\.\d+\.")
@@ -21,7 +22,7 @@ def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], l
 
     A setting without a known default, such as one of a user's algorithm, differs; one that takes the value of another does not.
     """
-    values = dict(_flat(config))
+    values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options
     chosen = differs(config, values)
     parts: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = [], []
@@ -29,16 +30,6 @@ def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], l
         if value not in (None, "", [], {}):
             parts[name not in chosen].append((name, value))
     return parts
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(index): item for index, item in enumerate(value)}
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _differs_in_options(config: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:

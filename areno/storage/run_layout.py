@@ -72,11 +72,8 @@ def newest_model(source: str | Path, option: str) -> str:
     path = Path(source).expanduser()
     if not is_run(path):
         roots = [(layout, path / layout.checkpoints, path) for layout in (OPTIONS, EXPERIMENT)]
-    elif is_experiment(path, option):
-        roots = [(EXPERIMENT, checkpoints_of(path, option), _root(path, _config(path, option), "saver"))]
     else:
-        root = checkpoints_of(path, option)
-        roots = [(OPTIONS, root, root)]
+        roots = [_roots(path, option)]
     models = [model for root in roots for model in _newest(*root)]
     if models:
         return str(max(models)[1])
@@ -96,10 +93,17 @@ class SavedModels:
 
 def saved_models(run: Path, option: str) -> SavedModels:
     """What a run has saved; UsageError naming ``option`` if its configuration is unreadable, CheckpointError if a folder is."""
-    config, checkpoints = _config(run, option), CheckpointFolder(checkpoints_of(run, option))
-    is_experiment = "experiment_name" in config
-    layout, root = (EXPERIMENT, _root(run, config, "saver")) if is_experiment else (OPTIONS, checkpoints.root)
+    layout, folder, root = _roots(run, option)
+    checkpoints = CheckpointFolder(folder)
     return SavedModels(checkpoints.steps(), checkpoints.best_step(), [step for step, _ in _models(layout, root)])
+
+
+def _roots(run: Path, option: str) -> tuple[RunLayout, Path, Path]:
+    """Return the layout of a run directory, and its folders of checkpoints and of models."""
+    config, checkpoints = _config(run, option), checkpoints_of(run, option)
+    if "experiment_name" in config:
+        return EXPERIMENT, checkpoints, _root(run, config, "saver")
+    return OPTIONS, checkpoints, checkpoints
 
 
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:

@@ -100,6 +100,10 @@ def named_row(source: str, index: int | None = None) -> str:
     return f"{name}: " if name else ""
 
 
+PROMPT_FIELDS = ("messages", "prompt", "question")
+"""Fields that may hold the prompt of a row for RL; the first one that is not empty does."""
+
+
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a row to ``prompt`` and ``response``, unless it has these keys or an unknown format.
 

@@ -121,8 +121,9 @@ def test_a_copy_of_an_experiment_whose_checkpoints_were_not_copied_has_a_report(
 
 @pytest.mark.parametrize("path", [7, ["a"], {"b": 1}, "\0"])
 def test_settings_of_a_wrong_type_do_not_stop_a_report(path, tmp_path):
-    page_of(written(tmp_path, config={**OPTIONS, "save_path": path}))
-    page_of(written(tmp_path / "other", config={**SETTINGS, "recover": path, "saver": {"fileroot": path}}))
+    page = page_of(written(tmp_path, config={**OPTIONS, "save_path": path}))
+    other = page_of(written(tmp_path / "other", config={**SETTINGS, "recover": path, "saver": {"fileroot": path}}))
+    assert all(one.all("section", **{"aria-labelledby": "files"}) for one in (page, other))
 
 
 def test_the_expected_answer_is_beside_each_sample_and_comparison(tmp_path):

@@ -11,6 +11,7 @@ from areno.rollouts.trajectory import Trajectory, make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.text.chat import Prompt, encode_generation_prompt
+from areno.text.data_rows import PROMPT_FIELDS
 from areno.text.markers import warn_about_markers
 
 GetInputIds = Callable[[Any, Any, bool], list[int]]
@@ -19,7 +20,7 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
     """Return the messages of a row (``messages``) or its text (``prompt``, ``question``); DataError if it has neither."""
-    for name in ("messages", "prompt", "question"):
+    for name in PROMPT_FIELDS:
         if data.get(name):
             return data[name]
     raise DataError(
