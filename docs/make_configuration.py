@@ -114,13 +114,13 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 - **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting: `ref` and
   `critic` take path and backend from `actor`, and the group size is `gconfig.n_samples`.
 - **By machine.** `auto`, and sizes that are not set, are resolved according to the machine; a run prints the resolved values.
-  The value for a large GPU node is in brackets.
+  Where a cluster or a large GPU node gets another default, the tables name it in parentheses, as in `1 (cluster: 32)`.
 - **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
   services (`admin_api_key`, `wandb_api_key` and the like) are omitted; set them again, or use the services' own environment
   variables.
 - **Errors.** All mistakes are listed at once, each with the nearest name, the value and what to write instead. A setting that
   requests something that areno does not support is an error, unless it has its default value (areno's default, or the one in
-  brackets).
+  parentheses).
 - **Notice.** Settings that have no effect in areno are accepted, and one notice in the log lists them with the reasons:
   sections of unused backends, resources for cluster schedulers, keys of services, settings that another setting overrides.
 

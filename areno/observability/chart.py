@@ -66,7 +66,10 @@ def text_chart(
 
 
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
-    """Draw the series in at most ``width`` characters, scaled from minimum to maximum; non-finite values become blanks."""
+    """Draw the series in at most ``width`` characters, scaled from minimum to maximum.
+
+    Longer series are averaged; a column without finite values is blank, and a series without any gives an empty string.
+    """
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))
     finite = [value for value in columns if value is not None]

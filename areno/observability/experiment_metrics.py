@@ -63,7 +63,7 @@ _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and res
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
-    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, per trained token"),
+    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, summed over the trained tokens of a sample"),
     ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "tokens of each prompt"),

@@ -112,7 +112,11 @@ _UPDATE: _Rows = (
     ("lr", "", "learning rate of the update"),
     ("kl_loss", "nats", "with a KL term in the loss: estimated KL divergence, mean per token"),
     ("kl_coef", "", "with a KL term in the loss: weight of the term"),
-    (f"kl_reward_{_SUMMARY}", "reward", "with `--kl-reward-coef`: sum of the KL penalties of a row"),
+    (
+        f"kl_reward_{_SUMMARY}",
+        "reward",
+        "with `--kl-reward-coef`: KL reward of a row: minus the coefficient times the KL estimate, summed over its tokens",
+    ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under the reference"),
     ("m2_filtered_fraction", "fraction", "M2PO: trained tokens that the bound on the second moment excludes"),
     (

@@ -347,7 +347,7 @@ class NamedAlgorithm:
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy, and its loss: the policy loss with the options below, or the loss of a named algorithm."""
+    """The policy and its training. Its loss is the policy loss (PolicyLossOptions), or that of a named algorithm."""
 
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
