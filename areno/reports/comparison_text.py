@@ -8,7 +8,9 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
-_ROUNDING = "a rounding difference, for example from another processor or thread count, that has grown since the runs were bit-equal"
+_ROUNDING = (
+    "a rounding difference, as from another processor or thread count, that has grown since the runs were bit-equal"
+)
 _NO_CAUSE = {
     "prompts": "the data may have changed, or timing determined the batches of an asynchronous rollout",
     "sampled tokens": "numerics, such as a different number of threads, or the timing of an asynchronous rollout",
