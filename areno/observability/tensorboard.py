@@ -85,6 +85,7 @@ class EventWriter:
             # Slow to import, so not in the training loop.
             from torch.utils.tensorboard import SummaryWriter
 
+            self._wait_for_a_later_name()
             writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step)
             with contextlib.closing(writer):
                 while (entry := self._next()) is not None:
@@ -98,6 +99,16 @@ class EventWriter:
                 _log.error(
                     "TensorBoard events in %s are incomplete, close() was never called: %s", self._log_dir, error
                 )
+
+    def _wait_for_a_later_name(self) -> None:
+        """Wait for the next second if the folder has a file of this one.
+
+        TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
+        Within one second, the new file could be read first, and its ``purge_step`` would hide nothing.
+        """
+        prefix = f"events.out.tfevents.{int(time.time()):010d}."
+        if any(self._log_dir.glob(prefix + "*")):
+            time.sleep(1.0)
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
         """The next step to write; None after ``close``, or when the main thread has ended and the queue is empty."""

@@ -168,7 +168,11 @@ def test_events_and_metrics_file_hold_the_same_scalars(tmp_path):
     assert len(lines) == 2
 
 
-def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
+def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path, monkeypatch):
+    from tensorboard.summary.writer import event_file_writer
+
+    # The files' names end with this counter, as text: within one second, the file with 10 is read before the one with 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     for purge_step, steps, loss in ((None, range(4), 1.0), (2, range(2, 4), 5.0)):
         events = EventWriter(tmp_path, purge_step)
         for step in steps:
