@@ -13,6 +13,7 @@ SETTINGS = {
     "--grad-clip-norm": "actor.optimizer.gradient_clipping",
     "--kl-reward-coef": "actor.kl_ctl",
     "--max-new-tokens": "gconfig.max_new_tokens",
+    "--eval-interval": "evaluator.freq_steps",
     "--reward-fn-path": "reward.fn",
     "--reward-weights": "reward.weights",
     "--reward-workers": "reward.max_workers",

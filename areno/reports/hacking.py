@@ -87,10 +87,14 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     return _Sign(
         "opposed_parts",
         f"The reward rises by its part {up}, while {down} falls.",
-        f"The policy may exploit `{up.name}`.",
+        f"The policy may exploit `{up.name}`." if down.weight else _unrewarded(up, down),
         f"{remedy}; then train again from the initial model.",
         _with_parts(evidence, up.name, down.name),
     )
+
+
+def _unrewarded(up: _Part, down: _Part) -> str:
+    return f"With weight 0, `{down.name}` is recorded but not rewarded: the policy gives it up for `{up.name}`."
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:

@@ -206,4 +206,4 @@ def _by(trend: SeriesTrend) -> str:
     if not 0 < trend.noise < math.inf:
         return ""
     times = abs(trend.change) / trend.noise
-    return f", {short(times)} times its noise" if times > CLEAR else f", only {short(times)} times its noise"
+    return f", {'' if times > CLEAR else 'only '}{short(times)} times the standard error of this change"

@@ -14,6 +14,8 @@ RISE = 1.02
 """Held-out loss as a multiple of its lowest value: ten times the noise of such a loss."""
 LOST = 0.2
 """Fraction of the gain on held-out data that is lost again before the verdict is that the model memorized its data."""
+OVERLAP = 0.1
+"""Fraction of the recorded held-out prompts that are trained on too, from which it is reported."""
 PASSES = 3.0
 """How often prompts are trained on, on average, before a policy can be said to know them by heart."""
 
@@ -52,6 +54,20 @@ def memorized(evidence: Evidence) -> RunProblem | None:
         f"The training reward rose, but on held-out data it {fell}: the policy learned the answers to its training prompts "
         f"by heart. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
         f"Train on more and different prompts, with fewer passes over them{_stopping(evidence) if step else ''}.",
+    )
+
+
+def contaminated(evidence: Evidence) -> RunProblem | None:
+    """Held-out prompts are among the training prompts, as far as both are recorded."""
+    prompts = {str(record.get("prompt")) for record in evidence.run.eval_samples}
+    trained = sum(map(evidence.samples.includes_prompt, prompts))
+    if not prompts or trained < OVERLAP * len(prompts) or not trained:
+        return None
+    return RunProblem(
+        "contaminated",
+        f"{trained} of {len(prompts)} recorded held-out prompts are training prompts too, so the evaluation does not show "
+        "what the model does with new prompts.",
+        "Remove them from the training data, or evaluate on others (--eval-dataset-path).",
     )
 
 

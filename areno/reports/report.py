@@ -89,7 +89,9 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
         "curves": list(sections.curves(run)),
         "comparison_note": note,
         "comparisons": pairs,
-        "evaluation_option": evidence.advice.text("--eval-dataset-path"),
+        "evaluation_option": evidence.advice.text(
+            "--eval-interval" if evidence.advice.value("--eval-dataset-path") else "--eval-dataset-path"
+        ),
         "times": sections.times(run),
         "groups": sections.sample_groups(evidence.samples, verdict.problems),
         "sample_count": len(evidence.samples),

@@ -125,23 +125,27 @@ class RunSamples:
         return float(tied.mean()), among[order][starts][tied]
 
     @cached_property
-    def _by_prompt(self) -> list[list[int]]:
+    def _by_prompt(self) -> dict[str, list[int]]:
         """First answers to each prompt, in order; of the first and the last samples of a run only, compared by text."""
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
             prompts.setdefault(str(self.texts(index).get("prompt")), []).append(index)
-        return list(prompts.values())
+        return prompts
+
+    def includes_prompt(self, text: object) -> bool:
+        """Whether one of the first or the last samples has this prompt."""
+        return str(text) in self._by_prompt
 
     @property
     def prompts(self) -> tuple[int, int]:
         """How many prompts of the first and the last samples were looked at, and how many of them are different."""
-        return sum(map(len, self._by_prompt)), len(self._by_prompt)
+        return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
         """Pairs of first answers to one prompt, from the first and the last step in which it was sampled."""
-        return [(same[0], same[-1]) for same in self._by_prompt if self.steps[same[0]] < self.steps[same[-1]]]
+        return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
         """The pairs of :attr:`recurring` with the largest difference of their rewards."""

@@ -9,6 +9,7 @@ from areno.reports.ending import Ending, ending_of
 from areno.reports.evidence import Evidence, RunProblem
 from areno.reports.hacking import hacking_problems
 from areno.reports.learning import HEADLINES, Learned, State, learned
+from areno.reports.overfitting import contaminated
 from areno.reports.problems import metric_problems
 from areno.reports.run_data import RunData
 from areno.reports.svg import short
@@ -73,6 +74,8 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     result = replace(result, state=_decided(result.state, {problem.key for problem in problems}))
     if extra := _unexplained(evidence, result, problems):
         problems.append(replace(extra, remedy=evidence.advice.text(extra.remedy)))
+    if overlap := contaminated(evidence):
+        problems.append(replace(overlap, remedy=evidence.advice.text(overlap.remedy)))
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
         result = replace(result, text=f"{result.text} It was solved from the start.")
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))

@@ -46,6 +46,7 @@ def test_a_part_without_weight_that_is_lost_in_the_first_steps_decides(seed, ste
     (problem,) = result.problems
     assert "`form` (weight 1: " in problem.text
     assert "`exact` (weight 0: " in problem.text
+    assert "With weight 0, `exact` is recorded but not rewarded" in problem.text
     assert "give it a weight above 0 (--reward-weights exact=" in problem.remedy
 
 
@@ -312,3 +313,21 @@ def test_whether_the_best_model_was_kept_is_said(saved, keep_best, text, tmp_pat
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
     assert text in result.problems[0].text
     assert ("--keep-best and" in result.problems[0].remedy) != keep_best
+
+
+@pytest.mark.parametrize("shared", [0, 1, 4])
+def test_held_out_prompts_that_are_trained_on_are_counted(shared, tmp_path):
+    rng = np.random.default_rng(0)
+    run = Prepared(policy_metrics(rng, 40), samples=prompt_samples(rng, 40)).write(tmp_path / "run")
+    prompts = [f"What is 7 plus {index}?" for index in range(shared)] + [f"New {index}?" for index in range(8 - shared)]
+    for step in (0, 40):
+        run.append_eval_samples(
+            {"step": step, "prompt_index": index, "reward": 0.5, "prompt": prompt, "completion": "Yes."}
+            for index, prompt in enumerate(prompts)
+        )
+    result = verdict_of(RunData(run.path))
+    assert result.learned.state == "yes"
+    assert keys(result) == ["contaminated"] * bool(shared)
+    if shared:
+        assert f"{shared} of 8 recorded held-out prompts are training prompts too" in result.problems[0].text
+        assert "--eval-dataset-path" in result.problems[0].remedy

@@ -303,10 +303,18 @@ def test_the_same_held_out_prompts_are_compared(tmp_path):
         assert re.search(rf"Held {prompt}\?.*reward 0\s*at 0.*reward 0.6\s*at 60", box.text, re.DOTALL)
 
 
-@pytest.mark.parametrize(("config", "option"), [(OPTIONS, "--eval-dataset-path"), (SETTINGS, "valid_dataset.path")])
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (OPTIONS, "--eval-dataset-path"),
+        (SETTINGS, "valid_dataset.path"),
+        ({**OPTIONS, "eval_dataset_path": "test.jsonl"}, "--eval-interval"),
+        ({**SETTINGS, "valid_dataset": {"path": "test.jsonl"}}, "evaluator.freq_steps"),
+    ],
+)
 def test_without_a_repeated_prompt_the_page_says_how_to_get_one(config, option, tmp_path):
     compared = page_of(healthy(tmp_path, config=config)).root.one("section", **{"aria-labelledby": "compared"})
-    assert f"With {option} the same held-out prompts are answered" in compared.text
+    assert f"Set {option} to have the same held-out prompts answered" in compared.text
 
 
 def test_time_is_divided_among_the_phases(tmp_path):
