@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from areno.engine.kernels.cpu_memory import OwnMemory, own_memory
+from areno.engine.kernels.cpu_memory import CachingAllocator, install_caching_allocator
 
 # mallopt options of glibc: no mmapped blocks, no trimming, one arena for all threads.
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
 _RETAIN_OPTIONS = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
-_KEPT: list[OwnMemory] = []  # the caching allocator, once installed
+_ALLOCATOR: list[CachingAllocator] = []  # the caching allocator, once installed
 _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: keeps the program's settings
 
 
@@ -55,8 +55,8 @@ def _pause_call() -> Callable[[int], int] | None:
 
 def trim_freed_memory() -> None:
     """Return retained memory to the system; a no-op without glibc."""
-    if _KEPT:
-        _KEPT[0].give_back()
+    if _ALLOCATOR:
+        _ALLOCATOR[0].release_unused()
     trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -66,10 +66,10 @@ def retain_freed_memory() -> None:
     """Retain freed memory; a no-op without glibc, or if the user has configured malloc or preloaded another allocator."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
-    if _KEPT or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used
+    if _ALLOCATOR or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used
         return
-    if memory := own_memory():
-        _KEPT.append(memory)
+    if allocator := install_caching_allocator():
+        _ALLOCATOR.append(allocator)
         trim_freed_memory()  # what malloc retained before the allocator was installed
     else:
         for option, value in _RETAIN_OPTIONS:
@@ -78,8 +78,8 @@ def retain_freed_memory() -> None:
 
 def retained_bytes() -> int:
     """Size in bytes of the freed memory that the process retains for reuse; 0 if unknown."""
-    if _KEPT:
-        return _KEPT[0].kept()
+    if _ALLOCATOR:
+        return _ALLOCATOR[0].unused_bytes()
     count = _of_libc("mallinfo2")
     if count is None:
         return 0

@@ -30,18 +30,18 @@ constexpr size_t LINE = 64, GAP = 3 * LINE;
 // If less than this remains of a free block, it stays part of the allocated block.
 constexpr size_t REST = 16 << 10;
 
-class Range {
+class Arena {
  public:
   // Reserves addresses but no memory yet; false if the system refuses.
   bool open() {
     page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t machine = page_ * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
-    void* found = mmap(nullptr, 4 * machine, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (found == MAP_FAILED) return false;
+    void* addresses = mmap(nullptr, 4 * machine, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (addresses == MAP_FAILED) return false;
 #ifdef MADV_HUGEPAGE
-    madvise(found, 4 * machine, MADV_HUGEPAGE);  // one page fault per 2 MiB, if the system allows it
+    madvise(addresses, 4 * machine, MADV_HUGEPAGE);  // one page fault per 2 MiB, if the system allows it
 #endif
-    begin_ = top_ = static_cast<char*>(found);
+    begin_ = top_ = static_cast<char*>(addresses);
     end_ = begin_ + 4 * machine;
     return true;
   }
@@ -49,7 +49,7 @@ class Range {
   bool has(const void* address) const { return address >= begin_ && address < end_; }
 
   // A block of at least `bytes` bytes; nullptr if no addresses are left.
-  void* take(size_t bytes) {
+  void* allocate(size_t bytes) {
     const size_t size = (bytes + LINE - 1) / LINE * LINE + GAP;
     const std::lock_guard<std::mutex> lock(mutex_);
     auto fit = by_size_.lower_bound({size, nullptr});
@@ -65,7 +65,7 @@ class Range {
     return address;
   }
 
-  void put_back(void* block) {
+  void release(void* block) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = used_.find(static_cast<char*>(block));
     char* address = known->first;
@@ -90,7 +90,7 @@ class Range {
   }
 
   // Returns the whole pages of free blocks to the system.
-  void give_back() {
+  void release_free_pages() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [address, size] : by_address_) {
       const auto [first, length] = pages(address, size);
@@ -99,17 +99,17 @@ class Range {
   }
 
   // Resident size in bytes of the free blocks.
-  size_t kept() {
+  size_t resident_free_bytes() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    size_t found = 0;
+    size_t resident = 0;
     std::vector<unsigned char> present;
     for (const auto& [address, size] : by_address_) {
       const auto [first, length] = pages(address, size);
       present.resize(length / page_);
       if (length == 0 || mincore(first, length, present.data()) != 0) continue;
-      for (const unsigned char page : present) found += (page & 1) * page_;
+      for (const unsigned char page : present) resident += (page & 1) * page_;
     }
-    return found;
+    return resident;
   }
 
   std::mutex& mutex() { return mutex_; }
@@ -118,16 +118,16 @@ class Range {
   // Extends the last free block to the needed size; the addresses behind it have never been used.
   bool grow(size_t size) {
     char* address = top_;
-    size_t have = 0;
+    size_t free_at_end = 0;
     if (!by_address_.empty()) {
       const auto [last, length] = *std::prev(by_address_.end());
       if (last + length == top_) {
         address = last;
-        have = length;
+        free_at_end = length;
       }
     }
     if (static_cast<size_t>(end_ - address) < size) return false;
-    if (have) remove(address, have);
+    if (free_at_end) remove(address, free_at_end);
     top_ = address + size;
     add(address, size);
     return true;
@@ -158,15 +158,15 @@ class Range {
 };
 
 // Never destroyed: tensors may outlive all other objects of the process.
-Range& range() {
-  static Range* const one = new Range;
+Arena& arena() {
+  static Arena* const one = new Arena;
   return *one;
 }
 
 void release(void* block) {
-  if (range().has(block)) {
+  if (arena().has(block)) {
     c10::profiledCPUMemoryReporter().Delete(block);
-    range().put_back(block);
+    arena().release(block);
   } else {
     c10::GetDefaultCPUAllocator()->raw_deleter()(block);
   }
@@ -174,7 +174,7 @@ void release(void* block) {
 
 struct LargeBlocks final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* block = bytes >= LARGE ? range().take(bytes) : nullptr;
+    void* block = bytes >= LARGE ? arena().allocate(bytes) : nullptr;
     if (block == nullptr) return c10::GetDefaultCPUAllocator()->allocate(bytes);
     c10::profiledCPUMemoryReporter().New(block, bytes);
     return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
@@ -189,15 +189,15 @@ extern "C" {
 
 // Makes PyTorch take new tensors from this allocator; existing tensors stay where they are. Returns 0 if that is impossible.
 int areno_memory_open() {
-  if (!range().open()) return 0;
+  if (!arena().open()) return 0;
   // fork takes the lock first: if another thread held it, it would stay locked in the child.
-  pthread_atfork([] { range().mutex().lock(); }, [] { range().mutex().unlock(); }, [] { range().mutex().unlock(); });
+  pthread_atfork([] { arena().mutex().lock(); }, [] { arena().mutex().unlock(); }, [] { arena().mutex().unlock(); });
   static LargeBlocks* const blocks = new LargeBlocks;
   c10::SetCPUAllocator(blocks, 1);
   return 1;
 }
 
-void areno_memory_give_back() { range().give_back(); }
+void areno_memory_release_unused() { arena().release_free_pages(); }
 
-size_t areno_memory_kept() { return range().kept(); }
+size_t areno_memory_unused_bytes() { return arena().resident_free_bytes(); }
 }

@@ -12,26 +12,26 @@ from areno.engine.kernels.library import KernelLibrary
 
 
 @functools.cache
-def own_memory() -> "OwnMemory | None":
+def install_caching_allocator() -> "CachingAllocator | None":
     """Switch tensors to areno's allocator. Returns None if it cannot be compiled or gets no address space."""
     library = KernelLibrary("cpu_memory", stable_abi=False)
     if sys.platform != "linux" or library.build() or not library.load():
         return None
     functions = ctypes.CDLL(str(library.path()))
-    return OwnMemory(functions) if functions.areno_memory_open() else None
+    return CachingAllocator(functions) if functions.areno_memory_open() else None
 
 
-class OwnMemory:
+class CachingAllocator:
     """The allocator, after it has been switched on."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         self._functions = functions
-        functions.areno_memory_kept.restype = ctypes.c_size_t
+        functions.areno_memory_unused_bytes.restype = ctypes.c_size_t
 
-    def kept(self) -> int:
+    def unused_bytes(self) -> int:
         """Size in bytes of the memory that tensors have freed and that is kept for reuse."""
-        return int(self._functions.areno_memory_kept())
+        return int(self._functions.areno_memory_unused_bytes())
 
-    def give_back(self) -> None:
-        """Return kept memory to the system."""
-        self._functions.areno_memory_give_back()
+    def release_unused(self) -> None:
+        """Return that memory to the system."""
+        self._functions.areno_memory_release_unused()

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "share_out.h"
+#include "work_stealing.h"
 
 namespace {
 
@@ -165,15 +165,15 @@ float exponentiate(float* scores, int64_t n, float scale) {
 }
 
 template <typename T>
-using Pass = void (*)(const float*, const Columns<T>&, float*);
+using HeadKernel = void (*)(const float*, const Columns<T>&, float*);
 
 template <typename T>
-struct Passes {
-  Pass<T> score, blend;
+struct HeadKernels {
+  HeadKernel<T> score, blend;
 };
 
 template <typename T>
-Passes<T> passes_of(int64_t size) {
+HeadKernels<T> kernels_for(int64_t size) {
   switch (size) {
     case 32: return {score<T, 32>, blend<T, 32>};
     case 64: return {score<T, 64>, blend<T, 64>};
@@ -201,7 +201,7 @@ struct Table {
 };
 
 // A row attends to its columns [first, stop); columns before `shared` are also the leader's.
-struct Seen {
+struct Context {
   int64_t row, leader, shared, first, stop;
 
   template <typename T>
@@ -217,7 +217,7 @@ struct Contexts {
   const int64_t *positions, *leaders, *shared;
   int64_t window;
 
-  Seen of(int64_t b) const {
+  Context of(int64_t b) const {
     const int64_t stop = positions[b] + 1;
     return {b, leaders[b], shared[b], window > 0 && stop > window ? stop - window : 0, stop};
   }
@@ -232,21 +232,22 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Con
   const int64_t q_row = q.stride(0), q_head = q.stride(1);
   const T* queries = static_cast<const T*>(q.data_ptr());
   T* result = static_cast<T*>(out.data_ptr());
-  const Pass<T> score_pass = passes_of<T>(key_table.size).score, blend_pass = passes_of<T>(value_table.size).blend;
-  share_out::run(rows * key_table.heads, PIECE, 1, [&](int64_t begin, int64_t end) {
+  const HeadKernel<T> score_kernel = kernels_for<T>(key_table.size).score;
+  const HeadKernel<T> blend_kernel = kernels_for<T>(value_table.size).blend;
+  work_stealing::for_each_piece(rows * key_table.heads, PIECE, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores, query(key_table.size), sum(value_table.size);
     std::vector<const T*> keys_at, values_at;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i % rows, k = i / rows;
-      const Seen seen = contexts.of(b);
-      const Columns<T> key_columns = seen.of(key_table, k, keys_at);
-      const Columns<T> value_columns = seen.of(value_table, k, values_at);
+      const Context context = contexts.of(b);
+      const Columns<T> key_columns = context.of(key_table, k, keys_at);
+      const Columns<T> value_columns = context.of(value_table, k, values_at);
       if (int64_t(scores.size()) < key_columns.n) scores.resize(key_columns.n);
       for (int64_t h = k * group; h < (k + 1) * group; ++h) {
         for (int64_t d = 0; d < key_table.size; ++d) query[d] = widen(queries[b * q_row + h * q_head + d]);
-        score_pass(query.data(), key_columns, scores.data());
+        score_kernel(query.data(), key_columns, scores.data());
         const float total = exponentiate(scores.data(), key_columns.n, scale);
-        blend_pass(scores.data(), value_columns, sum.data());
+        blend_kernel(scores.data(), value_columns, sum.data());
         for (int64_t d = 0; d < value_table.size; ++d)
           store(sum[d] / total, result[(b * heads + h) * value_table.size + d]);
       }
@@ -257,8 +258,8 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Con
 Tensor decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, Tensor leaders, Tensor shared,
                         double scale, int64_t window) {
   Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), values.size(3)});
-  const auto numbers = [](const Tensor& t) { return static_cast<const int64_t*>(t.data_ptr()); };
-  const Contexts contexts{numbers(positions), numbers(leaders), numbers(shared), window};
+  const auto int64_data = [](const Tensor& t) { return static_cast<const int64_t*>(t.data_ptr()); };
+  const Contexts contexts{int64_data(positions), int64_data(leaders), int64_data(shared), window};
   if (q.scalar_type() == ScalarType::Float)
     attend<float>(q, keys, values, contexts, float(scale), out);
   else

@@ -14,7 +14,7 @@
 #include <tuple>
 #include <vector>
 
-#include "share_out.h"
+#include "work_stealing.h"
 
 namespace {
 
@@ -31,8 +31,8 @@ float largest_of(const float* x, int64_t n) {
   return largest;
 }
 
-// The sum of exp(x / temperature - highest).
-float weight_of(const float* x, int64_t n, float temperature, float highest) {
+// Returns the sum of exp(x / temperature - highest).
+float sum_of_exp(const float* x, int64_t n, float temperature, float highest) {
   float sum = 0;
   if (temperature == 1.f) {
 #pragma omp simd reduction(+ : sum)
@@ -46,7 +46,7 @@ float weight_of(const float* x, int64_t n, float temperature, float highest) {
 
 // First index at which the running sum of n weights exceeds the target, else the last index. Subtracts the sum before that
 // index from the target.
-int64_t find(int64_t n, double& target, const std::vector<double>& weights) {
+int64_t find_index(int64_t n, double& target, const std::vector<double>& weights) {
   double before = 0;
   int64_t i = 0;
   for (; i + 1 < n; ++i) {
@@ -59,7 +59,7 @@ int64_t find(int64_t n, double& target, const std::vector<double>& weights) {
 }
 
 // Buffers for the sums of all blocks, and for the weights of one block.
-struct Room {
+struct Buffers {
   std::vector<double> sums, weights;
 };
 
@@ -69,24 +69,24 @@ struct Chosen {
 };
 
 Chosen choose(const float* x, int64_t vocab, int64_t size, float temperature, bool greedy, double u,
-              Room& room) {
+              Buffers& buffers) {
   const float largest = largest_of(x, vocab), highest = largest / temperature;
   const int64_t blocks = (vocab + size - 1) / size;
   const auto width = [&](int64_t b) { return std::min(size, vocab - b * size); };
   double total = 0;
-  for (int64_t b = 0; b < blocks; ++b) total += room.sums[b] = weight_of(x + b * size, width(b), temperature, highest);
+  for (int64_t b = 0; b < blocks; ++b) total += buffers.sums[b] = sum_of_exp(x + b * size, width(b), temperature, highest);
   int64_t token = 0;
   if (greedy) {
     while (token + 1 < vocab && x[token] != largest) ++token;
   } else {
     double target = std::min(u * total, std::nextafter(total, 0.0));
-    const int64_t b = find(blocks, target, room.sums);
+    const int64_t b = find_index(blocks, target, buffers.sums);
     const float* block = x + b * size;
     double inside = 0;
-    for (int64_t i = 0; i < width(b); ++i) room.weights[i] = std::exp(block[i] / temperature - highest);
-    for (int64_t i = 0; i < width(b); ++i) inside += room.weights[i];
+    for (int64_t i = 0; i < width(b); ++i) buffers.weights[i] = std::exp(block[i] / temperature - highest);
+    for (int64_t i = 0; i < width(b); ++i) inside += buffers.weights[i];
     target = std::min(target, std::nextafter(inside, 0.0));
-    token = b * size + find(width(b), target, room.weights);
+    token = b * size + find_index(width(b), target, buffers.weights);
   }
   return {token, x[token] / temperature - (highest + float(std::log(total)))};
 }
@@ -98,17 +98,17 @@ std::tuple<Tensor, Tensor> plain_draw(Tensor logits, Tensor temperatures, Tensor
   Tensor tokens = torch::stable::new_empty(u, {rows}, ScalarType::Long);
   Tensor logprobs = torch::stable::new_empty(logits, {rows});
   const float* x = static_cast<const float*>(logits.data_ptr());
-  const float* warmth = static_cast<const float*>(temperatures.data_ptr());
-  const bool* flags = static_cast<const bool*>(greedy.data_ptr());
-  const double* numbers = static_cast<const double*>(u.data_ptr());
-  int64_t* ids = static_cast<int64_t*>(tokens.data_ptr());
-  float* found = static_cast<float*>(logprobs.data_ptr());
-  share_out::run(rows, PIECE, 1, [&](int64_t begin, int64_t end) {
-    Room room{std::vector<double>((vocab + size - 1) / size), std::vector<double>(size)};
+  const float* temperature = static_cast<const float*>(temperatures.data_ptr());
+  const bool* is_greedy = static_cast<const bool*>(greedy.data_ptr());
+  const double* uniform = static_cast<const double*>(u.data_ptr());
+  int64_t* chosen_tokens = static_cast<int64_t*>(tokens.data_ptr());
+  float* chosen_logprobs = static_cast<float*>(logprobs.data_ptr());
+  work_stealing::for_each_piece(rows, PIECE, 1, [&](int64_t begin, int64_t end) {
+    Buffers buffers{std::vector<double>((vocab + size - 1) / size), std::vector<double>(size)};
     for (int64_t r = begin; r < end; ++r) {
-      const Chosen chosen = choose(x + r * stride, vocab, size, warmth[r], flags[r], numbers[r], room);
-      ids[r] = chosen.token;
-      found[r] = chosen.logprob;
+      const Chosen chosen = choose(x + r * stride, vocab, size, temperature[r], is_greedy[r], uniform[r], buffers);
+      chosen_tokens[r] = chosen.token;
+      chosen_logprobs[r] = chosen.logprob;
     }
   });
   return {tokens, logprobs};

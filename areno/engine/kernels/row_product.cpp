@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "share_out.h"
+#include "work_stealing.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -35,7 +35,7 @@ constexpr int LANES = 8, VECTORS = 2;
 constexpr int LANES = 4, VECTORS = 2;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float UnalignedLanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
 // Outputs that are summed at once, by which prefetching is ahead, and that a thread takes at once (LANES near the end); rows
 // of a tile.
@@ -47,12 +47,12 @@ constexpr int LINE = 16;
 // Size in bytes from which results would leave all caches before they are read.
 constexpr int64_t LARGE = 4 << 20;
 
-inline Lanes load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
+inline Lanes load(const float* from) { return *reinterpret_cast<const UnalignedLanes*>(from); }
 
-inline void store(Lanes lanes, float* to) { *reinterpret_cast<Anywhere*>(to) = lanes; }
+inline void store(Lanes lanes, float* to) { *reinterpret_cast<UnalignedLanes*>(to) = lanes; }
 
-// Writes a whole cache line past the caches, so that it is not read first. These stores are complete after flush().
-inline void store_past(Lanes lanes, float* to) {
+// Writes a whole cache line with a non-temporal store, so that it is not read first. These stores are complete after flush().
+inline void store_streaming(Lanes lanes, float* to) {
 #ifdef __AVX512F__
   _mm512_stream_ps(to, reinterpret_cast<__m512>(lanes));
 #else
@@ -79,12 +79,12 @@ inline void in_order(Lanes& sums) {
 
 // From each 2 S lanes of a and b, takes the first S of both, or the last S of both.
 template <int S, int... I>
-inline Lanes firsts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+inline Lanes low_blocks(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, ((I & S) ? LANES + I - S : I)...);
 }
 
 template <int S, int... I>
-inline Lanes lasts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+inline Lanes high_blocks(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I + S)...);
 }
 
@@ -95,8 +95,8 @@ inline void transpose(Lanes* x) {
   for (int i = 0; i < LANES; ++i) {
     if (i & S) continue;
     const Lanes a = x[i], b = x[i + S];
-    x[i] = firsts<S>(a, b, lanes);
-    x[i + S] = lasts<S>(a, b, lanes);
+    x[i] = low_blocks<S>(a, b, lanes);
+    x[i + S] = high_blocks<S>(a, b, lanes);
   }
   if constexpr (2 * S < LANES) transpose<2 * S>(x);
 }
@@ -110,27 +110,27 @@ struct Matrix {
   T* row(int64_t r) const { return data + r * stride; }
 };
 
-// Output of the products; written `past` the caches if that is possible and faster.
+// Output of the products; `streaming` writes it with non-temporal stores, where that is possible and faster.
 struct Output : Matrix<float> {
-  bool past;
+  bool streaming;
 
-  Output from(int64_t r, int64_t column) const { return {{row(r) + column, stride}, past}; }
+  Output from(int64_t r, int64_t column) const { return {{row(r) + column, stride}, streaming}; }
 };
 
-// Copies up to ROWS rows of x as to[k][V * LANES]; missing rows become 0.
+// Packs up to ROWS rows of x, transposed, as to[k][V * LANES]; missing rows become 0.
 template <int V>
-void turn(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
+void pack(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
   for (int v = 0; v < V; ++v) {
-    const int64_t first = v * LANES, have = std::min<int64_t>(LANES, rows - first);
+    const int64_t first = v * LANES, present = std::min<int64_t>(LANES, rows - first);
     int64_t k = 0;
     for (; k + LANES <= size; k += LANES) {
       Lanes block[LANES];
-      for (int m = 0; m < LANES; ++m) block[m] = m < have ? load(x.row(first + m) + k) : Lanes{};
+      for (int m = 0; m < LANES; ++m) block[m] = m < present ? load(x.row(first + m) + k) : Lanes{};
       transpose(block);
       for (int i = 0; i < LANES; ++i) store(block[i], to + ((k + i) * V + v) * LANES);
     }
     for (; k < size; ++k)
-      for (int m = 0; m < LANES; ++m) to[(k * V + v) * LANES + m] = m < have ? x.row(first + m)[k] : 0.f;
+      for (int m = 0; m < LANES; ++m) to[(k * V + v) * LANES + m] = m < present ? x.row(first + m)[k] : 0.f;
   }
 }
 
@@ -152,10 +152,10 @@ inline void sum(const float* x, const Matrix<const float>& w, int64_t size, floa
     for (int v = 0; v < V; ++v) store(sums[o][v], to + (o * V + v) * LANES);
 }
 
-// Writes n outputs (at most CHUNK) of sum() as rows. The outputs of a row are written together: rows may be pages apart, so
+// Unpacks n outputs (at most CHUNK) of sum() into rows. The outputs of a row are written together: rows may be pages apart, so
 // visiting each row for every few outputs would cost more than computing the sums.
 template <int V>
-void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
+void unpack(const float* sums, int64_t n, int64_t rows, const Output& out) {
   for (int v = 0; v < V; ++v) {
     Lanes blocks[CHUNK / LANES][LANES];
     for (int64_t b = 0; b * LANES < n; ++b) {
@@ -170,7 +170,7 @@ void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
       for (int b = 0; b < CHUNK / LANES; ++b) {
         const int64_t width = n - b * LANES;
         if (width >= LANES)
-          out.past ? store_past(blocks[b][m], to + b * LANES) : store(blocks[b][m], to + b * LANES);
+          out.streaming ? store_streaming(blocks[b][m], to + b * LANES) : store(blocks[b][m], to + b * LANES);
         else if (width > 0)
           std::memcpy(to + b * LANES, &blocks[b][m], sizeof(float) * width);
       }
@@ -194,7 +194,7 @@ void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n
       default: sum<V, OUTPUTS>(x, mine, size, to);
     }
   }
-  turn_back<V>(sums, n, rows, out);
+  unpack<V>(sums, n, rows, out);
 }
 
 // Computes n outputs of M rows; weights are transposed in registers, LANES outputs by LANES numbers at a time.
@@ -227,7 +227,7 @@ inline void outputs_of(const Matrix<const float>& x, const Matrix<const float>& 
 }
 
 template <int M>
-void few(const Matrix<const float>& x, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
+void few_rows(const Matrix<const float>& x, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
   for (int64_t o = 0; o < n; o += LANES) {
     const Matrix<const float> mine{w.row(o), w.stride};
     float* to[M];
@@ -238,27 +238,27 @@ void few(const Matrix<const float>& x, const Matrix<const float>& w, int64_t siz
 
 struct Tile {
   int64_t first, rows;
-  const float* turned;
+  const float* packed;
   Matrix<const float> x;
 
   bool is_few() const { return rows <= FEW; }
 };
 
 // Computes n outputs of a tile of few rows.
-void few(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
+void few_rows(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
   switch (tile.rows) {
-    case 1: return few<1>(tile.x, w, size, n, out);
-    case 2: return few<2>(tile.x, w, size, n, out);
-    case 3: return few<3>(tile.x, w, size, n, out);
-    default: return few<FEW>(tile.x, w, size, n, out);
+    case 1: return few_rows<1>(tile.x, w, size, n, out);
+    case 2: return few_rows<2>(tile.x, w, size, n, out);
+    case 3: return few_rows<3>(tile.x, w, size, n, out);
+    default: return few_rows<FEW>(tile.x, w, size, n, out);
   }
 }
 
 template <int V>
 struct Steps {
-  static void turn_to(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) { turn<V>(x, rows, size, to); }
+  static void pack_rows(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) { pack<V>(x, rows, size, to); }
   static void run(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
-    chunk<V>(tile.turned, w, size, n, tile.rows, out);
+    chunk<V>(tile.packed, w, size, n, tile.rows, out);
   }
 };
 
@@ -289,30 +289,30 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
     for (const Tile& tile : tiles) {
       const Output out = product.out.from(tile.first, first);
       if (tile.is_few())
-        few(tile, weight, size, width, out);
+        few_rows(tile, weight, size, width, out);
       else
         by_vectors(tile.rows, [&](auto steps) { steps.run(tile, weight, size, width, out); });
     }
   }
-  if (product.out.past) flush();
+  if (product.out.streaming) flush();
 }
 
 // The rows are transposed once; threads get equal parts of the outputs, in units of LANES outputs.
 void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Product& product) {
-  static thread_local std::vector<float> room;
+  static thread_local std::vector<float> buffer;
   const int64_t count = (m + ROWS - 1) / ROWS;
-  if (m > FEW) room.resize(count * ROWS * size + LINE);
-  float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
+  if (m > FEW) buffer.resize(count * ROWS * size + LINE);
+  float* packed = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63) / sizeof(float);
   std::vector<Tile> tiles;
   for (int64_t first = 0; first < m; first += ROWS)
-    tiles.push_back({first, std::min<int64_t>(ROWS, m - first), turned + first * size, {x.row(first), x.stride}});
+    tiles.push_back({first, std::min<int64_t>(ROWS, m - first), packed + first * size, {x.row(first), x.stride}});
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       if (!tiles[t].is_few())
         by_vectors(tiles[t].rows,
-                   [&](auto steps) { steps.turn_to(tiles[t].x, tiles[t].rows, size, turned + t * ROWS * size); });
+                   [&](auto steps) { steps.pack_rows(tiles[t].x, tiles[t].rows, size, packed + t * ROWS * size); });
   });
-  share_out::run((product.outputs + LANES - 1) / LANES, CHUNK / LANES, 1,
+  work_stealing::for_each_piece((product.outputs + LANES - 1) / LANES, CHUNK / LANES, 1,
                  [&](int64_t begin, int64_t end) { run(product, begin, end, size, tiles); });
 }
 
@@ -323,9 +323,9 @@ Tensor row_product(Tensor rows, Tensor weight) {
   Tensor result = torch::stable::new_empty(rows, {m, n});
   float* const out = static_cast<float*>(result.data_ptr());
   const bool whole_lines = n % LANES == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
-  const bool past = whole_lines && m * n * static_cast<int64_t>(sizeof(float)) >= LARGE;
+  const bool streaming = whole_lines && m * n * static_cast<int64_t>(sizeof(float)) >= LARGE;
   run_all({static_cast<const float*>(rows.data_ptr()), rows.stride(0)}, m, size,
-          {{static_cast<const float*>(weight.data_ptr()), weight.stride(0)}, n, {{out, n}, past}});
+          {{static_cast<const float*>(weight.data_ptr()), weight.stride(0)}, n, {{out, n}, streaming}});
   return result;
 }
 

@@ -62,7 +62,7 @@ class Repair(Environment):
         names = ", ".join(sorted(self.files))
         return (
             f"{record['problem_statement']}\nFiles: {names}\n"
-            "Repair it: read the module, write it anew, run the tests. Then say what was wrong."
+            "Repair it: read the module, write it again, run the tests. Then say what was wrong."
         )
 
     def tools(self) -> Sequence[Callable[..., Any]]:

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace share_out {
+namespace work_stealing {
 
 // Splits the items [begin, end) into pieces of `most` items; near the end, where other threads take pieces, of `least` items.
 struct Part {
@@ -18,25 +18,25 @@ struct Part {
   int64_t large() const { return std::max<int64_t>(0, (end - begin) / most - 1); }
   int64_t pieces() const { return large() + (end - begin - large() * most + least - 1) / least; }
   int64_t start(int64_t piece) const {
-    const int64_t many = std::min(piece, large());
-    return std::min(end, begin + many * most + (piece - many) * least);
+    const int64_t larger = std::min(piece, large());
+    return std::min(end, begin + larger * most + (piece - larger) * least);
   }
 };
 
 // Calls f(begin, end) for pieces that make up the items [0, items), from all threads.
 template <typename F>
-void run(int64_t items, int64_t most, int64_t least, const F& f) {
+void for_each_piece(int64_t items, int64_t most, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
   if (threads <= 1) return f(0, items);
   const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
   // One flag per piece; the flags of a part have their own cache lines. Parts differ by at most one item, and so by at most one
   // piece.
-  const int64_t room = (part(0).pieces() + 64) / 64 * 64;
-  static thread_local std::vector<char> memory;
-  memory.assign(room * threads, 0);
-  char* const flags = memory.data();
+  const int64_t flags_per_part = (part(0).pieces() + 64) / 64 * 64;
+  static thread_local std::vector<char> buffer;
+  buffer.assign(flags_per_part * threads, 0);
+  char* const flags = buffer.data();
   const auto take = [&](int64_t owner, int64_t piece) {
-    if (__atomic_exchange_n(flags + owner * room + piece, 1, __ATOMIC_RELAXED)) return false;
+    if (__atomic_exchange_n(flags + owner * flags_per_part + piece, 1, __ATOMIC_RELAXED)) return false;
     f(part(owner).start(piece), part(owner).start(piece + 1));
     return true;
   };
@@ -51,4 +51,4 @@ void run(int64_t items, int64_t most, int64_t least, const F& f) {
   });
 }
 
-}  // namespace share_out
+}  // namespace work_stealing
