@@ -31,9 +31,10 @@ Options of `areno convert` itself come before the settings: `areno convert --kin
 the printed command with `--dry-run`, which checks options, paths and the reward function, and estimates the memory,
 without loading model or data.
 
-Two things differ in all cases. A *reward function* gets one record, which has the answer and the row of the data set,
-and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature. *Data* is a file or folder
-of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages ([data](data.md)).
+For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record, which has the answer
+and the row of the data set, and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature.
+*Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages
+([data](data.md)).
 
 ## AReaL
 

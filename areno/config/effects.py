@@ -68,7 +68,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield from _reference(options, spec)
         yield from _rewards(options)
         if options.rollout == "sync":
-            yield "max_staleness", "has no effect without rollout processes; set --rollout async too"
+            yield "max_staleness", "has no effect with --rollout sync; set --rollout async too"
         if not options.uses_replicas:
             yield "rollout_replicas", "has no effect without rollout processes; set --rollout async too"
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")

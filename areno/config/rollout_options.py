@@ -23,7 +23,12 @@ class RolloutOptions:
     max_running_prompts: int | None = _rollout_free(
         None, minimum=1, unset="batch-size x n-samples", help="Maximum number of sequences generated concurrently."
     )
-    max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never truncated.")
+    max_prompt_tokens: int = _shared(
+        1024,
+        minimum=1,
+        help="Longer prompts are skipped and counted, never truncated; for DPO and reward models, those "
+        "whose pair has more than max-prompt-tokens + max-new-tokens.",
+    )
     max_new_tokens: int = _shared(3071, minimum=1, help="Maximum tokens of a generated or supervised response.")
     max_context_len: int | None = _shared(
         None,

@@ -318,7 +318,7 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
     flag = "--rollout async" if options.rollout == "async" else f"--rollout-backend {options.rollout_backend}"
     if options.rollout_url and len(options.rollout_url) != options.rollout_replicas:
         yield (
-            f"--rollout-url is passed {len(options.rollout_url)} times, but --rollout-replicas is {options.rollout_replicas}; "
+            f"{len(options.rollout_url)} --rollout-url were passed, but --rollout-replicas is {options.rollout_replicas}; "
             "pass one address per replica"
         )
     if options.agent_fn is not None:

@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""Statistics of a critic in experiments."""
+"""Names of a critic's statistics in an experiment, and the quantities of the loss that they report."""
 
 
 @mean_loss("token", _NAMES)

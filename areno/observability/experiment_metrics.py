@@ -55,8 +55,8 @@ _EPISODES: _Rows = (
 )
 _LAG: _Rows = (("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),)
 _EVALUATED: _Rows = (
-    ("accepted", "prompts of this evaluation that succeeded"),
-    ("rejected", "prompts of this evaluation that failed"),
+    ("accepted", "prompts of this evaluation whose episodes finished, whatever their reward"),
+    ("rejected", "prompts of this evaluation whose episodes raised or returned None"),
     ("n_prompts", "prompts of this evaluation"),
 )
 _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)

@@ -1,4 +1,4 @@
-"""Curves of several runs as SVG, for papers and pages.
+"""Curves of several runs as SVG, for papers and web pages.
 
 A curve is one run, or the mean over runs that differ in their seed, with a band from the lowest to the highest of them.
 """

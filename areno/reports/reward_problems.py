@@ -38,10 +38,10 @@ def equal_rewards(evidence: Evidence) -> RunProblem | None:
 
 def _solved(evidence: Evidence, value: str) -> RunProblem:
     if evidence.neglected:
-        return _neglected(evidence, f"All late rewards are {value}, the highest of the run")
+        return _neglected(evidence, f"Nearly all late rewards are {value}, the highest of the run")
     return RunProblem(
         "solved",
-        f"All late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
+        f"Nearly all late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
         "Stop here, or take harder problems.",
         evidence.spread(),
     )
@@ -71,7 +71,7 @@ def _collapsed(evidence: Evidence, value: str) -> RunProblem:
     lower = min(rate or math.inf, final or math.inf) * BELOW_BREAK
     return RunProblem(
         "collapsed",
-        f"All late rewards are {value}, though the run began with better ones: it lost what the model could do."
+        f"Late in the run, nearly all rewards are {value}, though it began with better ones: the model lost what it could do."
         f"{when + '.' if when else ''}",
         "Start again from the initial model or a checkpoint from before with a much lower learning rate, "
         f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}.",

@@ -16,7 +16,7 @@ from areno.serving.chat_api import ChatResponse, prepare_chat
 from areno.serving.completions_api import CompletionResponse, prepare_completion
 from areno.serving.errors import ApiError, install_error_handlers
 from areno.serving.messages_api import MessagesRequest, MessagesResponse
-from areno.serving.middleware import TAPE, RequestMiddleware
+from areno.serving.middleware import SESSION_RECORDER, RequestMiddleware
 from areno.serving.protocol_adapter import ProtocolAdapter
 from areno.serving.recording import sampling_defaults
 from areno.serving.responses_api import ResponsesRequest, ResponsesResponse
@@ -129,7 +129,7 @@ def _add_rewards(app: FastAPI, service: Service) -> None:
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
         """Set the reward of a response to a request with this API key."""
         try:
-            request.scope[TAPE].set_reward(body.reward, body.interaction_id)
+            request.scope[SESSION_RECORDER].set_reward(body.reward, body.interaction_id)
         except ValueError as error:
             raise ApiError(404, str(error), param="interaction_id", code="interaction_not_found") from error
         return {"message": "success"}
@@ -142,10 +142,10 @@ async def _chat(
     adapt: Callable[[ChatResponse], ChatResponse | ProtocolAdapter],
 ) -> Response:
     """Complete a conversation; ``adapt`` converts the response to the protocol of the endpoint."""
-    model, tape = _admit(service, body), request.scope.get(TAPE)
+    model, recorder = _admit(service, body), request.scope.get(SESSION_RECORDER)
     if service.recorder is not None:
         body = body.with_defaults(sampling_defaults(service.recorder.sampling))
-    prepared = await service.prepare(lambda: prepare_chat(service, model, body, tape), body.samples)
+    prepared = await service.prepare(lambda: prepare_chat(service, model, body, recorder), body.samples)
     builder = adapt(ChatResponse(prepared, service.config.model_name, model.texts, service.metrics))
     if prepared.job.context_full:
         return respond_at_once(prepared.job, builder.without_tokens(), builder)

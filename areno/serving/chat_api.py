@@ -10,7 +10,7 @@ from areno.errors import UsageError
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Expectation, MessageReader
 from areno.serving.metrics import ServingMetrics
-from areno.serving.recording import ChatPrompt, OpenTurn, Piece, RecordedSample, Tape
+from areno.serving.recording import ChatPrompt, OpenTurn, Piece, RecordedSample, SessionRecorder
 from areno.serving.request_builder import GenerationJob, build_job, check_text
 from areno.serving.response_base import ChoiceState, SampledResponse, chat_logprobs
 from areno.serving.schemas import ChatRequest, NamedTool
@@ -34,10 +34,12 @@ class PreparedChat:
     turn: OpenTurn | None = None
 
 
-def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
+def prepare_chat(
+    service: Service, model: ServedModel, body: ChatRequest, recorder: SessionRecorder | None = None
+) -> PreparedChat:
     """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError 400 if it is invalid."""
     _check(body)
-    turn, text, tokens = _prompt(service, model.engine, body, tape)
+    turn, text, tokens = _prompt(service, model.engine, body, recorder)
     limit = service.recorder.context_limit if service.recorder is not None else None
     try:
         parallel = body.parallel_tool_calls is not False
@@ -94,7 +96,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 
 
 def _prompt(
-    service: Service, engine: Backend, body: ChatRequest, tape: Tape | None
+    service: Service, engine: Backend, body: ChatRequest, recorder: SessionRecorder | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
     """Return the turn to record, if any, and the text and tokens of the prompt."""
     # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
@@ -114,8 +116,8 @@ def _prompt(
         return prompt
 
     try:
-        if tape is not None:
-            turn = tape.open(ChatPrompt(messages=messages, tools=tools, render=render))
+        if recorder is not None:
+            turn = recorder.open(ChatPrompt(messages=messages, tools=tools, render=render))
             return turn, turn.prompt_text, turn.prompt_tokens
         prompt = render(messages, True)
     except UsageError as error:

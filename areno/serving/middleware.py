@@ -10,14 +10,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from areno.config.serve_options import is_loopback
 from areno.observability.session_tracer import in_session
 from areno.serving.errors import ApiError, unexpected
-from areno.serving.recording import KEY_PREFIX, Tape
+from areno.serving.recording import KEY_PREFIX, SessionRecorder
 from areno.serving.service import Service
 
 # Paths without a key, for the health checks of load balancers.
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
-TAPE = "areno.tape"
-"""Key of the ASGI scope under which a server with a recorder stores the tape of the request."""
+SESSION_RECORDER = "areno.session_recorder"
+"""Key of the ASGI scope under which a server with a recorder stores the session recorder of the request."""
 
 
 class RequestMiddleware:
@@ -55,20 +55,20 @@ class RequestMiddleware:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._service.config.max_body_bytes:
             raise _too_large(self._service.config.max_body_bytes)
-        tape: Tape | None = scope.get(TAPE)
-        with in_session(None if tape is None else tape.session):
+        recorder: SessionRecorder | None = scope.get(SESSION_RECORDER)
+        with in_session(None if recorder is None else recorder.session):
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the API key is valid; with a recorder, stores its tape in ``scope[TAPE]``."""
+        """Whether the API key is valid; with a recorder, stores the key's in ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)
         if scope["path"] in _OPEN_PATHS:
             return True
         if recorder is not None:
-            scope[TAPE] = recorder.tape(client_key.decode(errors="replace"))
-            return scope[TAPE] is not None
+            scope[SESSION_RECORDER] = recorder.of_key(client_key.decode(errors="replace"))
+            return scope[SESSION_RECORDER] is not None
         # Compare in constant time, so that the key cannot be guessed byte by byte.
         return key is None or secrets.compare_digest(client_key, key.encode())
 

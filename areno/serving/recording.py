@@ -1,8 +1,8 @@
 """The interface through which the chat endpoints record conversations for training.
 
-Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`Tape`, which holds
-the key's conversations. The tape chooses the prompt's tokens: a continued conversation must extend exactly the tokens that
-the model read and sampled.
+Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`,
+which holds the key's conversations. It chooses the prompt's tokens: a continued conversation must extend exactly the tokens
+that the model read and sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class OpenTurn(Protocol):
         """Record a finished sample; return the ``areno`` field of the response."""
 
 
-class Tape(Protocol):
+class SessionRecorder(Protocol):
     """The conversations of one API key."""
 
     session: SessionHandle  # tracing session of the requests
@@ -80,8 +80,8 @@ class Recorder(Protocol):
     sampling: SamplingParams  # default values of fields that a request does not set
     context_limit: int | None  # maximum tokens of prompt plus response; None is the model's limit
 
-    def tape(self, key: str) -> Tape | None:
-        """The tape of an API key; None if the key is unknown or revoked."""
+    def of_key(self, key: str) -> SessionRecorder | None:
+        """The recorder of an API key; None if the key is unknown or revoked."""
 
 
 def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from areno.serving.token_text import SampleText, TokenTexts
 from areno.types import FinishReason, GeneratedToken
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
+"""The last event of a stream of the completion endpoints."""
 
 
 def event(value: dict[str, Any]) -> bytes:

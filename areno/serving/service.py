@@ -1,7 +1,7 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-Everything runs in the event loop's thread, except that other threads call :meth:`Service.attach` and set
-:attr:`Service.failure`.
+Everything runs in the event loop's thread, except for :meth:`Service.attach` and :attr:`Service.failure`, which the thread that
+loads the model uses, and :meth:`Service.seeds`, which the threads of :meth:`Service.prepare` call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,9 +88,9 @@ class Service:
         self.failure = ""  # why the engine stopped; empty while it works
         self._draining = False
         self._open: dict[Generation, int] = {}  # number of samples of each running or waiting generation
-        self._requests = 0
+        self._prompt_numbers = itertools.count(1)  # counts atomically: several threads call `seeds`
         self._preparing_samples = 0
-        # A recorder's tapes must be written by a single thread.
+        # Only one thread may write a recorder's conversations.
         self._prepare_pool = ThreadPoolExecutor(1 if recorder else _PREPARE_THREADS, "areno-serving-prepare")
         self._while_serving = contextlib.ExitStack()
         if engine is not None:
@@ -171,8 +172,8 @@ class Service:
         """Seeds of a prompt's samples: derived from ``base`` as in the SDK, or fresh ones if it is None."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
-        self._requests += 1
-        return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
+        number = next(self._prompt_numbers)
+        return [derive_seed(self.metrics.started_ns, number, index) for index in range(samples)]
 
     def check_capacity(self, samples: int) -> None:
         """Check that the queue can take ``samples`` more. Raises ApiError 429 if it is full, 400 if it is too small."""

@@ -95,7 +95,7 @@ TRAIN = [
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without an agent; set --agent-fn too"),
     (
         [*GSPO, "--max-staleness", "2"],
-        "--max-staleness 2 has no effect without rollout processes; set --rollout async",
+        "--max-staleness 2 has no effect with --rollout sync; set --rollout async",
     ),
     (
         [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -316,3 +317,19 @@ def test_many_threads_prepare_the_same_tokens_as_one(server, engine):
     for thread in threads:
         thread.join()
     assert [found[number][-len(ids) :] for number, ids in enumerate(expected)] == expected
+
+
+def test_concurrent_prompts_without_a_seed_get_different_ones(monkeypatch):
+    """Several threads prepare requests; two that got one seed would get the same answers."""
+
+    class Metrics:
+        @property
+        def started_ns(self):
+            time.sleep(0.001)  # lets another thread run
+            return 1
+
+    made = make_service(None)
+    monkeypatch.setattr(made, "metrics", Metrics())
+    with ThreadPoolExecutor(4) as pool:
+        seeds = [seed for (seed,) in pool.map(lambda _: made.seeds(None, 1), range(40))]
+    assert len(set(seeds)) == 40

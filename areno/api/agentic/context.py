@@ -43,14 +43,14 @@ class AgentContext:
 
         An agent that streams, or that does not know areno, can return this list.
         """
-        return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).tape.turns)])
+        return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
         """Return a recorded turn by its id. Raises ValueError if the turn belongs to another task or call."""
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]
         for place, session in sessions:
-            turn = session.tape.find(turn_id)
+            turn = session.recorder.find(turn_id)
             if turn is not None and place != item.place:
                 raise ValueError(f"the response belongs to prompt {place[0]}, sample {place[1]}")
             if turn is not None:

@@ -17,15 +17,15 @@ _STATES = "optimizer.type sets the dtype of the states"
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
 _ROUTER = "routers compute in fp32, as in transformers"
 _EXCHANGE = "tokens are dispatched to experts by all-to-all"
-_SGLANG = "Option of SGLang's server with this name."
+_SGLANG = "Option of SGLang's server of the same name."
 _sglang = partial(setting, help=_SGLANG)
-_VLLM = "Option of vLLM's server with this name."
+_VLLM = "Option of vLLM's server of the same name."
 _vllm = partial(setting, help=_VLLM)
-_ARCHON = "Setting of Archon with this name."
+_ARCHON = "Setting of Archon of the same name."
 _archon = partial(setting, help=_ARCHON, no_effect=OWN_ENGINE)
-_MEGATRON = "Setting of Megatron-Core with this name."
+_MEGATRON = "Setting of the Megatron backend of the same name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
-_fp8 = partial(setting, no_effect=OWN_ENGINE, help="FP8 setting of Transformer Engine with this name.")
+_fp8 = partial(setting, no_effect=OWN_ENGINE, help="FP8 setting of Transformer Engine of the same name.")
 
 NO_STAGES = "there is one stage, because backend has no p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"

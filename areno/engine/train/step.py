@@ -150,7 +150,7 @@ class TrainStep:
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute gradients over this replica's rows and discard them, which takes the memory of a step without an update.
+        """Compute gradients over this replica's rows and discard the gradients, to see whether memory suffices.
 
         Rows may be synthetic, so prefixes are not shared. Does not communicate with other replicas: one may have failed.
         """

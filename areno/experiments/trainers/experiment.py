@@ -68,7 +68,7 @@ class ExperimentTrainer(TrainingLoop):
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """Columns that a row must have; None if the workflow decides."""
+    """What a row must have: a prompt, a prompt with a response, or a pair; None if the workflow decides."""
     section: ClassVar[str] = "ppo_actor"
     """Prefix of the names of the update's statistics."""
     logger = _log

@@ -17,7 +17,7 @@ class AgentSession:
     """An agent's access to the server, with an API key of its own; ``url`` has no ``/v1``."""
 
     api_key: str
-    tape: ConversationRecorder
+    recorder: ConversationRecorder
     url: str
 
     @property
@@ -76,7 +76,7 @@ class AgentServer:
         self._server = ServerThread(Service(config, engine, self))
         self.url = self._server.url
 
-    def tape(self, key: str) -> ConversationRecorder | None:
+    def of_key(self, key: str) -> ConversationRecorder | None:
         """The recorder of an API key; None if the key is unknown or revoked."""
         return self._tapes.get(key)
 

@@ -25,7 +25,7 @@ _HASH_BITS = (1 << 63) - 1
 
 
 class ConversationRecorder:
-    """The conversations of one API key; implements :class:`areno.serving.recording.Tape`.
+    """The conversations of one API key; implements :class:`areno.serving.recording.SessionRecorder`.
 
     The seeds of requests are derived from ``seed``; ``session`` is the traced session in which the recorder was created.
     """
@@ -151,16 +151,16 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
 class _OpenTurn:
     """Implements :class:`areno.serving.recording.OpenTurn`."""
 
-    def __init__(self, tape: ConversationRecorder, begun: Turn) -> None:
-        self._tape, self._begun = tape, begun
+    def __init__(self, recorder: ConversationRecorder, begun: Turn) -> None:
+        self._recorder, self._begun = recorder, begun
         self.prompt_tokens, self.prompt_text = begun.prompt, begun.prompt_text
 
     def seeds(self, samples: int) -> list[int]:
-        return self._tape.seeds(self.prompt_tokens, samples)
+        return self._recorder.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:
         """Record a sample, and return its token data for the response."""
-        turn = self._tape.keep(self._begun, answer)
+        turn = self._recorder.keep(self._begun, answer)
         return {
             "turn": turn.id,
             "input_tokens": self.prompt_tokens,

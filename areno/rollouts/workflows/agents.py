@@ -83,7 +83,7 @@ class AgentWorkflow(RolloutWorkflow):
                 await asyncio.sleep(self._options.set_reward_finish_timeout)
         finally:
             server.end(session)
-        turns = list(session.tape.turns)
+        turns = list(session.recorder.turns)
         if not any(turn.tokens for turn in turns):
             raise AgentError(
                 f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to its client"
@@ -158,11 +158,11 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
     if isinstance(returned, dict):
         for name, reward in returned.items():
             try:
-                session.tape.set_reward(reward, name)
+                session.recorder.set_reward(reward, name)
             except ValueError as error:
                 raise AgentError(f"the agent's run returned a reward for an unknown response: {error}") from error
-    elif returned is not None and session.tape.turns:
-        session.tape.set_reward(returned)
+    elif returned is not None and session.recorder.turns:
+        session.recorder.set_reward(returned)
 
 
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:

@@ -69,13 +69,13 @@ class MultiTurnWorkflow(RolloutWorkflow):
         prompt = self._prompt_of(data)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         warn_about_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
-        tape, reward = ConversationRecorder(self.tokenizer, 0), 0.0
+        recorder, reward = ConversationRecorder(self.tokenizer, 0), 0.0
         for _ in range(self.max_turns):
-            turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))
+            turn = recorder.open(ChatPrompt(messages=messages, tools=[], render=self._render))
             try:
                 answer = await engine.agenerate(ModelRequest(turn.prompt_tokens, self.gconfig))
             except DataError:
-                if not tape.turns:
+                if not recorder.turns:
                     raise
                 break  # the conversation fills the context
             text = answer_text(answer, self.tokenizer, self.gconfig)
@@ -84,10 +84,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
             if reward != 0:
                 break
             messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": self._retry}]
-        reward *= self.turn_discount ** (len(tape.turns) - 1)
-        rows = build_rows(tape.turns, LossMaskPolicy(), self.tokenizer)
+        reward *= self.turn_discount ** (len(recorder.turns) - 1)
+        rows = build_rows(recorder.turns, LossMaskPolicy(), self.tokenizer)
         trajectory = make_trajectory([(row, reward) for row in rows])
-        return {**trajectory, "num_turns": torch.full((len(rows),), len(tape.turns))}
+        return {**trajectory, "num_turns": torch.full((len(rows),), len(recorder.turns))}
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
         return render_generation_prompt(

@@ -86,7 +86,7 @@ class Objective:
             statistic of the loss.
     """
 
-    needs: Needs  # the columns that a row must have
+    needs: Needs  # what a row must have: a prompt, a prompt with a response, or a pair
     build: Callable[[Sequence[Mapping[str, Any]], Any, RowBounds], tuple[Sequence[Any], int]]
     loss_fn: LossFn  # made by :func:`areno.loss_fns.units.mean_loss`
     names: Names  # names of the loss statistics in an experiment, without the section

@@ -79,7 +79,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return, as text, what else log-probs depend on: compute dtype, quantization, seed of random weights."""
+        """What log-probs depend on besides rows and weights, as text: compute dtype, quantization, seed of random weights."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"

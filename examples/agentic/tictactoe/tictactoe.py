@@ -115,7 +115,7 @@ class TicTacToe(Environment):
     """Environment in which a model continues a game from a board, with the tool ``choose_square``.
 
     The record has ``board``, ``seed`` and ``whole_game``. Without ``whole_game`` one move is made and scored by
-    :func:`score_move`. With it, an opponent answers each move; with equal probability it takes a perfect or a random square,
+    :func:`score_move`. With it, an opponent answers each move; with equal probability it makes a perfect or a random move,
     drawn from ``seed`` and the board. The finished game is scored by :func:`score_game`. An illegal move ends the episode with
     -1.
     """
