@@ -1,12 +1,12 @@
-"""What an agentic rollout costs beside generating: many conversations at once through a rollout session's server.
+"""What an agentic rollout costs besides generation: many concurrent conversations through a rollout session's server.
 
     python benchmarks/agentic_load.py                            # 256 conversations of 8 turns, tiny model
     python benchmarks/agentic_load.py --model small --tokens 128 # 42 M parameters
     python benchmarks/agentic_load.py --save NAME
 
-The agent program is a process of its own with the official asynchronous client; its cost is reported apart. The server's
-cost is the processor time of its two threads (HTTP and templates; the engine has a third), per request and as a share of
-the wall time. ``reuse`` is the share of prompt tokens that earlier turns had computed.
+The agent program is a separate process with the official asynchronous client; its cost is reported separately. The server's
+cost is the CPU time of its two threads (HTTP and templates; the engine has a third), per request and as a share of the wall
+time. ``prefix_reuse`` is the share of prompt tokens that earlier turns had computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def serving_cpu_s() -> float:
-    """Processor time so far of the threads that serve."""
+    """CPU seconds that the serving threads have used so far."""
     clocks = [
         time.pthread_getcpuclockid(thread.ident)
         for thread in threading.enumerate()
@@ -45,7 +45,7 @@ def serving_cpu_s() -> float:
 
 
 def python_loop_ms() -> float:
-    """Processor time of a fixed loop: shared machines change their speed by the minute, and everything here with it."""
+    """CPU milliseconds of a fixed loop: the speed of a shared machine changes by the minute, and with it all results."""
     began, total = time.thread_time(), 0
     for number in range(5_000_000):
         total += number
@@ -53,7 +53,7 @@ def python_loop_ms() -> float:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Sessions with an agent program each; medians over them."""
+    """Run sessions with an agent program each; returns medians over them."""
     from areno import ArenoConfig, Trainer  # before torch: areno sets how long idle threads spin
 
     from transformers import AutoTokenizer  # isort: skip
@@ -72,7 +72,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_session(trainer: Trainer, args: argparse.Namespace, number: int) -> dict[str, Any]:
-    """One session; its conversations are about other numbers than those of the sessions before."""
+    """One session; its conversations are about other numbers than those of earlier sessions."""
     from areno import SamplingParams
 
     requests = args.conversations * args.turns

@@ -1,23 +1,23 @@
-"""Asynchronous against synchronous RL where episodes wait for slow tools: the same trainer, engine and work on both sides.
+"""Asynchronous against synchronous RL with episodes that wait for slow tools: same trainer, engine and work on both sides.
 
     python benchmarks/async_vs_sync.py                                # both parts, then one line of JSON
     python benchmarks/async_vs_sync.py --part speed --save NAME       # also that part of benchmarks/results/NAME.json
     python benchmarks/async_vs_sync.py --part learning --save NAME
 
 An episode has 8 turns of a few tokens, each followed by a tool whose latency is log-normal (median 0.3 s, sigma 1.2, at
-most 20 s; mean 0.6 s). Synchronous is ``max_head_offpolicyness=0``, asynchronous is more of it; nothing else differs: the
-same prompts and samples per step, the same limit of concurrent groups, continuous batching, and the same drawn latencies,
-group by group; ``speed`` has the decoupled loss on both sides. Each run is a fresh trainer process with one rollout process.
+most 20 s; mean 0.6 s). Synchronous is ``max_head_offpolicyness=0``, asynchronous a larger value; nothing else differs: the
+same prompts and samples per step, the same limit of concurrent groups, continuous batching, and the same latencies for each
+group; ``speed`` has the decoupled loss on both sides. Each run is a fresh trainer process with one rollout process.
 
-``speed`` counts seconds per step, from the end of one to the end of the next, without the first ones, and prints the least
-that is possible (see ``tool_latency.py``). There are two limits of concurrency. As many groups as a batch has: a synchronous
-step can use them all, and an asynchronous one gains only what it does not wait for stragglers. Four batches: a synchronous
-step cannot use more of them than before, because the next batch needs its weights; an asynchronous one can. Tools that
-wait cost nothing, so a limit that keeps processors busy is a large one.
+``speed`` measures seconds per step, from the end of one to the end of the next, without the first steps, and prints the
+lower bound (see ``tool_latency.py``). There are two limits of concurrency. With as many groups as a batch has, a synchronous
+step can use them all, and an asynchronous one gains only by not waiting for stragglers. With four batches, a synchronous
+step cannot use more groups than before, because the next batch needs its weights; an asynchronous one can. Waiting for tools
+costs nothing, so the limit must be large to keep processors busy.
 
-``learning`` runs with latencies that are much shorter, since they do not matter to what is learnt at equal staleness: final
+``learning`` uses much shorter latencies, since at equal staleness they do not affect what is learned. It reports the final
 reward on held-out prompts, mean staleness and time for several bounds of staleness, with the naive loss (old log-probs are
-those of rollout) and the decoupled one (recomputed before the update). Between seeds data order and sampling differ.
+those of rollout) and the decoupled one (recomputed before the update). Seeds differ in data order and sampling.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, folder: Path, name: str, latency: Latency, **settings: Any) -> dict[str, Any]:
-    """One run; ``settings`` are those of the worker that differ between runs."""
+    """One run; ``settings`` are the worker's settings that differ between runs."""
     names = ("batch", "samples", "new_tokens", "lr")
     shared = {key: getattr(args, key) for key in names}
     drawn = {key: getattr(latency, key) for key in ("seed", "scale")}
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, folder: Path, name: str, latency: Latency, **s
 
 
 def measured(found: dict[str, Any], warmup: int) -> dict[str, Any]:
-    """Seconds of a run's counted steps, and what training took of them."""
+    """Seconds per counted step of a run, and how many of them training takes."""
     ends = found["ends"]
     train = [sum(parts) for parts in zip(*(found["parts"][p] for p in TRAIN_PARTS if p in found["parts"]), strict=True)]
     return {
@@ -85,9 +85,9 @@ def measured(found: dict[str, Any], warmup: int) -> dict[str, Any]:
 
 
 class Report:
-    """The result: written down after each run, so that one that is ended early, or another on another day, adds to it.
+    """The result, which is saved after each run, so that an interrupted benchmark keeps its runs and a later one adds to them.
 
-    Runs of other settings are dropped: they compare with nothing.
+    Runs with other settings are dropped, because they are not comparable.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -106,12 +106,12 @@ class Report:
         return found
 
     def keep(self, part: str, name: str, numbers: dict[str, Any]) -> None:
-        """A run is done."""
+        """Add a completed run."""
         self.runs(part)[name] = {**numbers, "commit": self.content["machine"]["commit"]}
         self.write()
 
     def write(self) -> None:
-        """Save it, if it is to be saved."""
+        """Save the result, if ``--save`` is set."""
         if self.file is not None:
             self.file.write_text(json.dumps(self.content, indent=1) + "\n")
 
@@ -123,11 +123,11 @@ def speed(args: argparse.Namespace, folder: Path, report: Report) -> None:
         few = name.endswith("_few")
         ahead = 0 if name == "sync" else int(name.removeprefix("async_").removesuffix("_few"))
         concurrent, warmup = args.batch if few else 4 * args.batch, ahead + 2
-        steps = args.steps + ahead if few or ahead == 0 else args.steps + 5 * min(ahead, 4)  # they are quicker
+        steps = args.steps + ahead if few or ahead == 0 else args.steps + 5 * min(ahead, 4)  # they are faster
         found = run(args, folder, name, latency, ahead=ahead, concurrent=concurrent, steps=steps, decoupled=True)
         side = measured(found, warmup)
         work = Work(batch=args.batch, concurrent=concurrent, ahead=ahead, train_s=side["train_s"])
-        # A synchronous step uses just these groups; an asynchronous one what has ended, so the mean over all is taken.
+        # A synchronous step uses exactly these groups; an asynchronous one those that have ended, so use the mean over all.
         begun = (steps + ahead + 1) * args.batch
         groups = [latency.of_group(number, args.samples) for number in range(begun)]
         counted = groups[warmup * args.batch : steps * args.batch] if ahead == 0 else groups
@@ -149,7 +149,7 @@ def speed(args: argparse.Namespace, folder: Path, report: Report) -> None:
 
 
 def learning(args: argparse.Namespace, folder: Path, report: Report) -> None:
-    """What is learnt, by staleness, loss and seed, and a table over the seeds."""
+    """What is learned, by staleness, loss and seed, and a table over the seeds."""
     for seed in args.seeds:
         for ahead, loss in itertools.product(args.staleness, args.losses):
             latency = Latency(seed=seed, scale=args.learning_scale)
@@ -167,7 +167,7 @@ def learning(args: argparse.Namespace, folder: Path, report: Report) -> None:
 
 
 def table(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line per staleness and loss: means over seeds, and the seconds per step of the first of them."""
+    """A line per staleness and loss: means over seeds, and the seconds per step of the first seed."""
     lines = []
     for cell in sorted({name.rpartition("-")[0] for name in runs}):
         found = [one for name, one in sorted(runs.items()) if name.rpartition("-")[0] == cell]
@@ -188,7 +188,7 @@ def main() -> None:
         folder = Path(name)
         toy.make_toy(folder)
         for file, count, seed in (("train", 4096, 0), ("valid", 256, 1)):
-            # One letter: with more, all learn first to say always the same one, and stay there for a while.
+            # One letter: with more, all runs first learn to repeat a single letter, and stay there for a while.
             rows = [row for row in toy.rows(count, seed) if row["letter"] == "a"]
             toy.write(folder / f"{file}.jsonl", ({key: row[key] for key in ("prompt", "letter")} for row in rows))
         for part in parts if args.part == "both" else [args.part]:

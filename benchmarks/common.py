@@ -42,7 +42,10 @@ def make_checkpoint(
     vocab: int = 600,
     dtype: str = "float32",
 ) -> int:
-    """A random Qwen3 with a BPE tokenizer and no chat template, so that all sides see the same tokens; returns its size."""
+    """Write a random Qwen3 with a BPE tokenizer; returns its number of parameters.
+
+    It has no chat template, so that all sides see the same tokens.
+    """
     import torch
     import transformers as tf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -80,7 +83,7 @@ def make_checkpoint(
 
 
 class WorkerFailedError(SystemExit):
-    """One side of a benchmark failed; its message is what the process wrote."""
+    """One side of a benchmark failed; the message is the output of its process."""
 
 
 def run_worker(
@@ -109,14 +112,14 @@ def run_worker(
 
 
 def finish(result: dict[str, Any], save: str) -> None:
-    """Keep a result under ``results`` if it has a name there, and print it as the last line."""
+    """Save a result under ``results`` if it has a name, and print it as the last line."""
     if save:
         (ROOT / "benchmarks" / "results" / f"{save}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were measured."""
+    """The machine on which the figures were measured."""
     return {
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -140,10 +143,10 @@ def processor() -> str:
 
 
 def git(*words: str) -> str:
-    """What git says about this repository; empty where it fails."""
+    """Output of git in this repository; empty if it fails."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def median(values: list[float]) -> float:
-    """Median, rounded to what a timer on a busy machine can tell."""
+    """Median, rounded to the precision of a timer on a busy machine."""
     return round(statistics.median(values), 4)

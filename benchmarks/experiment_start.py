@@ -1,11 +1,11 @@
-"""How long an experiment from YAML takes to its first log line, and how long to say what is wrong with its settings.
+"""How long a YAML experiment takes until its first log line, and until an error about its settings.
 
     python benchmarks/experiment_start.py             # table, then one line of JSON
     python benchmarks/experiment_start.py --save NAME
 
-Each measurement is a fresh process, turn and turn about, through ``train.py``, ``areno run`` and ``main_async_ppo.py``; the
-clock starts before the process does. ``first_log_s`` ends with the first line on the terminal that the logger has written,
-``error_s`` with the end of a process that was given an unknown setting.
+Each measurement is a fresh process; ``train.py``, ``areno run`` and ``main_async_ppo.py`` are interleaved. The clock starts
+before the process does. ``first_log_s`` ends with the first line that the logger prints, ``error_s`` with the exit of a process
+that has an unknown setting.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start(command: list[str], number: int) -> subprocess.Popen[bytes]:
 
 
 def first_log_s(command: list[str], number: int) -> float:
-    """Seconds to the first log line; the run is ended then."""
+    """Seconds to the first log line, after which the run is killed."""
     began = time.perf_counter()
     with start(command, number) as process:
         assert process.stdout is not None
@@ -70,7 +70,7 @@ def first_log_s(command: list[str], number: int) -> float:
 
 
 def error_s(command: list[str], number: int) -> float:
-    """Seconds to the end of a process with an unknown setting."""
+    """Seconds until a process with an unknown setting exits."""
     began = time.perf_counter()
     with start([*command, "actor.optimizer.lr=1"], number) as process:
         output = process.communicate()[0]

@@ -1,11 +1,11 @@
-"""How long a newcomer waits: from the command to the first token, eager, and when the compiled step takes over.
+"""How long a new user waits: from the command to the first eagerly decoded token, and until the compiled step takes over.
 
     python benchmarks/first_token.py             # table, then one line of JSON
     python benchmarks/first_token.py --save NAME
 
-Each measurement is a fresh process with the tiny model of ``rollout.py``. ``imports`` is what loading Python packages takes,
-``first token`` what comes after that: loading the checkpoint, proving it, prefill and one token. Then the step is compiled
-once (``build``), and a further process reports when it took over from disk.
+Each measurement is a fresh process with the tiny model of ``rollout.py``. ``imports`` is the time to import Python
+packages, ``first token`` the time after that: loading and validating the checkpoint, prefill and one token. Then the step is
+compiled once (``build``), and further processes report when the step from disk takes over.
 """
 
 from __future__ import annotations

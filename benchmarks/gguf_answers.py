@@ -1,11 +1,11 @@
-"""Exact answers to held-out orders before and after a model became a GGUF file: ``transformers`` and llama.cpp.
+"""Exact answers to held-out orders before and after the export to GGUF: ``transformers`` and llama.cpp.
 
     bash benchmarks/peers.sh llama
     python benchmarks/gguf_answers.py RUN --save NAME      # RUN: a folder of areno quickstart --real
 
-The checkpoint is written as ``areno export --gguf`` does, in each precision, and llama.cpp answers greedily, by the chat
-template in the file. The last line of output is the result as JSON: the means of the reward's parts, and how many answers are
-the same text as those of ``transformers``.
+The checkpoint is written in each precision, as by ``areno export --gguf``, and llama.cpp answers greedily, with the chat
+template in the file. The last line of output is the result as JSON: the means of the reward's parts, and the share of answers
+with the same text as those of ``transformers``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Every way to divide a trainer: time of a step, bytes sent, and memory of a rank, against what the sums say.
+"""Every way to divide a trainer: time of a step, bytes sent, and memory of a rank, compared with the estimates.
 
     python benchmarks/layouts.py                        # table, then one line of JSON
     python benchmarks/layouts.py --save NAME            # also benchmarks/results/NAME.json
     python benchmarks/layouts.py --only fsdp:d2 p2v2    # some layouts
-    torchrun-free on GPUs: --device cuda, with as many GPUs as the largest layout has ranks
+    python benchmarks/layouts.py --device cuda          # without torchrun; as many GPUs as the largest layout has ranks
 
-Each layout trains the same random model on the same rows, in processes of its own. ``sent`` is what all ranks have sent over
-the loopback interface in a step (not measured on GPUs), ``ideal`` the sum of
-:func:`areno.engine.plan.layout_estimates.sent_bytes`. ``held`` is the peak of the
-fullest rank over what a rank with next to no model holds, ``planned`` that of
-:func:`areno.engine.plan.layout_estimates.rank_bytes`. The step of one process with all cores is the unit of time.
+Each layout trains the same random model on the same rows, in its own processes. ``sent`` is what all ranks send over the
+loopback interface in a step (not measured on GPUs), ``ideal`` the sum of
+:func:`areno.engine.plan.layout_estimates.sent_bytes`. ``held`` is the peak memory of the
+fullest rank beyond that of a rank with a tiny model, ``planned`` the estimate by
+:func:`areno.engine.plan.layout_estimates.rank_bytes`. Times are relative to the step of one process with all cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPE = {"hidden": 768, "layers": 8, "heads": 12, "kv_heads": 12, "intermediate"
 
 
 def make_mixture(folder: Path, dense: Path, **sizes: int) -> None:
-    """A random mixture with the tokenizer of another checkpoint."""
+    """A random mixture-of-experts model with the tokenizer of another checkpoint."""
     config = AutoConfig.from_pretrained(dense)
     own = Qwen3MoeConfig(
         **{name: getattr(config, name) for name in ("vocab_size", "num_hidden_layers", "eos_token_id", "pad_token_id")},
@@ -69,7 +69,7 @@ def make_mixture(folder: Path, dense: Path, **sizes: int) -> None:
 
 
 def loopback() -> int:
-    """Bytes that have been sent over the loopback interface."""
+    """Bytes sent over the loopback interface so far."""
     file = Path("/sys/class/net/lo/statistics/tx_bytes")
     return int(file.read_text()) if file.is_file() else 0
 

@@ -1,18 +1,18 @@
-"""What a machine could do at best with a rollout: its measured rates, and the work that no engine can avoid.
+"""What a machine could achieve at best in a rollout: its measured rates, and the work that no engine can avoid.
 
-The work is counted in phases: the prefill of all prompts, then each decode step of all samples that still run. A phase
+The work is counted in phases: the prefill of all prompts, then each decode step of all running samples. A phase
 takes at least
 
     max(FLOP / GEMM rate, bytes / memory bandwidth)
 
 and the limit of a workload is the sum over its phases. Per token, FLOP are 2 x the parameters of the layers' matrices,
-2 x vocabulary x hidden where logits are needed, and 4 x layers x heads x head size x context for attention. Bytes are the
-weights once per phase, and keys and values once: those of a prompt for all its samples together, those of a sample for
-itself. Norms, softmax and sampling are not counted, and a decode batch is as large as the workload allows; so no engine
+2 x vocabulary x hidden if logits are needed, and 4 x layers x heads x head size x context for attention. Bytes are the
+weights once per phase, and keys and values once: those of a prompt once for all its samples, those of each sample
+separately. Norms, softmax and sampling are not counted, and a decode batch is as large as the workload allows; so no engine
 reaches the limit.
 
-:func:`measure_products` is a closer limit of decoding: the time that the matrix products of a step take by themselves,
-with the model's own shapes and row count, which is far from the GEMM rate where rows are few. :func:`train_flop` counts an
+:func:`measure_products` is a tighter limit of decoding: the time that the matrix products of a step take by themselves,
+with the model's own shapes and row count, which is far from the GEMM rate if there are few rows. :func:`train_flop` counts an
 optimizer step.
 
 A small model lives in the processor's caches, which are faster than its memory. So bandwidth is measured over as many
@@ -31,7 +31,7 @@ LARGE_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A dense decoder with gated MLPs, grouped queries and tied embeddings; names as in :func:`common.make_checkpoint`."""
+    """A dense decoder with gated MLPs, grouped-query attention, tied embeddings; names as in :func:`common.make_checkpoint`."""
 
     hidden: int
     layers: int
@@ -70,7 +70,7 @@ class Shape:
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape of a ``transformers`` configuration. Raises AttributeError: the model is no dense decoder of this kind."""
+    """The shape of a ``transformers`` configuration. Raises AttributeError if the model is not such a dense decoder."""
     heads = config.num_attention_heads
     return Shape(
         hidden=config.hidden_size,
@@ -93,21 +93,21 @@ class Phase:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does per second, measured."""
+    """Measured rates of a machine, per second."""
 
     flop: float
     bytes: float
 
     def seconds(self, phases: list[Phase]) -> float:
-        """Least time for phases one after the other."""
+        """Minimum time for consecutive phases."""
         return sum(max(phase.flop / self.flop, phase.bytes / self.bytes) for phase in phases)
 
 
 def phases(shape: Shape, prompts: list[int], samples: int, lengths: list[int], itemsize: int) -> list[Phase]:
-    """The work of one pass over a workload; see the module's text.
+    """The work of one pass over a workload; see the module docstring.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         prompts: tokens of each prompt.
         samples: samples per prompt.
         lengths: new tokens of each prompt's samples, one number per prompt.
@@ -149,7 +149,7 @@ def working_set(shape: Shape, prompts: list[int], samples: int, lengths: list[in
 
 
 def measure_gemm(shape: Shape, rows: list[int], device: str, dtype: str) -> float:
-    """FLOP/s of the fastest matrix product, among large square ones and the model's own with so many rows."""
+    """FLOP/s of the fastest matrix product, among large square ones and the model's own with these row counts."""
     import torch
 
     side = 1024 if device == "cpu" else 8192
@@ -172,8 +172,8 @@ def measure_gemm(shape: Shape, rows: list[int], device: str, dtype: str) -> floa
 def measure_products(shape: Shape, rows: int, dtype: str, seconds: float = 0.3) -> float:
     """Seconds that the matrix products of one decode step take on a CPU, each shape with the fastest library for it.
 
-    Every layer has weights of its own, so they come from where a model's come from: memory, unless the cache holds them.
-    A library is tried with a shape for so many ``seconds``.
+    Every layer has its own weights, so they are read from where a model's are: memory, unless the cache holds them. Each
+    library is timed with each shape for ``seconds``.
     """
     import torch
 
@@ -219,7 +219,7 @@ def measure_bandwidth(size: int, device: str) -> float:
 
 
 def _fastest(work: Callable[[], Any], device: str, seconds: float = 0.1) -> float:
-    """Least seconds of a call, over at least five calls and so many seconds; on a GPU of ten calls together."""
+    """Minimum seconds of a call, over at least five timings and ``seconds``; on a GPU, a timing is of ten calls."""
     import torch
 
     calls = 1 if device == "cpu" else 10

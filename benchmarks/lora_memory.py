@@ -1,11 +1,11 @@
-"""Peak memory and seconds of training all weights, an adapter, and an adapter on a base in 4 bits.
+"""Peak memory and seconds of training all weights, an adapter, and an adapter on a 4-bit base.
 
     python benchmarks/lora_memory.py                # table, then one line of JSON
     python benchmarks/lora_memory.py --save NAME    # also benchmarks/results/NAME.json
 
-The same random model of 110 M parameters in fp32, the same rows and sizes, each way in a fresh process: some SFT steps,
-and some GRPO steps with a KL term, so that there is a reference. Peak memory is the largest resident set of the process
-less what it takes before the model is loaded. A 4-bit base needs `bitsandbytes`; without it that way is left out.
+Each way trains the same random model of 110 M parameters in fp32, with the same rows and sizes, in a fresh process: some SFT
+steps, and some GRPO steps with a KL term, which needs a reference. Peak memory is the largest resident set of the process
+minus that before the model is loaded. A 4-bit base needs `bitsandbytes`; without it, that way is skipped.
 """
 
 from __future__ import annotations

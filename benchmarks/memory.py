@@ -1,4 +1,4 @@
-"""Peak memory of each phase of a run, measured, against what ``areno plan`` says before anything is loaded.
+"""Measured peak memory of each phase of a run, compared with what ``areno plan`` predicts before anything is loaded.
 
     python benchmarks/memory.py                     # table, then one line of JSON
     python benchmarks/memory.py --save NAME         # also benchmarks/results/NAME.json
@@ -7,10 +7,9 @@
 
 Every combination of a model and a set of options runs in a fresh process through the real engine: load, rollout, scoring
 with a reference, forward, backward, optimizer step. The peak is the high-water mark of the resident set over what the
-process held after its imports, reset before each phase. With several ranks it is that of all together: memory that they share
-counts once, and what they held before is planned and measured too, as far as it is theirs alone. While ranks of tensor
-parallelism load, pages of the file that the kernel can take back are in it. Models are random, in fp32 unless the set says
-otherwise.
+process held after its imports, reset before each phase. With several ranks it is that of all ranks together: shared memory
+counts once, and what they held before is planned and measured too, except what they share. While tensor-parallel ranks load,
+it includes pages of the file that the kernel can reclaim. Models are random, in fp32 unless the set has another dtype.
 """
 
 from __future__ import annotations

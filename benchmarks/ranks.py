@@ -1,13 +1,13 @@
-"""What a second rank costs and brings: GRPO steps of one process with all cores, and of replicas that share them.
+"""Costs and benefits of a second rank: GRPO steps of one process with all cores, and of replicas that divide the cores.
 
     python benchmarks/ranks.py                       # table, then one line of JSON
     python benchmarks/ranks.py --save NAME           # also benchmarks/results/NAME.json
     python benchmarks/ranks.py --decode compiled     # generate with the compiled step, which is built before anything is timed
 
 Each side is a fresh process: one rank with N threads, or N replicas with one thread each, on the same prompts, samples and
-lengths. A step generates, scores nothing, and trains. ``overhead_share`` is the part of the step that goes into writing rows
-and results down, sending them and reading them again: measured with the same messages through the same processes, whose
-method does nothing.
+lengths. A step generates and trains, without scoring. ``overhead_share`` is the share of the step that serializing, sending
+and deserializing rows and results takes: it is measured with the same messages to the same processes, for a method that does
+nothing.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python benchmarks/real_model.py --ckpt FOLDER --data train.jsonl           # everything; hours for 135 M parameters
     python benchmarks/real_model.py gspo rollout --ckpt FOLDER --against COMMIT
-    python benchmarks/real_model.py --ckpt FOLDER --save NAME --minutes 9      # a piece; the same command goes on
+    python benchmarks/real_model.py --ckpt FOLDER --save NAME --minutes 9      # a part; the same command continues
     python benchmarks/real_model.py grpo --sides areno trl --steps 2 --ckpt FOLDER --set mini_bs=8
 
-Each side runs in a fresh process, turn and turn about, on the same rows, with the same threads and precision. With
-``--save`` every process is written down as soon as it has ended, and one that is there with the same settings and code is
-not run again. The last line of output is the result as JSON; benchmarks/README.md explains its fields.
+Each side runs in fresh processes, interleaved with the other sides, on the same rows, with the same threads and precision.
+With ``--save``, the result of every process is saved as soon as it ends, and a process whose result is there with the same
+settings and code is not run again. The last line of output is the result as JSON; benchmarks/README.md explains its fields.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from train_step import REWARD
 
 WORKERS = ROOT / "benchmarks" / "workers"
 RESULTS = ROOT / "benchmarks" / "results"
-# How a process of PyTorch is kept from AVX-512: its own kernels, oneDNN's, MKL's.
+# Keeps PyTorch from using AVX-512: in its own kernels, oneDNN's, MKL's.
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what cannot be measured is refused before anything runs."""
+    """Parse the command line; what cannot be measured is refused before anything runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all; {', '.join(PARTS)}")
     parser.add_argument("--ckpt", required=True, help="folder of a model with gated MLPs, such as Llama or Qwen")
@@ -120,7 +120,7 @@ def source_tree(commit: str) -> Path:
 
 
 def code_of(tree: Path, commit: str) -> str:
-    """What areno's sources of a side are called: their id in git, and whether they were changed since."""
+    """Identifier of a side's areno sources: their id in git, and whether they have uncommitted changes."""
     changed = tree == ROOT and git("status", "--porcelain", "--", "areno")
     return git("rev-parse", "--short=12", f"{commit}:areno") + ("-dirty" if changed else "")
 
@@ -130,7 +130,7 @@ class Bench:
 
     Args:
         args: the command line.
-        folder: for rows, models and runs; gone afterwards.
+        folder: temporary folder for rows, models and runs.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
@@ -149,7 +149,7 @@ class Bench:
         self.result["model"] = {"name": Path(args.ckpt).resolve().name, **vars(self.shape)}
 
     def workload(self, part: Part) -> Workload:
-        """The part's own, or as the command line says; rows of SFT have one sample and the answer that they have."""
+        """The part's workload, with the command line's changes; rows of SFT keep their one sample and its answer."""
         names = (
             ("prompts", "prompt_tokens")
             if part.algo == "sft"
@@ -159,7 +159,7 @@ class Bench:
         return part.workload.changed({name: value for name, value in changes.items() if value is not None})
 
     def sides(self, name: str) -> list[str]:
-        """Those of a part that were asked for and can run; the limit is asked for always."""
+        """The requested sides of a part that can run; the limit is always requested."""
         chosen = []
         for side in PARTS[name].sides:
             if self.args.sides and side not in ("limit", *self.args.sides):
@@ -172,7 +172,7 @@ class Bench:
         return chosen
 
     def descriptor(self, name: str, side: str, repeat: int) -> dict[str, Any]:
-        """All that a process's figures depend on, besides the machine."""
+        """Everything that a process's figures depend on, except the machine."""
         args, program = self.args, SIDES[side]
         described = {
             "part": name,
@@ -192,7 +192,7 @@ class Bench:
         return described
 
     def rows(self, name: str) -> tuple[Path, dict[str, Any]]:
-        """The folder with the rows of a part, and what workers of its kind are told about them."""
+        """The folder with the rows of a part, and their lengths in tokens."""
         part, work = PARTS[name], self.workload(PARTS[name])
         groups = self.args.steps if part.trains else self.args.passes + 2
         rows = read_rows(self.args.data, work.prompts * groups)
@@ -213,7 +213,7 @@ class Bench:
         }
 
     def settings(self, name: str, side: str, folder: Path, lengths: dict[str, Any]) -> dict[str, Any]:
-        """What the worker of a side is given."""
+        """The settings of a side's worker."""
         args, part, work, program = self.args, PARTS[name], self.workload(PARTS[name]), SIDES[side]
         shared = {"model": args.ckpt, "dtype": args.dtype, "threads": args.threads}
         if side == "limit":
@@ -241,7 +241,7 @@ class Bench:
         return shared | counts | run | places | kept | {"options": options}
 
     def gguf(self) -> str:
-        """The model for llama.cpp."""
+        """Path of the GGUF file for llama.cpp."""
         if self.args.gguf:
             return str(self.args.gguf.resolve())
         from areno.engine.checkpoint.export import export_model
@@ -253,7 +253,7 @@ class Bench:
         return str(file)
 
     def environment(self, side: str, name: str, described: dict[str, Any]) -> dict[str, str]:
-        """Which areno a worker imports, and where what is compiled is kept: apart for each code, rollouts begin empty."""
+        """Which areno a worker imports, and its compile caches: one for each code, and empty at the first rollout."""
         tree = self.trees.get("here" if side == "limit" else SIDES[side].tree)
         rollout = side if not PARTS[name].trains else ""
         cache = PEERS / "cache" / "-".join(filter(None, [described.get("code", side), self.args.dtype, rollout]))
@@ -264,14 +264,14 @@ class Bench:
         return sources | {variable: str(cache / sub) for variable, sub in folders.items()}
 
     def run(self, described: dict[str, Any]) -> None:
-        """One process, written down; a peer that fails is written down as failed."""
+        """Run one process and record it; a peer that fails is recorded as failed."""
         name, side = described["part"], described["side"]
         program, part = SIDES[side], PARTS[name]
         folder, lengths = self.rows(name)
         settings, env = self.settings(name, side, folder, lengths), self.environment(side, name, described)
         script = WORKERS / program.script(part.trains)
         python = program.interpreter(self.args)
-        # What a worker starts with `python -m areno...` imports from its working directory first.
+        # Processes that a worker starts with `python -m areno...` import from its working directory first.
         tree = self.trees.get(program.tree, ROOT)
         commit = self.args.against if program.tree == "against" else "HEAD"
         record: dict[str, Any] = {"described": described, "commit": git("rev-parse", "--short", commit)}
@@ -290,7 +290,7 @@ class Bench:
         self.keep(record)
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Add a record, in place of those of the same side with other settings, and write the file."""
+        """Add a record, replace those of the same side with other settings, and write the file."""
 
         def settings(one: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in one["described"].items() if key != "repeat"}
@@ -307,14 +307,14 @@ class Bench:
             part.replace(self.file)
 
     def left(self, name: str) -> list[dict[str, Any]]:
-        """Processes of a part that are still to run, turn and turn about."""
+        """Processes of a part that are still to run, with the sides interleaved."""
         sides = self.sides(name)
         wanted = [self.descriptor(name, side, repeat) for repeat in range(self.args.repeats) for side in sides]
         done = [one["described"] for one in self.result["runs"] if "result" in one]
         return [each for each in wanted if each not in done]
 
     def out_of_time(self, described: dict[str, Any]) -> bool:
-        """Whether a process would not end in time, going by the last one like it."""
+        """Whether a process would not end in time, judging by the last one of the same side."""
         if self.args.minutes is None:
             return False
         like = [one for one in self.result["runs"] if one["described"]["part"] == described["part"]]
@@ -323,19 +323,19 @@ class Bench:
 
 
 def means(numbers: list[int], count: int) -> list[int]:
-    """The mean of every ``count``-th number, from each of the first ``count`` on."""
+    """Means over every ``count``-th number, one starting at each of the first ``count`` numbers."""
     return [round(statistics.mean(numbers[index::count])) for index in range(count)]
 
 
 def instructions() -> str:
-    """The widest instructions that PyTorch uses here."""
+    """The widest vector instructions that PyTorch uses on this machine."""
     import torch
 
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def measure(bench: Bench) -> int:
-    """All parts; returns how many processes are left because the time was up."""
+    """Measure all parts; returns how many processes are left because the time ran out."""
     left = [described for name in bench.args.parts for described in bench.left(name)]
     failed: set[tuple[str, str]] = set()
     for number, described in enumerate(left):

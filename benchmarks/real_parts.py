@@ -1,4 +1,4 @@
-"""What ``real_model.py`` can measure: its parts, and the sides that take part in them."""
+"""What ``real_model.py`` can measure: its parts, and the sides that it compares in them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Workload:
     """Rows of a step, or of a pass of a rollout.
 
     Attributes:
-        prompts: different prompts; for SFT rows.
-        samples: of each prompt.
-        new_tokens: of each sample; for SFT the most that an answer may have.
-        prompt_tokens: prompts are made so long; None leaves them as they are.
+        prompts: number of different prompts; for SFT, number of rows.
+        samples: samples per prompt.
+        new_tokens: tokens of each sample; for SFT, the maximum of an answer.
+        prompt_tokens: length that prompts are extended to; None leaves them unchanged.
     """
 
     prompts: int = 8
@@ -29,7 +29,7 @@ class Workload:
     prompt_tokens: int | None = None
 
     def changed(self, values: dict[str, int]) -> Workload:
-        """The same with other numbers."""
+        """A copy with other numbers."""
         return replace(self, **values)
 
 
@@ -54,10 +54,10 @@ class Side:
     Attributes:
         worker: script of ``benchmarks/workers`` for rollouts.
         trainer: the same for training steps.
-        tree: ``here`` or ``against`` where it is areno, and says which sources.
+        tree: which sources, if it is areno: ``here`` or ``against``.
         peer: name of its environment under .peers, if it has one.
         module: what its interpreter must be able to import.
-        options: of the worker; for training steps of ``areno train`` or of TRL's configuration.
+        options: options of the worker; for training steps, those of ``areno train`` or of TRL's configuration.
         checkpointing: TRL's ``gradient_checkpointing``.
         microbatch: TRL's ``per_device_train_batch_size``; None takes all rows of a step at once.
     """
@@ -72,18 +72,18 @@ class Side:
     microbatch: int | None = None
 
     def script(self, trains: bool) -> str:
-        """Its worker."""
+        """The worker script."""
         return self.trainer if trains else self.worker
 
     def interpreter(self, args: argparse.Namespace) -> Path:
-        """That of the command line, else of its environment under .peers, else this one."""
+        """The interpreter of the command line, else that of its environment under .peers, else this one."""
         own = PEERS / self.peer / "bin" / "python"
         if self.peer in args.python:
             return Path(args.python[self.peer]).expanduser().absolute()
         return own if self.peer and own.exists() else Path(sys.executable)
 
     def missing(self, args: argparse.Namespace) -> str:
-        """Why it cannot run here; empty if it can."""
+        """Why it cannot run on this machine; empty if it can."""
         if self.tree == "against" and not args.against:
             return "no --against COMMIT"
         python = self.interpreter(args)
@@ -96,7 +96,7 @@ class Side:
         return ""
 
     def trl_options(self, rows: int) -> dict[str, Any]:
-        """TRL's options for a step of so many rows."""
+        """TRL's options for a step of ``rows`` rows."""
         if self.microbatch is None or rows % self.microbatch:
             return {}
         return {

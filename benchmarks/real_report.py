@@ -1,4 +1,4 @@
-"""From the processes that ``real_model.py`` ran to medians, ratios, shares of the machine's limit, and tables."""
+"""Summarizes the processes of ``real_model.py``: medians, ratios, shares of the machine's limit, and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout import check_sampling, combine
 
 
 def probe(threads: int) -> float:
-    """GFLOP/s of a matrix product in this moment, in a fifth of a second: shows what else the machine was doing."""
+    """Current GFLOP/s of a matrix product, measured for 0.2 s: shows whether the machine was busy with something else."""
     import torch
 
     torch.set_num_threads(threads)
@@ -25,7 +25,7 @@ def probe(threads: int) -> float:
 
 
 def summarize(runs: list[dict[str, Any]], shape: limits.Shape) -> dict[str, Any]:
-    """Every part that has results, in the parts' order."""
+    """Summary of every part that has runs, in the order of ``PARTS``."""
     parts = {}
     for name in PARTS:
         own = [run for run in runs if run["described"]["part"] == name]
@@ -80,11 +80,11 @@ def _steps(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(name: str, part: dict[str, Any]) -> None:
-    """All sides did the same work.
+    """Check that all sides did the same work.
 
     Raises:
-        AssertionError: rows differ in their mean lengths by more than what a template writes after an answer, or the mean
-            log-prob of what was sampled differs by more than the samples of a real model, each taken as one draw, explain.
+        AssertionError: mean lengths of rows differ by more than what a template adds after an answer, or mean log-probs of
+            the samples differ by more than chance, if each sample of a real model counts as one draw.
     """
     sides, work = part["sides"], part["workload"]
     if PARTS[name].trains:
@@ -96,7 +96,7 @@ def check(name: str, part: dict[str, Any]) -> None:
 
 
 def _limit(name: str, run: dict[str, Any], measured: list[dict[str, Any]], shape: limits.Shape) -> dict[str, Any]:
-    """Least seconds that the matrix products of a step or pass take at the measured rates; prompts are computed once."""
+    """Minimum seconds of the matrix products of a step or pass at the measured rates; prompts are computed once."""
     work, lengths = run["described"]["workload"], run["lengths"]
     rate = 1e9 * max(result["gemm_gflops"] for result in measured)
     limit: dict[str, Any] = {"how": measured[0]["how"], "gemm_gflops": round(rate / 1e9, 1)}
@@ -117,7 +117,7 @@ def _limit(name: str, run: dict[str, Any], measured: list[dict[str, Any]], shape
 
 
 def _ratios(sides: dict[str, Any]) -> dict[str, Any]:
-    """How many times faster each areno of today is than the others, and its memory over theirs."""
+    """How many times faster each side of the current areno is than the others, and its memory over theirs."""
     ours = [name for name in sides if name.startswith("areno")]
     return {
         own: {
@@ -133,7 +133,7 @@ def _ratios(sides: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(name: str, part: dict[str, Any]) -> None:
-    """The table of one part."""
+    """Print the table of one part."""
     work, limit = part["workload"], part.get("limit", {})
     shape = (
         f"{work['prompts']} prompts of {part['prompt_tokens']:.0f} tokens x {work['samples']} x {work['new_tokens']}"

@@ -1,4 +1,4 @@
-"""The rows that ``real_model.py`` measures on: prompts with answers from a file, and long prompts made of them."""
+"""The rows for ``real_model.py``: prompts with answers from a file, and long prompts made of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_rows(path: Path | None, count: int) -> list[Row]:
         count: rows that are needed.
 
     Raises:
-        SystemExit: the file has fewer rows, or others.
+        SystemExit: the file has fewer rows, or rows without these texts.
     """
     if path is None:
         return problems(count)
@@ -43,7 +43,7 @@ def _row(row: Row, path: Path, number: int) -> Row:
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a prompt as areno and TRL make them: one user turn where the tokenizer has a template."""
+    """Token ids of a prompt as in areno and TRL: one user turn, if the tokenizer has a template."""
     if tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}]
@@ -51,9 +51,9 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def lengthen(tokenizer: Any, rows: list[Row], tokens: int) -> list[Row]:
-    """The rows with worked examples, which are the other rows, before each prompt, so that it has about ``tokens`` tokens.
+    """Prepend worked examples, which are the other rows, to each prompt, so that it has about ``tokens`` tokens.
 
-    The first example is cut where it has to be; a prompt has at most ``tokens`` tokens, unless its own text has more.
+    The first example is truncated as needed; a prompt has at most ``tokens`` tokens, unless its own text has more.
     """
     return [{**row, "prompt": _long_prompt(tokenizer, rows, index, tokens)} for index, row in enumerate(rows)]
 

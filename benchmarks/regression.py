@@ -4,7 +4,7 @@
     python benchmarks/regression.py --base v0.1.0      # against a tag or commit
 
 Fails if a step takes more than 15 % longer or 10 % more memory. Each run adds a line to ``benchmarks/results/history.jsonl``,
-which is committed with a release. Both sides use the same packages; each runs in a fresh process, turn and turn about.
+which is committed with a release. Both sides use the same packages; each runs in fresh processes, interleaved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def environment(tree: Path, cache: Path) -> dict[str, str]:
 def compare(args: Any, folder: Path, base: Path) -> dict[str, Any]:
     """Ratios of this checkout to the base, and which of them are regressions."""
     sides: dict[str, Side] = {
-        # The workers of this checkout, as an old one may not know their settings.
+        # The workers of this checkout, because those of an old one may not know the settings.
         name: (sys.executable, ARENO, environment(tree, folder / f"cache-{name}"))
         for name, tree in (("base", base), ("head", ROOT))
     }

@@ -4,16 +4,16 @@
     python benchmarks/rollout.py                           # table, then one line of JSON
     python benchmarks/rollout.py --only tiny shared        # some workloads
     python benchmarks/rollout.py --peers generate vllm     # some peers
-    python benchmarks/rollout.py --peers without_row_product eager_without_row_product   # what a kernel brings
+    python benchmarks/rollout.py --peers without_row_product eager_without_row_product   # the effect of a kernel
     python benchmarks/rollout.py --device cuda --only mixed
     python benchmarks/rollout.py --save NAME               # also benchmarks/results/NAME.json
 
-Each side runs in a fresh process with its best documented settings, turn and turn about. All sample at temperature 1
-(fp32 on a CPU, bf16 on a GPU), return the log-prob of every token, and generate exactly the same numbers of tokens; both
-are checked. The first pass of a process is reported apart, and so is what compiling takes with an empty cache:
-``compile_s`` is what loading spent on it plus what the first pass took longer than later ones. Including it, a rate is
+Each side runs in fresh processes with its best documented settings, interleaved. All sample at temperature 1 (fp32 on a
+CPU, bf16 on a GPU), return the log-prob of every token, and generate exactly the same numbers of tokens; both are checked.
+The first pass of a process is reported separately, and so is the time of compiling with an empty cache: ``compile_s`` is the
+part of loading that compiles plus the additional time of the first pass over later ones. Including it, a rate is
 tokens / (compile_s + seconds). Loading is not counted. The machine's limits are measured in the same run; ``limits.py``
-says what a share of them is.
+explains them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QWEN3_06B = Shape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, in
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated: tokens of each prompt, samples of each, and new tokens of each prompt's samples."""
+    """What is generated: tokens of each prompt, samples per prompt, and new tokens of each prompt's samples."""
 
     shape: Shape
     prompts: list[int]
@@ -80,7 +80,7 @@ def mixed(count: int) -> tuple[list[int], list[int]]:
 
 
 def workloads() -> dict[str, Workload]:
-    """All of them, by name."""
+    """All workloads, by name."""
     prompts, lengths = mixed(256)
     return {
         "tiny": Workload(TINY, [16] * 32, 8, [128] * 32),
@@ -97,10 +97,10 @@ class Side:
     """One program to measure.
 
     Attributes:
-        script: of ``benchmarks/workers``.
-        options: of the script.
-        peer: name of its environment under .peers; empty is this one.
-        devices: that it runs on here.
+        script: script in ``benchmarks/workers``.
+        options: options of the script.
+        peer: name of its environment under .peers; empty for this one.
+        devices: devices that it runs on in this benchmark.
     """
 
     script: str
@@ -114,7 +114,7 @@ class Side:
         return PEERS / self.peer / "bin" / "python" if self.peer else Path(sys.executable)
 
     def missing(self, device: str) -> str:
-        """Why it cannot run here; empty if it can."""
+        """Why it cannot run on this machine; empty if it can."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if not self.python.exists():
@@ -132,7 +132,7 @@ ABLATIONS = {
     for prefix, decode in (("", "compiled"), ("eager_", "eager"))
     for name, kernels in [*((kernel, [kernel]) for kernel in KERNELS), ("kernels", list(KERNELS))]
 }
-"""areno with one of its kernels left out, or all of them: how many times faster it is than these is what a kernel brings."""
+"""areno without one of its kernels, or without all: how many times faster areno is than these is the effect of a kernel."""
 PEERS_BY_DEFAULT = {
     "generate": Side("generate_rollout.py", {"compiled": False}),
     "generate_compiled": Side("generate_rollout.py", {"compiled": True}),
@@ -144,14 +144,14 @@ SIDES = OURS | OTHERS
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Environment that keeps what is compiled in this folder, so that the first process of a side starts with nothing."""
+    """Environment with the compile caches in this folder, so that the first process of a side starts with empty ones."""
     names = {"ARENO_CACHE_DIR": "areno", "TORCHINDUCTOR_CACHE_DIR": "inductor", "VLLM_CACHE_ROOT": "vllm"}
     names |= {"XDG_CACHE_HOME": "cache"}
     return {variable: str(folder / name) for variable, name in names.items()}
 
 
 def run_sides(workload: Workload, sides: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All sides, turn and turn about; a peer that fails is named with its error and left out from then on."""
+    """Run all sides, interleaved; a peer that fails is reported with its error and left out from then on."""
     settings = {
         "model": str(folder / "model"),
         "device": args.device,
@@ -187,14 +187,14 @@ def run_sides(workload: Workload, sides: list[str], args: argparse.Namespace, fo
 
 
 def check_sampling(runs: dict[str, list[dict[str, Any]]], tokens: int) -> None:
-    """All sides drew from the same distribution: their mean log-probs agree, up to what chance explains."""
+    """Check that all sides sampled from the same distribution: their mean log-probs agree, except for chance."""
     means = {name: sum(run["mean_logprob"] for run in found) / len(found) for name, found in runs.items()}
     spread = max(means.values()) - min(means.values())
     assert spread < 0.02 + 4 / math.sqrt(tokens), f"mean log-probs of the sampled tokens differ: {means}"
 
 
 def combine(results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """One side's processes; what it compiled is what the first of them did, which found empty caches."""
+    """Summarize one side's processes; compile time is that of the first, which started with empty caches."""
     seconds = median([s for result in results for s in result["seconds"]])
     compile_s = results[0]["compile_s"]
     return {
@@ -213,7 +213,7 @@ def combine(results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
 
 
 def machine_limit(workload: Workload, args: argparse.Namespace, large: float) -> dict[str, Any]:
-    """Measured rates and the least time that they allow for a pass; ``large`` is the bandwidth of large buffers, bytes/s."""
+    """Measured rates and the minimum time of a pass at these rates; ``large`` is the bandwidth of large buffers, bytes/s."""
     itemsize = 4 if args.dtype == "float32" else 2
     shape, work = workload.shape, (workload.prompts, workload.samples, workload.lengths, itemsize)
     rows = [len(workload.per_sample), min(sum(workload.prompts), 4096)]
@@ -234,7 +234,7 @@ def machine_limit(workload: Workload, args: argparse.Namespace, large: float) ->
 
 
 def ratios(sides: dict[str, Any]) -> dict[str, Any]:
-    """How many times faster each of ours is than each peer, excluding and including compile time."""
+    """How many times faster each side of areno is than each peer, excluding and including compile time."""
     rates = {"excluding_compile": "tokens_per_s", "including_compile": "tokens_per_s_with_compile"}
     return {
         ours: {
@@ -250,7 +250,7 @@ def ratios(sides: dict[str, Any]) -> dict[str, Any]:
 def measure(
     workload: Workload, sides: list[str], args: argparse.Namespace, large: float, folder: Path
 ) -> dict[str, Any]:
-    """Everything about one workload."""
+    """All results of one workload."""
     parameters = make_checkpoint(folder / "model", **asdict(workload.shape), dtype=args.dtype)
     limit = machine_limit(workload, args, large)
     found = run_sides(workload, sides, args, folder)
@@ -266,7 +266,7 @@ def measure(
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """The table of one workload."""
+    """Print the table of one workload."""
     limit = found["limit"]
     print(
         f"\n{name}: {found['tokens']:,} tokens, {found['parameters']:,} parameters; limit {limit['tokens_per_s']:,} tok/s"
@@ -287,7 +287,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; options that contradict each other are refused before anything runs."""
+    """Parse the command line; contradictory options are refused before anything runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(workloads()), help="workloads; default: all for the device")
     parser.add_argument(

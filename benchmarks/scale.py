@@ -1,20 +1,20 @@
-"""What several workers cost, measured at 1, 2, 4, 8 on this machine, and what that would mean for more.
+"""What several workers cost: measured with 1, 2, 4 and 8 on this machine, and predicted for more.
 
     python benchmarks/scale.py                                   # workers of this machine
     RAY_ADDRESS=HOST:PORT python benchmarks/scale.py --launchers local ray
     python benchmarks/scale.py --names nfs etcd3 --etcd HOST:PORT --save NAME
 
-Per number of workers: seconds until a group has started (with PyTorch loaded), milliseconds of a call to all, of adding and
-reading a name with all workers at it at once, and MB/s of a weight update to so many replicas.
+For each number of workers: seconds until a group has started (with PyTorch loaded), milliseconds of a call to all workers,
+and of adding and reading a name by all workers at once, and seconds of a weight update to that number of replicas.
 
-``predicted`` applies a model to more GPUs than were measured, and says so; fitted by least squares are a and b of
+``predicted`` applies a model to more GPUs than were measured, with a and b fitted by least squares:
 
-    start(n) = a + b n          workers of one machine share its cores: b / machines holds for workers spread over machines
+    start(n) = a + b n          workers of one machine share its cores: with several machines, n is per machine
     call(n)  = a + b n          the calling process serializes and signs one message per worker
     names(n) = a + b n          one operation of each of n workers at the same time
     update(n, bytes) = a + ceil(log2(n + 1)) bytes / rate       gloo's tree; ``rate`` measured with one replica
 
-so a prediction holds for this program's own parts, on cores like these, and says nothing about a network that is slower.
+So a prediction is about areno's own overhead, on similar cores, and says nothing about a slower network.
 The last line of output is the result as JSON.
 """
 
@@ -41,13 +41,13 @@ NAMES_PER_WORKER = 50
 
 
 class Worker:
-    """What a group holds: answers, and uses names."""
+    """A worker of a group: answers calls, and uses names."""
 
     def nothing(self) -> None:
-        """Answer."""
+        """Answer the call."""
 
     def use_names(self, options: Any, root: str) -> float:
-        """Seconds of adding and reading a name, in the mean."""
+        """Mean seconds of adding and reading a name."""
         from areno.name_resolve import Repository
 
         names = Repository(options.open())
@@ -59,12 +59,12 @@ class Worker:
 
 
 def make_worker(_send: Any) -> Worker:
-    """In its process."""
+    """Create the worker, in its process."""
     return Worker()
 
 
 def launcher_of(kind: str, workers: int, folder: Path) -> Any:
-    """None for this machine alone."""
+    """The launcher; None for this machine only."""
     if kind == "local":
         return None
     from areno.launch.launcher import Names, RoleNeed
@@ -78,7 +78,7 @@ def launcher_of(kind: str, workers: int, folder: Path) -> Any:
 
 
 def control(kind: str, workers: int, stores: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Start, calls and names of one group."""
+    """Times of one group: its start, calls and names."""
     from areno.engine.parallel.workers import Processes, WorkerGroup
 
     launcher = launcher_of(kind, workers, folder)
@@ -102,7 +102,7 @@ def control(kind: str, workers: int, stores: dict[str, Any], folder: Path) -> di
 
 
 def update(path: str, replicas: int, updates: int) -> dict[str, float]:
-    """A broadcast to so many replicas that do nothing else."""
+    """Seconds and bytes of a broadcast to idle replicas."""
     from areno.engine.engine import Engine
     from areno.engine.engine_config import EngineConfig
     from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
@@ -128,7 +128,7 @@ def line(points: dict[int, float]) -> tuple[float, float]:
 
 
 def predict(measured: dict[int, dict[str, float]], weight_gb: float) -> list[dict[str, float]]:
-    """The model of the module's text, for trainer and replicas of so many GPUs in all."""
+    """Apply the model of the module docstring to each number of GPUs, those of trainer and replicas together."""
     rows = []
     keys = [key for key in next(iter(measured.values())) if key not in ("bytes", "update_s")]
     lines = {key: line({n: row[key] for n, row in measured.items()}) for key in keys}
@@ -147,7 +147,7 @@ def predict(measured: dict[int, dict[str, float]], weight_gb: float) -> list[dic
 
 
 def show(title: str, rows: list[dict[str, float]]) -> None:
-    """A table."""
+    """Print a table."""
     print(f"\n{title}")
     keys = list(rows[0])
     print("  ".join(f"{key:>14}" for key in keys))

@@ -1,13 +1,13 @@
-"""Throughput and latency of ``areno serve`` under an open-loop Poisson load: requests come when they come, whoever waits.
+"""Throughput and latency of ``areno serve`` under an open-loop Poisson load: requests arrive even if others wait.
 
     python benchmarks/serve_load.py                                  # a tiny model on this machine
     python benchmarks/serve_load.py --model-path MODEL --rate 4      # a real one
     python benchmarks/serve_load.py --base-url http://host:8000/v1   # any OpenAI-compatible server
     python benchmarks/serve_load.py --save NAME                      # also benchmarks/results/NAME.json
 
-A closed loop of N clients slows down with the server and hides its queue; here requests arrive at ``--rate`` per second in
-any case. TTFT is the time from sending a request to its first token, TPOT the mean time between the tokens of one answer
-after that. The last line is the result as JSON.
+A closed loop of N clients slows down with the server and hides its queue; in this benchmark requests always arrive at
+``--rate`` per second. TTFT is the time from sending a request to its first token, TPOT the mean time between the tokens of
+one answer after that. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Measured:
-    """One request."""
+    """Measurements of one request."""
 
     status: int = 0
     sent: float = 0.0
@@ -109,12 +109,12 @@ async def one(client: httpx.AsyncClient, args: argparse.Namespace, model: str, n
 
 
 async def load(args: argparse.Namespace, base_url: str) -> tuple[list[Measured], float]:
-    """Send all requests at their times; returns what was measured, and how long it took."""
+    """Send all requests at their arrival times; returns the measurements, and how long it took."""
     arrivals = random.Random(args.seed)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as client:
         model = (await client.get("/models")).json()["data"][0]["id"]
-        await one(client, args, model, -1)  # the first request pays for things that are made once
+        await one(client, args, model, -1)  # the first request includes one-time costs
         began, tasks = time.perf_counter(), []
         due = began
         for number in range(args.requests):
@@ -133,7 +133,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def summary(measured: list[Measured], seconds: float) -> dict[str, Any]:
-    """What the requests add up to."""
+    """Totals and percentiles of the requests."""
     good = [one for one in measured if one.status == 200 and not one.failed and one.times]
     spans = [(one.times[-1] - one.times[0]) / (one.tokens - 1) for one in good if one.tokens > 1]
     return {

@@ -1,11 +1,11 @@
-"""The task of ``areno quickstart --real`` in TRL, for as long as areno's run trained, judged by the same program.
+"""The task of ``areno quickstart --real`` in TRL, trained for as long as areno's run, evaluated by the same program.
 
     areno quickstart --real --run-dir runs/real
     python benchmarks/structured.py runs/real --save NAME
 
-Both sides train all weights of the same model in fp32 by GRPO: the same rows, reward, batch, rate, temperature and lengths, as
-the run's config.yaml has them; what else differs is each one's default. ``--microbatch`` and ``--checkpointing`` choose how
-TRL divides a batch. The last line of output is the result as JSON.
+Both sides train all weights of the same model in fp32 by GRPO, with the rows, reward, batch size, learning rate, temperature
+and lengths of the run's config.yaml; other settings are the defaults of each side. ``--microbatch`` and ``--checkpointing``
+choose how TRL divides a batch. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import evaluate
 
 
 def training_minutes(run: Path) -> float:
-    """From the first step's beginning to the last one's end."""
+    """Minutes from the start of the first step to the end of the last one."""
     steps = RunDirectory(run / "grpo").read_metrics()
     return (steps[-1]["time"] - steps[0]["time"] + steps[0]["train/step_wall_time_s"]) / 60
 

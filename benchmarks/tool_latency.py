@@ -1,15 +1,15 @@
-"""Tool latencies of ``async_vs_sync.py``, and how fast a step can be in which nothing but them and training takes time.
+"""Tool latencies of ``async_vs_sync.py``, and how fast a step can be if only tools and training take time.
 
-A group is a prompt with its samples, which run side by side; it ends with its slowest sample. With B groups in a batch, C
-groups at once, E versions that training may be behind, T seconds of training, and g the seconds of a group:
+A group is a prompt with its samples, which run concurrently; it ends with its slowest sample. With B groups in a batch, C
+concurrent groups, a maximum staleness of E versions, T seconds of training, and g the seconds of a group:
 
     synchronous    step >= mean over batches of max(g of the batch) + T            (C >= B)
     asynchronous   step >= max(T, B * mean(g) / min(C, (E + 1) * B))
 
-The first holds because a batch begins with the weights of the batch before, and ends with its slowest group. The second is
-Little's law: at most min(C, (E + 1) * B) groups are under way by the rule of admission, each for mean(g), and B of them are
-used up in a step. :func:`ideal_step` plays the rule of admission itself, with generation that takes no time: groups that
-are ready and wait for their batch keep their places, so even there a step takes longer than the bound.
+The first holds because a batch starts with the weights of the previous batch, and ends with its slowest group. The second is
+Little's law: the admission rule allows at most min(C, (E + 1) * B) running groups, each for mean(g), and a step consumes B of
+them. :func:`ideal_step` simulates the admission rule itself, with generation that takes no time: groups that are ready keep
+their places while they wait for their batch, so even then a step takes longer than the bound.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Latency:
     """Log-normal latencies of tools; the same numbers for the same seed, group, sample and turn, in any order.
 
     Attributes:
-        median_s: half of them are shorter.
-        sigma: standard deviation of their logarithm.
-        cap_s: none is longer.
-        turns: of an episode, one latency each.
-        seed: of the draws.
-        scale: all are multiplied with it.
+        median_s: median in seconds.
+        sigma: standard deviation of the logarithm.
+        cap_s: maximum in seconds.
+        turns: turns of an episode, with one latency each.
+        seed: seed of the draws.
+        scale: factor on all latencies.
     """
 
     median_s: float = 0.3
@@ -57,8 +57,8 @@ class Work:
 
     Attributes:
         batch: groups of a step.
-        concurrent: groups at once, at most.
-        ahead: versions that training may be behind (``max_head_offpolicyness``).
+        concurrent: maximum number of concurrent groups.
+        ahead: maximum staleness in versions (``max_head_offpolicyness``).
         train_s: seconds from a batch to the new weights.
     """
 
@@ -69,11 +69,11 @@ class Work:
 
 
 def bound(work: Work, groups: list[float]) -> float:
-    """Least seconds per step, on average over batches of these groups; see the module's text.
+    """Minimum seconds per step, averaged over batches of these groups; see the module docstring.
 
     Args:
         work: what is done.
-        groups: seconds of each group, in the order in which they begin.
+        groups: seconds of each group, in the order in which they start.
     """
     size = work.batch
     if work.ahead == 0:
@@ -83,17 +83,17 @@ def bound(work: Work, groups: list[float]) -> float:
 
 
 def ideal_step(work: Work, groups: list[float], warmup: int, steps: int) -> float:
-    """Mean seconds per step by the rule of admission, where generation takes no time.
+    """Mean seconds per step by the admission rule, if generation takes no time.
 
     Args:
         work: what is done.
-        groups: seconds of each group, as many as may begin before the last step ends.
-        warmup: first steps that do not count.
-        steps: all of them.
+        groups: seconds of each group, as many as may start before the last step ends.
+        warmup: number of first steps that do not count.
+        steps: number of all steps.
     """
     size, now, version, begun, used, ready = work.batch, 0.0, 0, 0, 0, 0
     running: list[float] = []  # when each ends
-    trained: float | None = None  # when the update that is under way ends
+    trained: float | None = None  # when the running update ends
     ends: list[float] = []
     while len(ends) < steps:
         while ready + len(running) + used < (work.ahead + version + 1) * size and len(running) < work.concurrent:

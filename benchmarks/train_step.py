@@ -4,7 +4,7 @@
     python benchmarks/train_step.py                 # table, then one line of JSON
     python benchmarks/train_step.py --save NAME     # also benchmarks/results/NAME.json
 
-Each side runs in a fresh process, turn and turn about; the first steps of each are not counted. Both compute in fp32,
+Each side runs in fresh processes, interleaved; the first steps of each are not counted. Both compute in fp32,
 sample at temperature 1 and generate exactly the same number of tokens. A step is the time from the end of one to the end
 of the next, so everything a user waits for counts; both write TensorBoard events and recompute activations, as both do
 by default. Peak memory is the largest resident set of the whole process.
@@ -36,7 +36,7 @@ PAIR: dict[str, Side] = {
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Options of the workload."""
+    """A parser with the options of the workload."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
@@ -50,7 +50,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_task(folder: Path) -> tuple[Path, int]:
-    """Model, data and reward of the runs; returns the model and its number of parameters."""
+    """Write model, data and reward of the runs; returns the model and its number of parameters."""
     model = folder / "model"
     parameters = make_checkpoint(model)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, problems(600))))
@@ -61,7 +61,7 @@ def write_task(folder: Path) -> tuple[Path, int]:
 def measure(
     algo: str, args: argparse.Namespace, folder: Path, model: Path, sides: dict[str, Side]
 ) -> dict[str, dict[str, Any]]:
-    """All sides, turn and turn about; medians over all counted steps."""
+    """Run all sides, interleaved; returns medians over all counted steps."""
     rows = args.prompts * args.samples
     settings = {
         "algo": algo,

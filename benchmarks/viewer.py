@@ -1,11 +1,11 @@
-"""How fast ``areno view`` opens a long run, and its memory: a run of 10,000 steps and 1,000,000 samples is made and read.
+"""How fast ``areno view`` opens a long run, of 10,000 steps and 1,000,000 samples by default, and how much memory it takes.
 
     python benchmarks/viewer.py [--steps N] [--samples N] [--folder FOLDER] [--save NAME]
 
 ``first_page_s``: from the first request of a fresh server to the last byte of the page's files, the list of runs, the
-overview, eight curves and the newest samples, one after the other. ``rss_mib``: peak resident memory of the server, also
-after the samples were sorted by reward, filtered and searched. With Chromium, ``browser_s`` is the time until the page of a
-fresh server shows curves and then samples.
+overview, eight curves and the newest samples, one after the other. ``rss_mib``: peak resident memory of the server,
+including sorting the samples by reward, filtering and searching them. With Chromium, ``browser_s`` is the time until the
+page of a fresh server shows curves and then samples.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How fast new weights get into rollout replicas, and how long generation rests for it.
+"""How fast new weights reach rollout replicas, and how long generation pauses for them.
 
     python benchmarks/weight_update.py                       # table, then one line of JSON
     python benchmarks/weight_update.py --save NAME           # also benchmarks/results/NAME.json
 
-A trainer and ``--replicas`` replicas in processes of their own; the replicas generate all the time. Per mode: MB/s from the
-call to its end, the time that a replica's loop rested (``pause_ms``), and the longest gap between two tokens of a sample while
-weights came in, beside the usual gap without (``gap_ms``, ``usual_gap_ms``): that includes computing the cache anew.
+A trainer and ``--replicas`` replicas in their own processes; the replicas generate continuously. Per mode: MB/s from the call
+to its return, the time that a replica's loop pauses (``pause_ms``), and the longest gap between two tokens of a sample during
+an update and without one (``gap_ms``, ``usual_gap_ms``); the former includes recomputing the KV cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Gaps:
     """The longest time between two tokens of one sample.
 
     Args:
-        engine: generates.
+        engine: engine or fleet that generates.
+        streams: number of samples that are generated at the same time.
     """
 
     def __init__(self, engine: Any, streams: int) -> None:
@@ -62,7 +63,7 @@ class Gaps:
             self._last[stream] = now
 
     def settle(self) -> None:
-        """Wait until every sample has said something more."""
+        """Wait until every sample has one more token."""
         asked = time.perf_counter()
         while any(last < asked for last in list(self._last.values())):
             time.sleep(0.005)
@@ -93,7 +94,7 @@ def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
         version = 0
         for mode in MODES:
             reports, longest, usual = [], [], []
-            for _ in range(updates + 1):  # the first makes shared memory, or joins the collective
+            for _ in range(updates + 1):  # the first one creates shared memory, or joins the collective
                 gaps.take()
                 time.sleep(0.5)
                 usual.append(gaps.take())

@@ -23,7 +23,7 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 suppress_warnings = ["ref.python"]  # several classes have a method of the same name
 
-# Links to files beside the site (examples, the contribution guide) become their text, which says where these are.
+# Links to files outside the site (examples, the contribution guide) become their text, which says where the files are.
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 

@@ -39,7 +39,7 @@ def render() -> str:
 
 
 def page() -> str:
-    """Return the whole page: what stands before the first mark and after the second one, and the tables."""
+    """Return the whole page: the text before the first mark and after the second one, and the tables."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(BEGIN)[0] + BEGIN + "\n" + render() + "\n" + END + text.partition(END)[2]
 

@@ -67,7 +67,7 @@ def _row(entry: Option) -> str:
 
 
 def _cell(text: str) -> str:
-    # A bar would end the cell; angle brackets outside code would be taken for HTML.
+    # A bar would end the cell; angle brackets outside code would be parsed as HTML.
     return text.replace("|", "\\|") if text.startswith("`") else text.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -31,7 +31,7 @@ def render() -> str:
 
 
 def page() -> str:
-    """Return the whole page: what stands before the mark, and the tables."""
+    """Return the whole page: the text before the mark, and the tables."""
     return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + render()
 
 

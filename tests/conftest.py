@@ -13,7 +13,8 @@ from hypothesis import settings
 
 from tests.support.examples import examples
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes of tests would inherit it
+# Background jobs of a shell ignore it, and child processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,13 +27,13 @@ DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent /
 
 @pytest.hookimpl(wrapper=True)  # around xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """What the tests of a module share is made by one worker, once."""
+    """One worker runs all tests of a module that has shared fixtures, so that these are made once."""
     for item in items:
         info = getattr(item, "_fixtureinfo", None)
         scopes = {fixtures[-1].scope for fixtures in info.name2fixturedefs.values()} if info else set()
         if item.get_closest_marker("xdist_group") is None and "module" in scopes:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-        if info and "taught_checkpoint" in info.names_closure:  # to teach it takes seconds
+        if info and "taught_checkpoint" in info.names_closure:  # training it takes seconds
             item.add_marker(pytest.mark.xdist_group("taught"))
         if item.get_closest_marker("long") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3600))
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of the tests, also those in processes of their own, leave the user's cache alone, and share one."""
+    """All test processes, including child processes, share one cache and leave the user's cache alone."""
     base = tmp_path_factory.getbasetemp()
     whole = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # all workers of one run
     os.environ.setdefault("ARENO_CACHE_DIR", str(whole / "cache"))
@@ -49,7 +50,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
-    """Ranks that tests start are forked from a process with all imports done; those of commands start as always."""
+    """Ranks started by tests are forked from a process with all imports done; commands start their ranks as usual."""
     from areno.launch import local
     from tests.support.cli import forked_rank
 
@@ -69,8 +70,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gsm8k() -> Path:
-    """Folder of real GSM8K problems; skips where the data is absent."""
+    """Folder of real GSM8K problems; skips the test if the data is missing."""
     folder = DATA / "gsm8k"
     if not folder.is_dir():
-        pytest.skip(f"GSM8K is not here ({folder}); set ARENO_TEST_DATA")
+        pytest.skip(f"GSM8K is missing ({folder}); set ARENO_TEST_DATA")
     return folder

@@ -1,4 +1,4 @@
-"""Messages over a socket pair: whole, checked, and never waited for in the middle."""
+"""Messages over a socket pair arrive complete and validated, and a partial message does not block."""
 
 import pytest
 
@@ -14,18 +14,18 @@ def ends():
     other.close()
 
 
-def test_messages_arrive_whole_and_in_order_both_ways(ends):
+def test_messages_arrive_complete_and_in_order_in_both_directions(ends):
     ours, other = ends
     bodies = [b"", b"one", bytes(1000)]
     for body in bodies:
         other.send(body)
     assert ours.arrived() == bodies
     assert ours.arrived() == []
-    ours.send(b"long " * 30_000)  # the limit is of what the starting side accepts
+    ours.send(b"long " * 30_000)  # the limit applies only to what the starting side accepts
     assert other.receive(1.0) == b"long " * 30_000
 
 
-def test_half_a_message_is_not_waited_for(ends):
+def test_a_partial_message_does_not_block_and_can_be_completed_later(ends):
     ours, other = ends
     other.send(b"first")
     other._socket.send(other._form._key + (8).to_bytes(8) + b"half")
@@ -38,10 +38,10 @@ def test_half_a_message_is_not_waited_for(ends):
 
 
 @pytest.mark.parametrize("sent", [b"x", b"garbage" * 10, (5).to_bytes(4) + b"12345"])
-def test_other_bytes_are_an_error_at_once(ends, sent):
+def test_bytes_that_are_not_a_message_are_an_error_at_once(ends, sent):
     ours, other = ends
     other.send(b"before")
-    other._socket.send(bytes([other._form._key[0] ^ 1]) + sent[1:])  # what is sent by chance may begin as the key does
+    other._socket.send(bytes([other._form._key[0] ^ 1]) + sent[1:])  # must differ from the random key
     assert ours.arrived() == [b"before"]
     with pytest.raises(FrameError, match="not a message"):
         ours.arrived()
@@ -54,7 +54,7 @@ def test_announced_sizes_are_limited(ends):
         ours.arrived()
 
 
-def test_the_end_of_the_other_side_comes_after_what_it_said(ends):
+def test_a_closed_connection_is_reported_after_the_last_message(ends):
     ours, other = ends
     other.send(b"last")
     other.close()
@@ -65,7 +65,7 @@ def test_the_end_of_the_other_side_comes_after_what_it_said(ends):
         ours.send(b"too late")
 
 
-def test_a_side_that_does_not_read_is_not_written_to_for_ever(ends):
+def test_sending_to_a_side_that_does_not_read_times_out(ends):
     ours, _ = ends
     with pytest.raises(TimeoutError):
         ours.send(bytes(10**7), 0.05)

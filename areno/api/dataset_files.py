@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ROWS_PER_CHUNK = 20_000
 _SHOWN_CHARS = 80
 _INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})")
+_LONG_INTEGER = re.compile(r"-?\d{19,}")
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
@@ -175,8 +176,13 @@ def _check_header(header: list[str], path: Path) -> None:
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """Convert a column to numbers if all its values are numbers without leading zeros; empty strings become None."""
+    """Convert a column to numbers if all its values are numbers without leading zeros; empty strings become None.
+
+    A column with an integer of more than 18 digits, such as an id, remains text, because a float would lose digits.
+    """
     filled = [text for text in texts if text]
+    if any(_LONG_INTEGER.fullmatch(text) for text in filled):
+        return [text or None for text in texts]
     for pattern, convert in ((_INTEGER, int), (_DECIMAL, float)):
         if filled and all(pattern.fullmatch(text) for text in filled):
             return [convert(text) if text else None for text in texts]

@@ -1,6 +1,6 @@
 """An agent for experiments: a class with ``async run(data, ...)`` that talks to an OpenAI client.
 
-This file imports nothing from areno; ``base_url`` and ``api_key`` lead to the model. See ``agent.yaml``.
+This file imports nothing from areno; ``base_url`` and ``api_key`` point to the model. See ``agent.yaml``.
 """
 
 from __future__ import annotations

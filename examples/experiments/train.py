@@ -1,4 +1,4 @@
-"""A program around an experiment, for data sets, workflows and filters in Python.
+"""A program that runs an experiment, with data sets, workflows and filters in Python.
 
 python3 examples/experiments/train.py --config examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 """

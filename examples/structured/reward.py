@@ -49,7 +49,7 @@ def reward_parts(completion: str, solution: str) -> dict[str, float]:
 
 
 def find_object(text: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return the JSON object at the first brace of a text, or None, and whether only white space surrounds it."""
+    """Return the JSON object at the first brace of a text, or None, and whether only whitespace surrounds it."""
     begin = text.find("{")
     if begin < 0:
         return None, False

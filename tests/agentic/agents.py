@@ -1,4 +1,4 @@
-"""Agents that whole runs are tested with; each of them is a file that ``--agent-fn`` can name."""
+"""Agents for tests of whole runs; each is written to a file that ``--agent-fn`` can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trainer for the tests that do not care what the model says."""
+"""One trainer for the tests that do not depend on what the model says."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from tests.agentic.stage import open_trainer
 
 @pytest.fixture(scope="session")
 def trainer(tiny_checkpoint: Path) -> Iterator[Trainer]:
-    with open_trainer(tiny_checkpoint) as found:
-        yield found
+    with open_trainer(tiny_checkpoint) as opened:
+        yield opened

@@ -1,7 +1,7 @@
-"""A stage for agents: the real server over a real engine, whose model says what a script tells it to.
+"""A stage for agents: a real server and a real engine, whose model generates scripted answers.
 
-The script stands in for a model that has learned to think and call tools: a grammar leaves it one token at each place. All
-else is real: prompts, sampling, and the log-probs, which are those of the model before grammars.
+The script stands in for a model that has learned to think and call tools: a grammar allows one token at each position.
+Everything else is real: prompts, sampling, and the log-probs, which are those of the model without the grammar.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Exchange:
 
 
 class Script:
-    """Forces the next answers of an engine, and keeps what came through it.
+    """Forces the next answers of an engine, and records its requests and samples.
 
     Args:
-        engine: gets wrapped.
+        engine: engine whose ``submit`` is wrapped.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -75,7 +75,7 @@ class _Forced:
         return mask
 
     def forces(self, token: int) -> bool:
-        """A script stands for what the policy chose."""
+        """Return False: scripted tokens count as chosen by the policy."""
         return False
 
     def push(self, token: int) -> None:
@@ -114,7 +114,7 @@ _NAMES = itertools.count()
 
 
 def split_tokens(tokenizer: Any, text: str, cuts: list[int]) -> list[int]:
-    """Token ids of a text in pieces: most often not the ids that the tokenizer would give the whole."""
+    """Token ids of a text tokenized in pieces; they usually differ from those of the whole text."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
     return [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False)["input_ids"]]

@@ -1,6 +1,6 @@
 """Chat templates in the formats of real model families, written for these tests, with tokenizers that know their markers.
 
-Each writes calls in its own format, so that an answer which is written in that format is rendered as it was said.
+Each renders calls in its own format, so that an answer in that format is rendered exactly as it was generated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHATML = (
     "{%- endif %}{% endfor -%}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
 )
-# Reasoning stays while tools are called, and goes with the next question.
+# Keeps reasoning while tools are called, and drops it at the next question.
 THINKING = (
     "{%- set ns = namespace(last=-1) %}"
     "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -57,19 +57,19 @@ MISTRAL = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]</s>'
     "{%- else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
-# Without tools or a system role; turns are trimmed.
+# No tools or system role; turns are trimmed.
 GEMMA = (
     "<bos>{% for m in messages %}"
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-# The prompt opens the reasoning, and history never has any.
+# The prompt opens the reasoning, and the history never contains any.
 DEEPSEEK = (
     "<s>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<｜User｜>{{ m.content }}"
     "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end｜>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
-# No end of turn: the model ends by naming who speaks next.
+# No end-of-turn token: the model ends with the marker of the next role.
 GLM = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}"
     "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
@@ -87,14 +87,14 @@ def _hermes(calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 @dataclass(frozen=True)
 class Format:
-    """A family's template, its markers, and how the model says things in it.
+    """A family's template, its markers, and how the model writes answers in it.
 
     Attributes:
         ends: tokens that end an answer, by what follows it.
-        calls: writes calls; None where the template has no place for them.
-        thinks: the answer's reasoning, with the markers that the model writes itself.
-        drops_thinking_at: what the conversation goes on with when the template forgets the reasoning.
-        opens_thinking: the prompt begins the reasoning, and history does not.
+        calls: renders calls; None if the template does not support them.
+        thinks: format of the reasoning, with the markers that the model generates itself.
+        drops_thinking_at: kinds of next message at which the template drops the reasoning.
+        opens_thinking: the prompt opens the reasoning, and the history has none.
     """
 
     template: str
@@ -109,7 +109,7 @@ class Format:
     metaspace: bool = False
 
     def end(self, step: str | None) -> str:
-        """The end token of an answer that this step follows."""
+        """The end token of an answer that ``step`` follows."""
         return self.ends.get(step or "user", self.eos)
 
 

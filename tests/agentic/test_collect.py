@@ -1,4 +1,4 @@
-"""An agent may do anything: a bad sample costs itself only, and nothing is left behind."""
+"""An agent may do anything: a bad sample costs only itself, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -67,29 +67,29 @@ def check_nothing_left(trainer: Any) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(mine)]
 
 
-def only_bad_fails(found: CollectedSamples, reason: str) -> None:
-    assert {place(sample.item) for sample in found.samples} == ALL - {BAD}
-    assert found.errors.keys() == {BAD}
-    assert reason in found.errors[BAD], found.errors
+def only_bad_fails(collected: CollectedSamples, reason: str) -> None:
+    assert {place(sample.item) for sample in collected.samples} == ALL - {BAD}
+    assert collected.errors.keys() == {BAD}
+    assert reason in collected.errors[BAD], collected.errors
 
 
-def test_samples_that_work_are_run_once_and_come_in_order(trainer):
+def test_successful_samples_are_run_once_and_returned_in_order(trainer):
     calls = []
 
     async def agent(ctx, batch):
         calls.append(len(batch))
         return list(reversed(await asyncio.gather(*(ask(ctx, item) for item in batch.iter_samples()))))
 
-    found = collect(trainer, agent)
-    assert [place(sample.item) for sample in found.samples] == sorted(ALL)
-    assert (found.errors, found.rerun, calls) == ({}, 0, [4])
+    collected = collect(trainer, agent)
+    assert [place(sample.item) for sample in collected.samples] == sorted(ALL)
+    assert (collected.errors, collected.rerun, calls) == ({}, 0, [4])
     check_nothing_left(trainer)
 
 
 @pytest.mark.parametrize(
     "problem", ["raises", "returns none", "drops", "foreign", "exits", "other task", "twice", "rubbish"]
 )
-def test_what_goes_wrong_costs_its_own_sample(trainer, problem):
+def test_an_error_costs_only_its_own_sample(trainer, problem):
     foreign = {"choices": [{"message": {"role": "assistant", "content": "x"}}]}
     forged = foreign | {"areno": {"turn": "f" * 24, "response_tokens": [5], "response_logprobs": [-0.1]}}
     neighbors = []
@@ -116,9 +116,9 @@ def test_what_goes_wrong_costs_its_own_sample(trainer, problem):
                 turns.append(AgentTrajectoryTurn(item=item, messages=[], response=forged))
         return turns
 
-    found = collect(trainer, agent)
+    collected = collect(trainer, agent)
     only_bad_fails(
-        found,
+        collected,
         {
             "raises": 'KeyError: "the agent\'s own mistake"',
             "returns none": "returned None",
@@ -133,16 +133,16 @@ def test_what_goes_wrong_costs_its_own_sample(trainer, problem):
     check_nothing_left(trainer)
 
 
-def test_the_place_of_an_error_in_the_agent_is_told(trainer):
+def test_errors_report_their_location_in_the_agent(trainer):
     async def agent(ctx, batch):
         raise ValueError("here")
 
-    found = collect(trainer, agent, retries=0)
-    assert found.errors.keys() == ALL
-    assert f"{__file__}:" in found.errors[BAD]
+    collected = collect(trainer, agent, retries=0)
+    assert collected.errors.keys() == ALL
+    assert f"{__file__}:" in collected.errors[BAD]
 
 
-def test_an_agent_that_hangs_is_cancelled_with_all_that_it_began(trainer):
+def test_a_hanging_agent_is_cancelled_with_all_its_tasks(trainer):
     cancelled = []
 
     async def forever():
@@ -164,21 +164,21 @@ def test_an_agent_that_hangs_is_cancelled_with_all_that_it_began(trainer):
     began = time.monotonic()
     only_bad_fails(collect(trainer, agent, timeout_s=1.5), "timed out after 1.5 s (--agent-timeout-s)")
     assert time.monotonic() - began < 25
-    assert len(cancelled) == 4  # in the first call and in the one alone
+    assert len(cancelled) == 4  # two tasks each in the first call and in the retry
     check_nothing_left(trainer)
 
 
-def test_requests_of_an_agent_that_hangs_are_ended(trainer):
+def test_requests_of_a_hanging_agent_are_aborted(trainer):
     async def agent(ctx, batch):
         options = {"max_tokens": 3500, "extra_body": {"ignore_eos": True}}
         await asyncio.gather(*(ask(ctx, item, **options) for item in batch.iter_samples()))
 
-    found = collect(trainer, agent, timeout_s=1, retries=0)
-    assert found.errors.keys() == ALL
+    collected = collect(trainer, agent, timeout_s=1, retries=0)
+    assert collected.errors.keys() == ALL
     check_nothing_left(trainer)
 
 
-def test_a_plain_function_may_be_an_agent_and_its_call_to_the_server_blocks_nobody(trainer):
+def test_a_plain_function_can_be_an_agent_and_its_requests_do_not_block_the_server(trainer):
     def agent(ctx, batch):
         with client_of(ctx) as client:
             for item in batch.iter_samples():
@@ -186,12 +186,12 @@ def test_a_plain_function_may_be_an_agent_and_its_call_to_the_server_blocks_nobo
                 response = client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
                 yield AgentTrajectory([AgentTrajectoryTurn(item=item, messages=messages, response=response)])
 
-    found = collect(trainer, agent)
-    assert {place(sample.item) for sample in found.samples} == ALL
+    collected = collect(trainer, agent)
+    assert {place(sample.item) for sample in collected.samples} == ALL
     check_nothing_left(trainer)
 
 
-def test_what_an_agent_has_yielded_counts_although_it_fails_later(trainer):
+def test_what_an_agent_has_yielded_counts_even_if_it_fails_later(trainer):
     calls = []
 
     async def agent(ctx, batch):
@@ -201,13 +201,13 @@ def test_what_an_agent_has_yielded_counts_although_it_fails_later(trainer):
                 raise RuntimeError("no more")
             yield await ask(ctx, item)
 
-    found = collect(trainer, agent)
-    only_bad_fails(found, "RuntimeError: no more")
+    collected = collect(trainer, agent)
+    only_bad_fails(collected, "RuntimeError: no more")
     assert sorted(calls[1:]) == [[(1, 0)], [(1, 1)]]
-    assert found.rerun == 2
+    assert collected.rerun == 2
 
 
-def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, monkeypatch):
+def test_a_hanging_plain_function_is_abandoned_and_its_key_revoked(trainer, monkeypatch):
     monkeypatch.setattr(agent_calls, "GRACE_S", 0.3)
     refused = []
     release = threading.Event()
@@ -230,8 +230,8 @@ def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, mo
 
     runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=2, retries=1)
     with trainer.rollout_session(sampling_params=sampling(max_new_tokens=4), timeout_s=2) as ctx:
-        found = runner.collect(ctx.proxy, batch_of(PROMPTS, 2))
-        only_bad_fails(found, "timed out after 2 s")
+        collected = runner.collect(ctx.proxy, batch_of(PROMPTS, 2))
+        only_bad_fails(collected, "timed out after 2 s")
         release.set()
         deadline = time.monotonic() + 10
         while not refused and time.monotonic() < deadline:
@@ -240,7 +240,7 @@ def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, mo
     check_nothing_left(trainer)
 
 
-def test_a_client_that_goes_away_in_mid_stream_leaves_no_turn(trainer):
+def test_a_client_that_disconnects_mid_stream_leaves_no_turn(trainer):
     async def agent(ctx, batch):
         turns = []
         for item in batch.iter_samples():
@@ -266,7 +266,7 @@ def test_a_client_that_goes_away_in_mid_stream_leaves_no_turn(trainer):
     check_nothing_left(trainer)
 
 
-def test_too_much_context_gets_an_empty_answer_that_ends_by_length(trainer):
+def test_a_prompt_beyond_the_context_gets_an_empty_answer_that_ends_by_length(trainer):
     async def agent(ctx, batch):
         turns = []
         for item in batch.iter_samples():
@@ -277,40 +277,40 @@ def test_too_much_context_gets_an_empty_answer_that_ends_by_length(trainer):
                 assert (choice.finish_reason, choice.message.content) == ("length", "")
         return turns
 
-    found = collect(trainer, agent, sampling_params=sampling(max_new_tokens=4, max_context_len=40))
-    assert {place(sample.item): sample.context_full for sample in found.samples} == {p: p == BAD for p in ALL}
-    bad = next(sample for sample in found.samples if place(sample.item) == BAD)
+    collected = collect(trainer, agent, sampling_params=sampling(max_new_tokens=4, max_context_len=40))
+    assert {place(sample.item): sample.context_full for sample in collected.samples} == {p: p == BAD for p in ALL}
+    bad = next(sample for sample in collected.samples if place(sample.item) == BAD)
     assert bad.longest > 400
     assert bad.rows == []
 
 
-def test_an_answer_ends_where_the_context_does(trainer):
+def test_an_answer_stops_at_the_context_limit(trainer):
     async def agent(ctx, batch):
         return [await ask(ctx, item, max_tokens=500, extra_body={"ignore_eos": True}) for item in batch.iter_samples()]
 
-    found = collect(trainer, agent, sampling_params=sampling(max_context_len=30))
-    assert {sample.longest for sample in found.samples} == {30}
-    assert {sample.record.metadata["finish_reason"] for sample in found.samples} == {"length"}
+    collected = collect(trainer, agent, sampling_params=sampling(max_context_len=30))
+    assert {sample.longest for sample in collected.samples} == {30}
+    assert {sample.record.metadata["finish_reason"] for sample in collected.samples} == {"length"}
 
 
 def test_equal_seeds_repeat_the_samples(trainer):
     async def agent(ctx, batch):
         return await asyncio.gather(*(ask(ctx, item) for item in batch.iter_samples()))
 
-    def said(seed):
-        found = collect(trainer, agent, seed=seed)
-        return sorted((sample.item.prompt_index, tuple(sample.record.tokens)) for sample in found.samples)
+    def sampled(seed):
+        collected = collect(trainer, agent, seed=seed)
+        return sorted((sample.item.prompt_index, tuple(sample.record.tokens)) for sample in collected.samples)
 
-    assert said(3) == said(3) != said(4)
+    assert sampled(3) == sampled(3) != sampled(4)
 
 
-def test_turns_of_tasks_that_were_not_given_are_left_out(trainer, caplog):
+def test_turns_of_unknown_tasks_are_dropped(trainer, caplog):
     stranger = next(iter(batch_of(["x"] * 9, 1).only(list(batch_of(["x"] * 9, 1).iter_samples())[8:]).iter_samples()))
 
     async def agent(ctx, batch):
         turns = [await ask(ctx, item) for item in batch.iter_samples()]
         return [*turns, await ask(ctx, stranger)]
 
-    found = collect(trainer, agent)
-    assert {place(sample.item) for sample in found.samples} == ALL
+    collected = collect(trainer, agent)
+    assert {place(sample.item) for sample in collected.samples} == ALL
     assert "prompt 8, sample 0, which is not a task of this agent call" in caplog.text

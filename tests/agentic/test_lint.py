@@ -1,4 +1,4 @@
-"""What the linter says about templates is what happens to conversations."""
+"""The linter's findings about templates are what happens to conversations."""
 
 from __future__ import annotations
 
@@ -27,16 +27,12 @@ WANTED = {
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_findings_name_what_a_template_does(name):
-    found = {(f.kind, f.step, f.thinking) for f in lint_chat_template(tokenizer_of(FORMATS[name]))}
-    if name == "deepseek":  # it has no place for tool results at all, so that nothing changes behind a call
-        found = {one for one in found if one[1] == "user message"}
-        assert found == {one for one in WANTED[name] if one[1] == "user message"}
-    else:
-        assert found == WANTED[name]
+def test_findings_describe_what_a_template_does(name):
+    findings = {(f.kind, f.step, f.thinking) for f in lint_chat_template(tokenizer_of(FORMATS[name]))}
+    assert findings == WANTED[name]
 
 
-def test_a_template_that_refuses_a_conversation_is_named():
+def test_a_template_that_refuses_a_conversation_is_reported():
     tokenizer = tokenizer_of(FORMATS["chatml"])
     tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one question only') }}{% endif %}" + (
         tokenizer.chat_template
@@ -44,14 +40,14 @@ def test_a_template_that_refuses_a_conversation_is_named():
     assert {f.kind for f in lint_chat_template(tokenizer)} == {"refused"}
 
 
-def test_findings_say_what_will_happen():
+def test_findings_explain_the_consequences():
     [finding] = lint_chat_template(tokenizer_of(FORMATS["thinking"]))
     text = str(finding)
     assert "drops the reasoning of earlier turns after a user message" in text
     assert "several training rows with the same reward" in text
 
 
-def test_without_thinking_nothing_is_said_about_it():
+def test_disabled_thinking_gives_no_findings_about_it():
     assert lint_chat_template(tokenizer_of(FORMATS["thinking"]), disable_thinking=True) == []
 
 

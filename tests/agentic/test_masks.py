@@ -1,4 +1,4 @@
-"""Which tokens a policy trains on, against spans that are known because a script said them."""
+"""Which tokens a loss mask policy trains on, compared with the known spans of scripted answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
 NAMES = [field.name for field in fields(LossMaskPolicy) if field.name != "forced_tokens"]
 ALL_OFF = LossMaskPolicy(**dict.fromkeys(NAMES, False))
-# What each field alone trains on, as text; end tokens belong to what they end.
+# Text that each field alone trains on; end tokens belong to the span that they end.
 SPANS = {
     "assistant_text": ["<think>\nhmm\n</think>\n\nI look."],
     "assistant_tool_calls": [f" {CALL}\n{CALL}<|im_end|>"],
@@ -47,8 +47,8 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
         returned = []
         with trainer.rollout_session(sampling_params=sampling()) as ctx:
             client = openai.OpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0)
-            for said in (f"<think>\nhmm\n</think>\n\nI look. {CALL}\n{CALL}<|im_end|>", "Both are plants.<|im_end|>"):
-                script.lines.append(tokenizer(said, add_special_tokens=False)["input_ids"])
+            for answer in (f"<think>\nhmm\n</think>\n\nI look. {CALL}\n{CALL}<|im_end|>", "Both are plants.<|im_end|>"):
+                script.lines.append(tokenizer(answer, add_special_tokens=False)["input_ids"])
                 response = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
                 returned.append(AgentTrajectoryTurn(item=item, messages=list(messages), response=response, tools=TOOLS))
                 message = response.choices[0].message
@@ -69,14 +69,14 @@ def played(returned: Any) -> tuple[Any, Any]:
 
 
 def trained_texts(trainer: Any, sample: Any, policy: LossMaskPolicy) -> list[str]:
-    """Texts of the runs of tokens that are trained on, in all rows."""
+    """Texts of consecutive tokens that are trained on, in all rows."""
     tokenizer = trainer.get_tokenizer()
-    found = []
+    texts = []
     for row in build_rows(sample.turns, policy, tokenizer):
         for counts, run in itertools.groupby(zip(row.trained, row.tokens, strict=True), key=lambda pair: pair[0]):
             if counts:
-                found.append(tokenizer.decode([token for _, token in run]))
-    return found
+                texts.append(tokenizer.decode([token for _, token in run]))
+    return texts
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,17 +87,17 @@ def test_each_field_alone_trains_on_its_spans(played, name):
 def test_each_field_can_be_left_out(played):
     for name in NAMES:
         policy = LossMaskPolicy(**{other: other != name for other in NAMES})
-        said = trained_texts(*played, policy)
+        texts = trained_texts(*played, policy)
         for other, spans in SPANS.items():
             for span in spans:
-                assert any(span in text for text in said) == (other != name), (name, span)
+                assert any(span in text for text in texts) == (other != name), (name, span)
 
 
-def test_by_default_all_is_trained_on_that_the_model_said(played):
+def test_by_default_all_sampled_tokens_are_trained_on(played):
     _, sample = played
     [row] = sample.rows
     assert row.trained == row.sampled
-    assert [t for t, said in zip(row.tokens, row.sampled, strict=True) if said] == sample.record.tokens
+    assert [t for t, sampled in zip(row.tokens, row.sampled, strict=True) if sampled] == sample.record.tokens
     assert sample.record.loss_mask == [True] * len(sample.record.tokens)
 
 
@@ -116,7 +116,7 @@ def test_every_token_has_a_role(played):
     assert "assistant" not in texts
 
 
-def test_the_record_tells_the_whole_story(played):
+def test_the_reward_record_is_complete(played):
     _, sample = played
     record = sample.record
     assert [message["role"] for message in record.messages] == [
@@ -145,11 +145,11 @@ def test_the_record_tells_the_whole_story(played):
 
 @pytest.mark.parametrize("names", [["tool_results"], ["system_prompt", "user_prompt", "assistant_text"]])
 def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names, monkeypatch):
-    """Else it would train against 0.0, as if the policy had been certain of it."""
+    """Otherwise it would train against 0.0, as if the policy had been certain of it."""
     trainer, ctx, turns = returned
     policy = replace(ALL_OFF, **dict.fromkeys(names, True))
     monkeypatch.setattr(ctx, "loss_mask_policy", policy)
-    trainer.set_learning_rate(0.0)  # others use it too
+    trainer.set_learning_rate(0.0)  # other tests use it too
     [sample] = ctx.samples(turns)
     module = AutoModelForCausalLM.from_pretrained(trainer.model_path, dtype=torch.float32)
     for row in sample.rows:
@@ -168,8 +168,8 @@ def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names
         unscored.train_sequence(reward=1.0, group=0, eos_token_id=0)
 
 
-def test_tokens_that_a_grammar_forced_do_not_count_unless_asked_for(played):
-    """The turns of the sample with every other token marked as forced."""
+def test_tokens_forced_by_a_grammar_are_trained_on_only_on_request(played):
+    """Every other token of the first turn is marked as forced."""
     trainer, sample = played
     tokenizer = trainer.get_tokenizer()
     first = replace(sample.turns[0], forced=[place % 2 == 0 for place in range(len(sample.turns[0].tokens))])

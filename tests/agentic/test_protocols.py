@@ -1,4 +1,4 @@
-"""OpenAI's Responses API and Anthropic's Messages API, each with its own client: the same answers, and the same tokens kept."""
+"""OpenAI's Responses API and Anthropic's Messages API, each with its own client: the same answers and recorded tokens."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Scrip
 
 @pytest.fixture
 def scene(stage):
-    """An open session with the script of two answers, the sample's task, and what becomes of its trajectory."""
+    """Yield an open session with two scripted answers, and the sample's task; then check the recorded trajectory."""
     trainer, script = stage
     tokenizer = trainer.get_tokenizer()
     script.lines.clear()
     script.log.clear()
-    script.lines.extend(tokenizer(said, add_special_tokens=False)["input_ids"] for said in (FIRST, SECOND))
+    script.lines.extend(tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in (FIRST, SECOND))
     [item] = batch_of([QUESTION]).iter_samples()
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
         yield ctx, item
@@ -53,7 +53,7 @@ def scene(stage):
 
 
 def wanted_row() -> str:
-    """The whole conversation as the template has it."""
+    """The whole conversation as the template renders it."""
     tool = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": PARAMETERS}}
     messages = [
         {"role": "system", "content": "Be short."},
@@ -78,27 +78,27 @@ def test_the_responses_api_is_answered_and_recorded(scene, stream):
     tools = [{"type": "function", "name": "look_up", "description": "Look up.", "parameters": PARAMETERS}]
     with openai.OpenAI(base_url=ctx.get_base_url(), api_key=ctx.get_api_key(item), max_retries=0) as client:
 
-        def ask(given: Any) -> Any:
-            fields = {"model": "policy", "input": given, "instructions": "Be short.", "tools": tools}
+        def ask(conversation: Any) -> Any:
+            fields = {"model": "policy", "input": conversation, "instructions": "Be short.", "tools": tools}
             if not stream:
                 return client.responses.create(**fields)
             with client.responses.stream(**fields) as events:
-                told = list(events)
-                check_stream(told)
+                received = list(events)
+                check_stream(received)
                 return events.get_final_response()
 
-        given = [{"role": "user", "content": QUESTION}]
-        first = ask(given)
+        conversation = [{"role": "user", "content": QUESTION}]
+        first = ask(conversation)
         assert [part.type for part in first.output] == ["reasoning", "message", "function_call", "function_call"]
         assert first.output[0].content[0].text == THOUGHT
         assert first.output_text == TEXT
         assert [json.loads(call.arguments) for call in first.output[2:]] == [{"word": "moss"}, {"word": "fern"}]
         assert first.status == "completed"
         assert first.usage.output_tokens > 20
-        given += [part.model_dump(exclude_none=True) for part in first.output]
+        conversation += [part.model_dump(exclude_none=True) for part in first.output]
         for call, word in zip(first.output[2:], ("moss", "fern"), strict=True):
-            given.append({"type": "function_call_output", "call_id": call.call_id, "output": f"{word}: a plant"})
-        second = ask(given)
+            conversation.append({"type": "function_call_output", "call_id": call.call_id, "output": f"{word}: a plant"})
+        second = ask(conversation)
         assert second.output_text == "Moss is a plant, fern too."
 
 
@@ -146,7 +146,7 @@ def test_anthropics_api_is_answered_and_recorded(scene, stream):
         assert second.stop_reason == "end_turn"
 
 
-def test_limits_and_choices_are_translated(stage):
+def test_limits_and_tool_choices_are_translated(stage):
     trainer, _ = stage
     tools = [{"name": "look_up", "description": "Look up.", "input_schema": PARAMETERS}]
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
@@ -169,7 +169,7 @@ def test_limits_and_choices_are_translated(stage):
             called = client.messages.create(
                 model="policy", messages=hello, tools=tools, tool_choice=named, max_tokens=600
             )
-            assert {block.name for block in called.content if block.type == "tool_use"} <= {"look_up"}
+            assert {block.name for block in called.content if block.type == "tool_use"} == {"look_up"}
             with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' are not supported"):
                 client.messages.create(
                     model="policy",

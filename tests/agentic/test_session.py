@@ -1,4 +1,4 @@
-"""A rollout session with a proxy: the page's program, keys of single samples, several conversations per sample."""
+"""A rollout session with a proxy: the documented program, keys per sample, several conversations per sample."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_the_program_of_the_sdk_page_runs_as_printed(trainer):
+def test_the_documented_sdk_program_runs_as_printed(trainer):
     page = SPEC / "trainer-sdk.md"
     if not page.is_file():
-        pytest.skip(f"the page is not here ({page})")
+        pytest.skip(f"the page is missing ({page})")
     text = page.read_text(encoding="utf-8")
     begin = text.index("import asyncio", text.index("Agentic rollout with tools"))
-    # All of it but the construction of the trainer, which names a model that is not here.
+    # All of it except the construction of the trainer, which names a model that is not available.
     program = text[begin : text.index("\ntrainer = Trainer(", begin)]
     prompts = [{"prompt": f"Go {way}."} for way in ("up", "down")]
     [batch] = trainer.load_prompt_batches(prompts, batch_size=2, max_prompt_tokens=100)
-    # A random model needs more than the page's 16 tokens to spell a call out; its grammar makes it end some time.
+    # A random model needs more than the page's 16 tokens to complete a call; the grammar ensures that it ends.
     for limit in (16, 400):
         names: dict = {}
         exec(compile(program.replace("max_tokens=16", f"max_tokens={limit}"), str(page), "exec"), names)
@@ -54,7 +54,7 @@ def test_the_program_of_the_sdk_page_runs_as_printed(trainer):
     assert rewards == [1.0 if turn.parsed_tool_calls else -1.0 for turn in turns]
 
 
-def test_without_a_proxy_there_is_no_address(trainer):
+def test_without_a_proxy_there_is_no_base_url(trainer):
     with (
         trainer.rollout_session(sampling_params=sampling(), proxy=False) as ctx,
         pytest.raises(RuntimeError, match="rollout session proxy is disabled"),
@@ -75,7 +75,7 @@ def test_a_key_of_another_session_is_refused(trainer):
         httpx.get(url)
 
 
-def test_samples_with_a_key_or_url_of_their_own_are_recorded_apart(trainer):
+def test_samples_with_their_own_key_or_url_are_recorded_separately(trainer):
     items = list(batch_of(["What is 1 plus 2?"], 3).iter_samples())
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
         for number, item in enumerate(items[:2]):
@@ -91,7 +91,7 @@ def test_samples_with_a_key_or_url_of_their_own_are_recorded_apart(trainer):
     assert [len(sample.rows) for sample in samples] == [1, 2, 1]
 
 
-def test_defaults_of_the_session_hold_where_a_request_says_nothing(trainer):
+def test_session_defaults_apply_unless_a_request_overrides_them(trainer):
     params = sampling(max_new_tokens=3, temperature=0.5, ignore_eos=True)
     [item] = batch_of(["x"]).iter_samples()
     with trainer.rollout_session(sampling_params=params) as ctx:
@@ -106,12 +106,12 @@ def test_defaults_of_the_session_hold_where_a_request_says_nothing(trainer):
         "actor", [row.tokens for row in sample.rows], temperatures=[row.temperature for row in sample.rows]
     )
     for row, values in zip(sample.rows, scored, strict=True):
-        assert [v for v, said in zip(values, row.sampled, strict=True) if said] == pytest.approx(
-            [v for v, said in zip(row.logprobs, row.sampled, strict=True) if said], abs=1e-5
+        assert [v for v, sampled in zip(values, row.sampled, strict=True) if sampled] == pytest.approx(
+            [v for v, sampled in zip(row.logprobs, row.sampled, strict=True) if sampled], abs=1e-5
         )
 
 
-def test_turns_of_one_conversation_at_two_temperatures_are_two_rows_and_train_once(trainer):
+def test_turns_of_a_conversation_at_two_temperatures_are_two_rows_and_train_once(trainer):
     [item] = batch_of(["x"]).iter_samples()
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
         first = ask(ctx, [user("x")], temperature=0.7)
@@ -122,7 +122,7 @@ def test_turns_of_one_conversation_at_two_temperatures_are_two_rows_and_train_on
     assert [row.temperature for row in sample.rows] == [0.7, 1.3]
     assert sample.rows[0].tokens == sample.rows[1].tokens
     both = list(zip(sample.rows[0].trained, sample.rows[1].trained, sample.rows[0].sampled, strict=True))
-    assert all(a + b == said for a, b, said in both)
+    assert all(a + b == sampled for a, b, sampled in both)
     assert any(a for a, _, _ in both)
     assert any(b for _, b, _ in both)
 
@@ -141,7 +141,7 @@ def test_several_agents_of_one_sample_give_several_rows(trainer):
 
 
 def test_equal_answers_of_two_samples_are_not_mixed_up(trainer):
-    """With one key for all, a follow-up cannot tell which of two equal answers it continues; the rows must not care."""
+    """With a shared key, it is unknown which of two equal answers a follow-up continues; the rows must be right anyway."""
     items = list(batch_of(["x"], 2).iter_samples())
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
         turns = {item.sample_index: [] for item in items}
@@ -174,7 +174,7 @@ def test_several_choices_of_one_request_are_branches(trainer):
         other.samples([AgentTrajectoryTurn(item=item, messages=messages, response=after)])
 
 
-def test_requests_for_the_same_prompt_never_share_a_seed_and_have_the_same_ones_in_every_run(trainer):
+def test_requests_for_the_same_prompt_get_distinct_seeds_that_repeat_in_every_run(trainer):
     first, again = (ConversationRecorder(trainer.get_tokenizer(), 3) for _ in range(2))
     asked = [([1, 2], 3), ([1, 2], 2), ([9], 1), ([1, 2], 4)]
     seeds = [first.seeds(prompt, samples) for prompt, samples in asked]
@@ -182,7 +182,7 @@ def test_requests_for_the_same_prompt_never_share_a_seed_and_have_the_same_ones_
     assert [again.seeds(prompt, samples) for prompt, samples in asked] == seeds
 
 
-def test_turns_without_a_response_bring_their_own_tokens(trainer):
+def test_turns_without_a_response_use_their_own_tokens(trainer):
     [item] = batch_of(["x"]).iter_samples()
     tokenizer = trainer.get_tokenizer()
     prompt = tokenizer.apply_chat_template([user("x")], add_generation_prompt=True)["input_ids"]
@@ -202,7 +202,7 @@ def test_turns_without_a_response_bring_their_own_tokens(trainer):
         AgentTrajectoryTurn(item=item, messages=[], response_tokens=[1, 2], response_logprobs=[0.0])
 
 
-def test_a_conversation_that_goes_on_computes_its_beginning_once(trainer):
+def test_a_continued_conversation_computes_its_prefix_once(trainer):
     [item] = batch_of(["x"]).iter_samples()
     engine = trainer.backend
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
@@ -214,10 +214,10 @@ def test_a_conversation_that_goes_on_computes_its_beginning_once(trainer):
         after = engine.load()
     reused = after.reused_total - before.reused_total
     assert reused / (reused + after.prefilled_total - before.prefilled_total) > 0.8
-    assert engine.loop.prefixes.tokens == 0  # memory is the training's again
+    assert engine.loop.prefixes.tokens == 0  # the memory is free for training again
 
 
-def test_batches_of_a_prompt_batch_expand_prompt_by_prompt():
+def test_samples_of_a_batch_are_ordered_by_prompt():
     batch = batch_of(["a", "b"], 2)
     assert isinstance(batch, AgentBatch)
     some = batch.only(list(batch.iter_samples())[1:3])

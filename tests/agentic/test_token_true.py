@@ -1,4 +1,4 @@
-"""What is trained on is what was sent to the engine and sampled from it, over templates in the formats of real models."""
+"""Training uses the tokens sent to the engine and sampled from it, with templates in the formats of real models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOLS = [
     }
     for name in ("get_weather", "look_up")
 ]
-# Characters that every tokenizer here has, and that no format takes for the beginning of something.
+# Characters that all these tokenizers know, and that start no marker in any format.
 PLAIN = st.text(alphabet="abcdefghijklmno pqrstuvwxyz0123456789.?!\n", min_size=1, max_size=24).map(
     lambda text: "x" + " ".join(text.split()) + "y"
 )
@@ -36,15 +36,15 @@ RICH = st.text(alphabet="abcde fgh.é你🙂\n", min_size=1, max_size=16).map(la
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, and what the client does then."""
+    """An answer, and what the client does next."""
 
     text: str
     thought: str
     calls: list[tuple[str, dict[str, Any]]]
     cut: bool  # the answer ends at the limit
-    cuts: list[int]  # where its text is cut into pieces that are tokenized apart
-    edit: bool  # the client changes what was said before it goes on
-    forget: bool  # the client drops fields that it has no use for
+    cuts: list[int]  # where its text is split into separately tokenized pieces
+    edit: bool  # the client edits the answer before it continues
+    forget: bool  # the client drops fields that it does not use
     reply: str
 
 
@@ -88,24 +88,24 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Player:
-    """Plays a plan through the OpenAI client, and notes what should come of it."""
+    """Plays a plan through the OpenAI client, and tracks the expected result."""
 
     def __init__(self, stage: Stage, ctx: Any, item: Any) -> None:
         self.stage, self.form, self.item = stage, stage.form, item
         self.client = openai.OpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0)
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": item.prompt}]
         self.returned: list[AgentTrajectoryTurn] = []
-        self.breaks = 0  # how often the conversation had to begin anew
-        self.thoughts = 0  # known tokens of the present question that hold reasoning
+        self.breaks = 0  # number of forks of the conversation
+        self.thoughts = 0  # number of answers with reasoning since the last question
 
     def answer(self, turn: Turn, step: str | None) -> dict[str, Any]:
         form, tokenizer = self.form, self.stage.tokenizer
         calls = turn.calls[: form.most_calls] if form.calls is not None else []
-        said = form.calls(calls) if form.calls is not None and calls else turn.text
+        text = form.calls(calls) if form.calls is not None and calls else turn.text
         cuts = [] if form.metaspace else turn.cuts
         thinks = form.opens_thinking or bool(form.thinks and turn.thought)
         tokens = split_tokens(tokenizer, form.thinks.format(turn.thought) if thinks else "", [])
-        tokens += split_tokens(tokenizer, said, cuts)
+        tokens += split_tokens(tokenizer, text, cuts)
         options: dict[str, Any] = {"max_tokens": len(tokens)} if turn.cut else {}
         if not turn.cut:
             tokens.append(tokenizer.convert_tokens_to_ids(form.end(step)))
@@ -161,7 +161,7 @@ def perform(stage: Stage, plan: list[Turn], question: str) -> tuple[Player, Any,
 
 
 def check_rows(sample: Any, log: list[Any]) -> None:
-    """Rows are made of what went through the engine, and train each of its tokens once."""
+    """Rows consist of what went through the engine, and train each sampled token once."""
     assert [turn.tokens for turn in sample.turns] == [exchange.tokens for exchange in log]
     by_prompt = {(tuple(e.prompt), tuple(e.tokens)): e for e in log}
     trained: list[tuple[int, ...]] = []
@@ -180,7 +180,7 @@ def check_rows(sample: Any, log: list[Any]) -> None:
                 assert all(row.trained[begin:end])
                 trained.append(tuple(sent.prompt + sent.tokens))
         assert row.sampled == covered
-        assert all(said for said, counts in zip(row.sampled, row.trained, strict=True) if counts)
+        assert all(sampled for sampled, counts in zip(row.sampled, row.trained, strict=True) if counts)
     assert sorted(trained) == sorted(tuple(e.prompt + e.tokens) for e in log)
 
 
@@ -209,7 +209,7 @@ def check_conversation(stage: Stage, plan: list[Turn], question: str) -> None:
     check_rows(sample, log)
     assert len(sample.forks) == player.breaks
     assert len(sample.rows) == 1 + player.breaks
-    # Independent of areno's rendering: each prompt reads as the template has the conversation.
+    # Independent of areno's rendering: each prompt is the conversation as rendered by the template.
     for turn, sent in zip(sample.turns, log, strict=True):
         tools = TOOLS if stage.form.calls is not None else None
         messages = [_for_template(message, stage.form) for message in turn.messages]
@@ -217,7 +217,7 @@ def check_conversation(stage: Stage, plan: list[Turn], question: str) -> None:
         assert stage.tokenizer.decode(sent.prompt).replace(" ", "") == wanted.replace(" ", "")
     rows = [row.tokens for row in sample.rows]
     for row, scored in zip(sample.rows, stage.trainer.score_logprobs("actor", rows), strict=True):
-        gaps = [abs(a - b) for a, b, said in zip(scored, row.logprobs, row.sampled, strict=True) if said]
+        gaps = [abs(a - b) for a, b, sampled in zip(scored, row.logprobs, row.sampled, strict=True) if sampled]
         assert max(gaps) < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of ``areno train --agent-fn``: algorithms, log lines, filters, failures, what the run directory tells."""
+"""Whole runs of ``areno train --agent-fn``: algorithms, log lines, filters, failures, contents of the run directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def run_agent(ctx, batch):
 
 @pytest.fixture
 def train(tmp_path, tiny_checkpoint, capsys):
-    """Runs ``areno train`` in this process; returns exit code, run directory and all that was printed."""
+    """Runs ``areno train`` in this process; returns exit code, run directory and all output."""
 
     def run(algo, body, *options, rows=60):
         agent = write_agent(tmp_path, body)
@@ -73,7 +73,7 @@ def metrics(run):
 
 
 @pytest.mark.parametrize("algo", [pytest.param("grpo", marks=pytest.mark.long), "gspo", "ppo"])
-def test_every_policy_algorithm_trains_on_what_agents_said(train, algo):
+def test_every_policy_algorithm_trains_on_the_turns_of_agents(train, algo):
     options = ["--critic-warmup-steps", 0] if algo == "ppo" else []
     code, run, text = train(algo, THREE_TURNS, *options)
     assert code == 0
@@ -81,22 +81,22 @@ def test_every_policy_algorithm_trains_on_what_agents_said(train, algo):
     assert record["train/logp_abs_diff_mean"] < 1e-5
     assert record["train/grad_norm"] > 0
     assert record["rollout/num_sequences"] == 24
-    assert record["train/response_len"] == 15  # three turns of five tokens, and nothing that was given
+    assert record["train/response_len"] == 15  # three turns of five tokens, without the prompts
     assert (record["train/agent_turns_mean"], record["train/agent_forks"], record["train/agent_failed"]) == (3, 0, 0)
     expected = "agentic rollout batch prompts=6 n_samples=4 expected_requests=24 max_running_prompts=24"
     assert expected in text
-    found = re.search(
+    match = re.search(
         r"agentic train batch built samples=24 tokens=(\d+) messages=144 tool_calls=0 tool_results=0", text
     )
-    assert found
-    assert int(found[1]) == round(record["rollout/seq_len_mean"] * 24)
+    assert match
+    assert int(match[1]) == round(record["rollout/seq_len_mean"] * 24)
 
 
-def test_logged_trajectories_say_what_the_page_promises(train, monkeypatch):
+def test_logged_trajectories_have_the_documented_fields(train, monkeypatch):
     monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "2")
     _, _, text = train("grpo", THREE_TURNS)
     lines = [line for line in text.splitlines() if " completion prompt_idx=" in line and "INFO" in line]
-    lines = lines[: len(lines) // 2] if len(lines) == 4 else lines  # the console's and the file's
+    lines = lines[: len(lines) // 2] if len(lines) == 4 else lines  # logged to the console and the file
     assert len(lines) == 2
     for part in (
         "prompt='What is ", "decoded_prompt='<|user|>What is ", "messages=[{'role': 'user'", "final_answer=", "tool_calls=[]",
@@ -109,28 +109,28 @@ def test_long_trajectories_are_filtered_and_reported(train):
     code, run, text = train("grpo", SOME_LONG, "--max-context-len", 90)
     assert code == 0
     line = next(line for line in text.splitlines() if "agentic trajectory filtered: " in line)
-    found = re.search(
+    match = re.search(
         r"max_context_len=90 total=24 kept=18 filtered=6 tokens\[min/p50/p90/max\]=(\d+)/(\d+)/(\d+)/(\d+) top=\[(.*)\]$",
         line,
     )
-    assert found, line
-    assert all(int(number) > 90 for number in found.groups()[:4])
-    assert found[5].count("prompt_idx=") == 5
+    assert match, line
+    assert all(int(number) > 90 for number in match.groups()[:4])
+    assert match[5].count("prompt_idx=") == 5
     for part in ("sample_idx=1 ", "tokens=", "messages=", "assistant_messages=", "tool_results=0", "response_tokens=",
                  "trace_events=", "prompt='What is "):  # fmt: skip
-        assert part in found[5]
+        assert part in match[5]
     [record] = metrics(run)
     assert record["rollout/num_sequences"] == 18
     assert record["train/agent_filtered_long"] == 6
 
 
-def test_a_step_in_which_all_is_too_long_says_what_to_do(train):
+def test_a_step_with_only_too_long_trajectories_names_the_option_to_raise(train):
     code, _, text = train("grpo", THREE_TURNS, "--max-context-len", 12)
     assert code == 1
     assert "longer than the context of 12 tokens; raise --max-context-len" in text
 
 
-def test_failing_samples_are_shown_and_dropped_and_the_rest_is_trained_on(train):
+def test_failing_samples_are_logged_and_dropped_and_the_rest_is_trained_on(train):
     code, run, text = train("grpo", ONE_FAILS.format(bad=2))
     assert code == 0
     assert "agent sample dropped: prompt 0, sample 0: ValueError: no luck today" in text
@@ -146,14 +146,14 @@ def test_too_many_failures_stop_the_run_with_the_errors(train):
     assert "prompt 0, sample 0: ValueError: no luck today" in text
 
 
-def test_a_sample_that_fails_once_is_run_again(train):
+def test_a_sample_that_fails_once_is_retried(train):
     code, run, _ = train("grpo", SECOND_TRY)
     assert code == 0
     [record] = metrics(run)
     assert (record["rollout/num_sequences"], record["train/agent_failed"], record["train/agent_rerun"]) == (24, 0, 1)
 
 
-def test_evaluation_lets_the_agent_do_held_out_prompts(train, tmp_path):
+def test_evaluation_runs_the_agent_on_held_out_prompts(train, tmp_path):
     held_out = tmp_path / "held.jsonl"
     held_out.write_text("\n".join(json.dumps({"prompt": f"What is {a} plus 1?"}) for a in range(5)))
     code, run, _ = train("grpo", THREE_TURNS, "--eval-dataset-path", held_out, "--eval-n-samples", 2)
@@ -176,14 +176,14 @@ def test_inspect_lists_samples_and_shows_one_token_by_token(train, capsys):
     shown = capsys.readouterr().out
     kept = next(s for s in map(json.loads, (run / "samples.jsonl").read_text().splitlines()) if s["sample_index"] == 0)
     [row] = kept["rows"]
-    said = [segment for segment in row if segment["trained"]]
-    assert [segment["turn"] for segment in said] == [0, 1, 2]
-    assert {segment["role"] for segment in said} == {"text"}
+    trained = [segment for segment in row if segment["trained"]]
+    assert [segment["turn"] for segment in trained] == [0, 1, 2]
+    assert {segment["role"] for segment in trained} == {"text"}
     lines = [line.split() for line in shown.splitlines()]
     numbers = [(int(line[4]), float(line[5]), float(line[6])) for line in lines if line[3:4] == ["*"]]
     wanted = [
         (token, round(logprob, 4), round(advantage, 4))
-        for segment in said
+        for segment in trained
         for token, logprob, advantage in zip(segment["tokens"], segment["logprobs"], segment["advantages"], strict=True)
     ]
     assert [token for token, _, _ in numbers] == [token for token, _, _ in wanted]
@@ -193,7 +193,7 @@ def test_inspect_lists_samples_and_shows_one_token_by_token(train, capsys):
     assert len(capsys.readouterr().out.splitlines()) > len(shown.splitlines())
 
 
-def test_inspect_says_what_is_wrong(train, tmp_path, capsys):
+def test_inspect_explains_errors(train, tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     _, run, _ = train("grpo", THREE_TURNS)
@@ -201,7 +201,7 @@ def test_inspect_says_what_is_wrong(train, tmp_path, capsys):
     assert "--sample 7/0/0: no such sample" in capsys.readouterr().err
 
 
-def test_rewards_of_turns_are_discounted_and_compared_turn_by_turn(tmp_path, tiny_checkpoint):
+def test_turn_rewards_are_discounted_and_compared_turn_by_turn(tmp_path, tiny_checkpoint):
     agent = write_agent(tmp_path, TURN_REWARDS)
     rewards = iter([0.5, 1.0, 2.0] * 4)
     with open_loop(
@@ -213,26 +213,26 @@ def test_rewards_of_turns_are_discounted_and_compared_turn_by_turn(tmp_path, tin
         reward=lambda _: next(rewards),
     ) as loop:
         outcome = step(loop)
-    # Samples of a prompt have 1, 2 and 3 turns, with rewards 0, 1, 2; the reward function's comes with the last.
-    given = [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0]]
+    # Samples of a prompt have 1, 2 and 3 turns, with rewards 0, 1, 2; the reward function's is added to the last.
+    turn_rewards = [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0]]
     by_group: dict[int, list] = {}
     for row in outcome.rows:
         by_group.setdefault(row.group, []).append(row)
     assert len(by_group) == 4
     for rows in by_group.values():
         returns = []
-        for own, row in zip(given, rows, strict=True):
+        for own, row in zip(turn_rewards, rows, strict=True):
             own = [*own[:-1], own[-1] + row.reward]
             returns.append([sum(0.5 ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))])
         for place, row in enumerate(rows):
-            said = [a for a, prompt in zip(row.advantages, row.prompt_mask, strict=True) if not prompt]
-            assert len(said) == 5 * len(given[place])
-            for turn in range(len(given[place])):
+            advantages = [a for a, prompt in zip(row.advantages, row.prompt_mask, strict=True) if not prompt]
+            assert len(advantages) == 5 * len(turn_rewards[place])
+            for turn in range(len(turn_rewards[place])):
                 peers = [own[turn] for own in returns if len(own) > turn]
                 mean = sum(peers) / len(peers)
                 deviation = (sum((value - mean) ** 2 for value in peers) / len(peers)) ** 0.5
                 wanted = (returns[place][turn] - mean) / deviation if deviation else 0.0
-                assert said[5 * turn : 5 * turn + 5] == pytest.approx([wanted] * 5, abs=1e-4)
+                assert advantages[5 * turn : 5 * turn + 5] == pytest.approx([wanted] * 5, abs=1e-4)
 
 
 TOOL_USER = """
@@ -254,7 +254,7 @@ async def use(ctx, item):
 """
 
 
-def test_tool_results_are_trained_on_when_asked_for_with_a_ratio_of_one(tmp_path, tiny_checkpoint):
+def test_tool_results_are_trained_on_if_enabled_with_a_ratio_of_one(tmp_path, tiny_checkpoint):
     agent = write_agent(tmp_path, TOOL_USER)
     texts = []
     for trains in (False, True):
@@ -271,7 +271,7 @@ def test_tool_results_are_trained_on_when_asked_for_with_a_ratio_of_one(tmp_path
     assert "the plus is 17" in texts[1]
 
 
-def test_the_programs_of_the_page_run(train, tmp_path, tiny_checkpoint):
+def test_the_documented_programs_run(train, tmp_path, tiny_checkpoint):
     page = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "page.py").write_text(blocks[0])
@@ -290,7 +290,7 @@ def test_the_programs_of_the_page_run(train, tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--agent-timeout-s", "0"], "--agent-timeout-s must be positive"),
         (["--agent-max-failures", "2"], "--agent-max-failures must be at most 1"),
@@ -298,13 +298,13 @@ def test_the_programs_of_the_page_run(train, tmp_path, tiny_checkpoint):
         (["--turn-discount", "1.5"], "--turn-discount must be at most 1"),
     ],
 )
-def test_impossible_values_are_refused(train, options, said):
+def test_invalid_values_are_refused(train, options, message):
     code, _, text = train("grpo", THREE_TURNS, *options)
     assert code == 2
-    assert said in text
+    assert message in text
 
 
-def test_options_of_agents_are_refused_without_one(tmp_path, tiny_checkpoint, capsys):
+def test_agent_options_are_refused_without_an_agent(tmp_path, tiny_checkpoint, capsys):
     arguments = [*map(str, task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run"))]
     for option in (["--train-tool-results"], ["--agent-timeout-s", "9"], ["--agent-retries", "2"],
                    ["--agent-max-failures", "1"], ["--turn-discount", "0.9"]):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Environments: the conversation with a model, replay, and what happens when something goes wrong in between."""
+"""Environments: conversations with a model, replay, and error handling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENDS = Counter()
 
 
 class Countdown(Environment):
-    """From the record's ``start`` down to 0 by taking away 1 to 3; text says how often to go on."""
+    """Counts down from the record's ``start`` to 0 in steps of 1 to 3; a text answer gets the number left."""
 
     def reset(self, record):
         self.left, self.answers, self.taken = record["start"], [], []
@@ -77,8 +77,8 @@ class Countdown(Environment):
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     folder = scripted.untrained(tmp_path_factory.mktemp("model"), scripted.course("calculator"))
-    with open_trainer(folder) as found:
-        yield found
+    with open_trainer(folder) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def perform(trainer, start, *answers, **options):
     return scripted.perform(trainer, run_environment(Countdown, **options), row, lines)
 
 
-def test_a_conversation_of_calls_and_text_is_one_row_with_everything_in_order(trainer):
+def test_a_conversation_of_calls_and_text_becomes_one_row_in_order(trainer):
     sample = perform(trainer, 7, take(2), says("and now?"), take(1, 3), take(1))
     shown = [(message["role"], message.get("content") or "") for message in sample.record.messages]
     assert shown == [
@@ -121,27 +121,27 @@ def test_a_conversation_of_calls_and_text_is_one_row_with_everything_in_order(tr
     assert scripted.rewarded(environment_reward(Countdown), sample.record) == 1.0
 
 
-def test_what_is_wrong_with_a_call_is_told_to_the_model(trainer):
+def test_errors_of_a_call_are_reported_to_the_model(trainer):
     sample = perform(trainer, 3, take(9), take("two"), take(3))
-    told = [message["content"] for message in sample.record.messages if message["role"] == "tool"]
-    assert told == ["error: 1 to 3", 'error: count must be of type integer, not "two"', "0"]
+    results = [message["content"] for message in sample.record.messages if message["role"] == "tool"]
+    assert results == ["error: 1 to 3", 'error: count must be of type integer, not "two"', "0"]
     assert scripted.rewarded(environment_reward(Countdown), sample.record) == pytest.approx(0.8)
 
 
-def test_nobody_plays_longer_than_the_turn_limit(trainer):
+def test_a_conversation_ends_at_the_turn_limit(trainer):
     sample = perform(trainer, 50, *[take(1)] * 3, max_turns=3)
     assert len(sample.turns) == 3
     assert [message["role"] for message in sample.record.messages][-1] == "tool"
 
 
-def test_a_tool_that_must_be_called_is_called(trainer):
-    # The model is untrained and free to say anything; the grammar leaves it only calls.
+def test_a_required_tool_is_called(trainer):
+    # The model is untrained and could generate anything; the grammar allows only calls.
     agent = run_environment(Countdown, max_turns=2, tool_choice="take", request={"temperature": 0.5})
     sample = scripted.perform(trainer, agent, {"start": 50}, [])
     assert all(len(message["tool_calls"]) >= 1 for message in sample.record.messages if message["role"] == "assistant")
 
 
-def test_a_conversation_that_outgrows_the_model_ends(trainer):
+def test_a_conversation_ends_when_it_exceeds_the_context(trainer):
     runner = AgentRunner(
         run_environment(Countdown, max_turns=50), LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=120, retries=0
     )
@@ -151,11 +151,11 @@ def test_a_conversation_that_outgrows_the_model_ends(trainer):
     assert not collected.errors
     for sample in collected.samples:
         assert 1 < len(sample.turns) < 20
-        assert sample.context_full, "so that the trainer filters it"
+        assert sample.context_full, "the trainer filters samples by this flag"
         assert sample.turns[-2].length <= 200 <= sample.longest
 
 
-def test_a_sample_that_fails_leaves_the_others_alone_and_everything_is_closed(trainer):
+def test_a_failing_sample_does_not_affect_others_and_every_environment_is_closed(trainer):
     class Failing(Countdown):
         def reset(self, record):
             super().reset(record)
@@ -176,12 +176,12 @@ def test_a_sample_that_fails_leaves_the_others_alone_and_everything_is_closed(tr
     assert [(s.item.prompt_index, s.item.sample_index) for s in collected.samples] == [(0, 0), (0, 1), (2, 0), (2, 1)]
     assert set(collected.errors) == {(1, 0), (1, 1)}
     assert all("crashed" in error for error in collected.errors.values())
-    assert collected.rerun == 2  # those that failed, alone
-    assert sorted(ENDS.values()) == [1] * 8  # six, and two once more
+    assert collected.rerun == 2  # each failed sample on its own
+    assert sorted(ENDS.values()) == [1] * 8  # six samples and two retries
 
 
 def ask_server(trainer, start, max_turns=8, **sampling):
-    """Through the server of ``areno serve``, as for an evaluation."""
+    """Converse with the server of ``areno serve``, as an evaluation does."""
 
     async def play():
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
@@ -191,14 +191,14 @@ def ask_server(trainer, start, max_turns=8, **sampling):
         return asyncio.run(play())
 
 
-def test_any_openai_server_will_do(trainer):
+def test_any_openai_compatible_server_works(trainer):
     played = ask_server(trainer, 50, max_turns=2, max_tokens=6, temperature=0)
     assert played.ending == "turn limit"
     assert [sent for sent, _ in played.turns] == [1, 3]
     assert [message["role"] for message in played.messages] == ["user", "assistant", "user"] * 1 + ["assistant", "user"]
 
 
-def test_a_server_that_finds_the_conversation_too_long_ends_it(tmp_path):
+def test_a_conversation_too_long_for_the_server_ends(tmp_path):
     folder = scripted.untrained(tmp_path, scripted.course("calculator"))
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
@@ -210,14 +210,14 @@ def test_a_server_that_finds_the_conversation_too_long_ends_it(tmp_path):
     assert 1 <= len(played.turns) <= 3
 
 
-def test_thinking_is_not_part_of_what_was_said():
+def test_thinking_is_not_part_of_an_answers_text():
     game = Countdown()
-    said = "<think>stop?\nno</think> go <think>never ends"
-    asyncio.run(replay(game, {"start": 5}, [says(said), says("stop")]))
+    text = "<think>stop?\nno</think> go <think>never ends"
+    asyncio.run(replay(game, {"start": 5}, [says(text), says("stop")]))
     assert [answer.text for answer in game.answers] == ["go", "stop"]
 
 
-def test_an_empty_text_after_no_call_is_a_mistake_of_the_environment():
+def test_an_environment_must_not_reply_to_text_with_an_empty_string():
     class Silent(Countdown):
         def step(self, answer):
             return ""
@@ -228,7 +228,7 @@ def test_an_empty_text_after_no_call_is_a_mistake_of_the_environment():
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 12), st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=8))
-def test_a_replay_ends_where_the_game_ended(start, moves):
+def test_a_replay_ends_in_the_same_state_as_the_game(start, moves):
     answers = iter([take(*counts) if counts else says("next") for counts in moves] + [says("stop")])
     game, again = Countdown(), Countdown()
     messages, _ = asyncio.run(demonstrate(game, {"start": start}, lambda _: next(answers), max_turns=99))
@@ -252,11 +252,11 @@ def test_opening_answers_of_an_environment_are_not_replayed():
     assert asyncio.run(environment_reward(WithExample)(record)) == 1.0
 
 
-def test_demonstrations_are_what_the_template_makes_of_the_conversation(tokenizer):
+def test_demonstrations_equal_the_conversation_rendered_by_the_template(tokenizer):
     answers = iter([take(2), says("and now?"), take(1, 2)])
     messages, tools = asyncio.run(demonstrate(Countdown(), {"start": 5}, lambda _: next(answers)))
     rows = demonstration_rows(tokenizer, messages, tools)
-    # Templates write arguments as JSON; given as text they would be quoted once more.
+    # Templates serialize arguments to JSON; strings would be quoted again.
     for message in messages:
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -268,7 +268,7 @@ def test_demonstrations_are_what_the_template_makes_of_the_conversation(tokenize
     assert [row["response"].count("<tool_call>") for row in rows] == [1, 0, 2]
 
 
-def test_a_template_that_rewrites_the_conversation_cannot_be_demonstrated(tmp_path, tokenizer):
+def test_demonstrations_refuse_a_template_that_rewrites_the_conversation(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     forgetful = load_tokenizer(str(tmp_path))
     forgetful.chat_template = "{{ messages | length }}{{ messages[-1].content }}{{ '>' if add_generation_prompt }}"
@@ -280,7 +280,7 @@ def draw(rng: random.Random, *, hard: bool = False):
     return {"start": rng.randrange(100, 999) if hard else rng.randrange(10)}
 
 
-def test_generated_files_depend_on_their_seed_alone_and_longer_ones_go_on(tmp_path, capsys):
+def test_generated_files_depend_only_on_the_seed_and_longer_ones_extend_shorter_ones(tmp_path, capsys):
     def rows(*options):
         generate_records(draw, {"hard": "larger numbers"}, ["--output", str(tmp_path / "deep" / "rows"), *options])
         return [json.loads(line) for line in (tmp_path / "deep" / "rows").read_text().splitlines()]
@@ -292,7 +292,7 @@ def test_generated_files_depend_on_their_seed_alone_and_longer_ones_go_on(tmp_pa
     assert "128 records in" in capsys.readouterr().out
 
 
-def test_rows_that_are_not_of_the_environment_are_refused_with_their_keys():
+def test_rows_without_the_environments_key_are_refused_with_their_keys():
     assert environment_rows(Countdown, [{"start": 3, "more": 1}], "start") == [
         {"start": 3, "more": 1, "prompt": "Count down from 3."}
     ]
@@ -300,7 +300,7 @@ def test_rows_that_are_not_of_the_environment_are_refused_with_their_keys():
         environment_rows(Countdown, [{"more": 1, "end": 2}], "start")
 
 
-def test_the_environment_of_the_documentation_plays():
+def test_the_documented_environment_works():
     text = (scripted.FOLDER.parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
     program: dict = {"__name__": "doors"}
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], program)

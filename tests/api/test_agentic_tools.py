@@ -1,4 +1,4 @@
-"""Functions as tools: the schema says what the reader takes, and what goes wrong becomes text for the model."""
+"""Functions as tools: the schema describes what the reader accepts, and errors become text for the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reads(hint, value):
 
 
 @pytest.mark.parametrize("hint", HINTS, ids=str)
-def test_the_reader_takes_what_the_schema_allows_and_nothing_else(hint):
+def test_the_reader_accepts_exactly_what_the_schema_allows(hint):
     schema = value_type_of(hint, "test").schema
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -70,8 +70,8 @@ def test_the_reader_takes_what_the_schema_allows_and_nothing_else(hint):
     assert disagreeing == []
 
 
-def test_every_hint_takes_some_value_and_most_refuse_some():
-    # Otherwise the comparison above could hold for nothing.
+def test_every_hint_accepts_some_value_and_all_but_one_refuse_some():
+    # Otherwise the comparison above could pass vacuously.
     taken = {str(hint): sum(reads(hint, value) for value in VALUES) for hint in HINTS}
     assert all(taken.values()), taken
     assert sum(count < len(VALUES) for count in taken.values()) == len(HINTS) - 1
@@ -91,12 +91,12 @@ def test_values_become_python_objects():
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("hint", [int, float, list[float]])
-def test_what_is_no_number_is_refused(hint, value):
+def test_non_finite_numbers_are_refused(hint, value):
     assert not reads(hint, json.loads(value))
     assert not reads(hint, [json.loads(value)])
 
 
-def test_the_place_of_a_wrong_value_is_named():
+def test_errors_name_the_path_of_a_wrong_value():
     with pytest.raises(ToolError, match=re.escape('value.steps.s.action must be one of "go", "stop", not "fly"')):
         value_type_of(Tree, "t").read({"point": {"x": 1}, "steps": {"s": {"action": "fly"}}}, "value")
     with pytest.raises(ToolError, match=re.escape("value[1] must be of type integer, not true")):
@@ -120,7 +120,7 @@ def order(item: str, count: int = 1, size: Literal["small", "large"] | None = No
     return {"item": item, "count": count, "size": size}
 
 
-def test_a_function_is_described_as_openai_wants_it():
+def test_a_function_is_described_in_openais_format():
     assert Tool(order).schema == {
         "type": "function",
         "function": {
@@ -147,7 +147,7 @@ def call(tools, name, arguments):
     return asyncio.run(Toolset(tools).call(name, arguments, "id1"))
 
 
-def test_results_go_back_as_text_with_the_id_of_the_call():
+def test_results_are_returned_as_text_with_the_call_id():
     result = call([order], "order", '{"item": "ä", "count": 2}')
     assert json.loads(result.content) == {"item": "ä", "count": 2, "size": None}
     assert "ä" in result.content
@@ -177,14 +177,14 @@ def test_any_value_can_be_returned(value, text):
         ("sell", "{}", "there is no tool sell; the tools are order"),
     ],
 )
-def test_a_wrong_call_is_answered_and_not_raised(name, arguments, message):
+def test_a_wrong_call_returns_an_error_instead_of_raising(name, arguments, message):
     result = call([order], name, arguments)
     assert result.failed
     assert result.content.startswith("error: ")
     assert message in result.content
 
 
-def test_tools_that_raise_are_answered_and_their_own_mistakes_logged(caplog):
+def test_exceptions_of_tools_become_results_and_bugs_are_logged(caplog):
     def refuse() -> None:
         raise ToolError("not today")
 
@@ -268,7 +268,7 @@ def test_functions_that_cannot_be_described_are_refused_at_once(function, messag
         Tool(function)
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_two_tools_with_the_same_name_are_refused():
     with pytest.raises(UsageError, match="two tools are called order"):
         Toolset([order, Tool(no_arguments, "order")])
 

@@ -1,4 +1,4 @@
-"""What a program gives to the SDK is checked where it is given, by its name; nothing is left to crash or to hang later."""
+"""SDK arguments are checked when they are passed, and errors name them; nothing crashes or hangs later."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IN_A_SESSION = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), IN_A_SESSION)
-def test_a_wrong_rollout_argument_is_refused_and_generation_goes_on(trainer, call, error, message):
+def test_a_wrong_rollout_argument_is_refused_and_generation_still_works(trainer, call, error, message):
     with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
         with pytest.raises(error, match=message):
             call(trainer)
@@ -105,12 +105,12 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS)
-def test_a_wrong_argument_is_refused_by_its_name(trainer, call, error, message):
+def test_errors_name_the_wrong_argument(trainer, call, error, message):
     with pytest.raises(error, match=message):
         call(trainer)
 
 
-def test_arrays_of_token_ids_are_as_good_as_lists(trainer):
+def test_arrays_of_token_ids_are_accepted(trainer):
     prompts = np.array([[5, 6], [7, 8]])
     with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
         assert len(trainer.rollout_token_batch(prompts, np.int64(2), SAMPLING)) == 2
@@ -158,12 +158,12 @@ def test_a_wrong_configuration_value_is_a_usage_error(tmp_path, values, message)
         ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
     ],
 )
-def test_wrong_generation_controls_are_refused(values, message):
+def test_wrong_sampling_parameters_are_refused(values, message):
     with pytest.raises((TypeError, ValueError), match=message):
         SamplingParams(**values)
 
 
-def test_other_data_classes_refuse_what_they_cannot_hold():
+def test_other_data_classes_refuse_invalid_values():
     with pytest.raises(TypeError, match=r"TrainSequence\.tokens must be a list, got 'ab'"):
         TrainSequence([True, False], "ab")
     with pytest.raises(ValueError, match=r"optimizer_lr must be finite and not negative, got -1"):
@@ -175,9 +175,9 @@ def test_other_data_classes_refuse_what_they_cannot_hold():
             Trainer(size, "path")
 
 
-def test_an_evaluation_may_run_more_at_once_than_the_trainer_was_made_for(tiny_checkpoint):
+def test_an_evaluation_may_exceed_the_trainers_max_running_prompts(tiny_checkpoint):
     with Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(max_running_prompts=2)) as trainer:
         trainer.init()
         rows = [{"prompt": f"What is {n} plus {n}?"} for n in range(8)]
-        found = trainer.evaluate(rows, lambda record: 1.0, sampling_params=SAMPLING, max_running_prompts=24)
-    assert found["num_samples"] == 8
+        metrics = trainer.evaluate(rows, lambda record: 1.0, sampling_params=SAMPLING, max_running_prompts=24)
+    assert metrics["num_samples"] == 8

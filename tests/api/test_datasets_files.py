@@ -1,4 +1,4 @@
-"""Data files of every kind become the same rows, and a bad row is named."""
+"""Data files of every format yield the same rows, and errors locate bad rows."""
 
 import json
 import os
@@ -62,7 +62,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+def test_every_file_format_gives_the_same_rows(tmp_path, name):
     path = WRITERS[name](tmp_path / name)
     rows = load_rows(str(path))
     assert isinstance(rows, datasets.Dataset)
@@ -75,12 +75,12 @@ def test_tsv_is_split_at_tabs_and_not_at_commas(tmp_path):
     assert list(load_rows(str(path))) == [{"prompt": "1, 2, 3", "answer": 6}]
 
 
-def test_separated_columns_become_numbers_only_without_loss(tmp_path):
+def test_csv_columns_become_numbers_unless_something_would_be_lost(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("code,count,share,mixed,id\n007,1,0.5,1,12345678901234567890123\n010,,2,x,1\n\n")
     assert list(load_rows(str(path))) == [
-        {"code": "007", "count": 1, "share": 0.5, "mixed": "1", "id": 1.2345678901234568e22},
-        {"code": "010", "count": None, "share": 2.0, "mixed": "x", "id": 1.0},
+        {"code": "007", "count": 1, "share": 0.5, "mixed": "1", "id": "12345678901234567890123"},
+        {"code": "010", "count": None, "share": 2.0, "mixed": "x", "id": "1"},
     ]
 
 
@@ -93,14 +93,14 @@ def test_keys_of_all_json_rows_become_columns_and_dates_stay_text(tmp_path):
     }
 
 
-def test_long_files_keep_their_order_and_widen_their_types(tmp_path):
+def test_long_files_keep_the_row_order_and_widen_column_types(tmp_path):
     rows = [{"i": index, "x": index if index < 25_000 else index + 0.5} for index in range(45_000)]
     loaded = load_rows(str(_write_jsonl(tmp_path / "rows.jsonl", rows)))
     assert loaded["i"][:] == list(range(45_000))
     assert loaded[44_999] == {"i": 44_999, "x": 44_999.5}
 
 
-def test_changed_file_is_read_anew_and_no_cache_is_left_behind(tmp_path):
+def test_changed_file_is_reread_and_no_cache_is_left_behind(tmp_path):
     path = tmp_path / "rows.jsonl"
     home = tmp_path / "home"
     code = (
@@ -140,7 +140,7 @@ def test_changed_file_is_read_anew_and_no_cache_is_left_behind(tmp_path):
         ("bad.arrow", b"not arrow", ["neither an Arrow file nor an Arrow stream"]),
     ],
 )
-def test_bad_content_is_named_with_its_place(tmp_path, name, content, parts):
+def test_errors_locate_bad_content(tmp_path, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -163,7 +163,7 @@ def test_saved_dataset_folder_gives_its_train_split(tmp_path):
         load_rows(str(tmp_path / "single"))
 
 
-def test_folder_of_data_files_is_read_in_order_of_names(tmp_path):
+def test_files_of_a_folder_are_read_in_name_order(tmp_path):
     _write_jsonl(tmp_path / "b.jsonl", [{"n": 2}])
     _write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     (tmp_path / "README.md").write_text("about")
@@ -182,7 +182,7 @@ def test_folder_never_mixes_held_out_files_into_training(tmp_path):
         load_rows(str(tmp_path))
 
 
-def test_folder_gives_the_split_that_is_asked_for(tmp_path):
+def test_folder_gives_the_requested_split(tmp_path):
     for number, name in enumerate(("extra", "train-0", "train-1", "TEST_a", "val.part", "test_prefs")):
         _write_jsonl(tmp_path / f"{name}.jsonl", [{"n": number}])
 
@@ -200,7 +200,7 @@ def test_folder_gives_the_split_that_is_asked_for(tmp_path):
         rows("validation")
 
 
-def test_folder_whose_files_name_no_split_is_one_data_set(tmp_path):
+def test_folder_without_split_names_is_one_data_set(tmp_path):
     for number in (1, 2):
         _write_jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
     assert load_rows(str(tmp_path), split="test")["n"][:] == load_rows(str(tmp_path))["n"][:] == [1, 2]

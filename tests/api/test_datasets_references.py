@@ -1,4 +1,4 @@
-"""What a data reference means: a path is never a download, and a failed download is one clear message."""
+"""Data references: a path is never downloaded, and a failed download gives one clear message."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def test_malformed_hub_reference_is_refused(reference):
         load_rows(reference)
 
 
-def test_hub_that_cannot_be_reached_is_a_usage_error_without_waiting(tmp_path):
+def test_unreachable_hub_is_an_immediate_usage_error(tmp_path):
     code = (
         "from areno.api.datasets import load_rows\nfrom areno.errors import UsageError\n"
         "try: load_rows('no-such-owner/no-such-data:main')\nexcept UsageError as error: print(error)"
@@ -68,9 +68,12 @@ def test_configuration_and_split_are_chosen_by_name(repository):
     assert list(_load_from_hub("x", repository, "socratic", "test")) == [{"where": "socratic test"}]
 
 
-@pytest.mark.parametrize(("config", "split"), [("nonsense", "train"), ("main", "nonsense")])
-def test_unknown_configuration_or_split_is_a_usage_error(repository, config, split):
-    with pytest.raises(UsageError, match="nonsense"):
+@pytest.mark.parametrize(
+    ("config", "split", "message"),
+    [("nonsense", "train", "BuilderConfig 'nonsense' not found"), ("main", "nonsense", 'Unknown split "nonsense"')],
+)
+def test_unknown_configuration_or_split_is_a_usage_error(repository, config, split, message):
+    with pytest.raises(UsageError, match=message):
         _load_from_hub(f"x:{config}:{split}", repository, config, split)
 
 
@@ -92,7 +95,7 @@ def test_loader_gets_the_path_and_the_three_loading_functions(tmp_path):
     assert load_training_dataset(_rows_file(tmp_path), loader) == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_loader_may_give_the_path_a_meaning_of_its_own():
+def test_loader_decides_what_the_path_means():
     assert load_training_dataset("any thing", lambda path, **_: ({"prompt": path},)) == ({"prompt": "any thing"},)
 
 

@@ -47,13 +47,13 @@ def _batches(rows, tokenizer, **options):
     return list(iter_prompt_batches(rows, tokenizer, **({"batch_size": 2, "max_prompt_tokens": 4} | options)))
 
 
-def _found(batches):
+def _row_numbers(batches):
     return [[item.solutions[0] for item in batch.items] for batch in batches]
 
 
-def test_batches_follow_the_rows_and_the_last_one_may_be_smaller(tokenizer):
+def test_batches_follow_the_row_order_and_the_last_one_may_be_smaller(tokenizer):
     batches = _batches(_rows(1, 2, 3, 4, 1), tokenizer)
-    assert _found(batches) == [[0, 1], [2, 3], [4]]
+    assert _row_numbers(batches) == [[0, 1], [2, 3], [4]]
     assert [batch.scanned for batch in batches] == [2, 2, 1]
     item = batches[0].items[1]
     assert (item.prompt, item.record) == ("w1 w1", {"prompt": "w1 w1", "solutions": [1]})
@@ -62,15 +62,15 @@ def test_batches_follow_the_rows_and_the_last_one_may_be_smaller(tokenizer):
 
 def test_long_prompts_are_skipped_and_counted(tokenizer):
     batches = _batches(_rows(9, 1, 9, 9, 1, 1, 9), tokenizer)
-    assert _found(batches) == [[1, 4], [5]]
+    assert _row_numbers(batches) == [[1, 4], [5]]
     assert [(batch.scanned, batch.skipped_long, batch.total_skipped_long) for batch in batches] == [
         (5, 3, 3),
         (2, 1, 4),
     ]
 
 
-def test_prompt_of_exactly_the_limit_is_kept(tokenizer):
-    assert _found(_batches(_rows(4, 5), tokenizer)) == [[0]]
+def test_prompt_exactly_at_the_limit_is_kept(tokenizer):
+    assert _row_numbers(_batches(_rows(4, 5), tokenizer)) == [[0]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,21 +83,21 @@ def test_resuming_at_the_scanned_position_gives_the_remaining_batches(tokenizer,
     for count, batch in enumerate(everything, 1):
         position += batch.scanned
         rest = _batches(rows, tokenizer, order=order, start=position)
-        assert _found(rest) == _found(everything[count:])
+        assert _row_numbers(rest) == _row_numbers(everything[count:])
     assert position == len(rows)
 
 
-def test_order_of_rows_is_the_given_one(tokenizer):
-    assert _found(_batches(_rows(1, 1, 1), tokenizer, order=[2, 0, 1])) == [[2, 0], [1]]
+def test_rows_follow_the_requested_order(tokenizer):
+    assert _row_numbers(_batches(_rows(1, 1, 1), tokenizer, order=[2, 0, 1])) == [[2, 0], [1]]
 
 
-def test_only_too_long_prompts_is_an_error_naming_the_option_and_the_shortest(tokenizer):
+def test_error_names_the_option_and_the_shortest_prompt_if_all_are_too_long(tokenizer):
     with pytest.raises(UsageError, match=r"all 2 prompts.*--max-prompt-tokens 4.*shortest has 7 tokens"):
         _batches(_rows(9, 7), tokenizer)
     assert _batches(_rows(1, 1, 9), tokenizer, start=2) == []
 
 
-def test_row_without_the_key_is_named(tokenizer):
+def test_error_names_a_row_without_the_key(tokenizer):
     rows = [*_rows(1), {"question": "x"}]
     with pytest.raises(DataError) as caught:
         _batches(rows, tokenizer, source="data/train.jsonl")
@@ -113,7 +113,7 @@ def test_null_prompt_counts_as_missing(tokenizer):
 
 
 @pytest.mark.parametrize("prompt", [7, [], ["text"], [{"content": "x"}], [{"role": "user"}], {"role": "user"}])
-def test_prompt_of_another_type_is_named(tokenizer, prompt):
+def test_error_names_a_prompt_of_the_wrong_type(tokenizer, prompt):
     with pytest.raises(DataError, match="row 1: `prompt` must be text or a list of messages"):
         _batches([{"prompt": prompt}], tokenizer)
 
@@ -134,7 +134,7 @@ def test_chat_messages_are_rendered_and_arrow_padding_is_removed(chat_tokenizer)
     assert batch.prompts == ["<s> user w1 <s> assistant", "<s> user w2 <s> assistant"]
 
 
-def test_messages_that_the_template_refuses_are_named_with_their_row(chat_tokenizer):
+def test_error_names_the_row_whose_messages_the_template_refuses(chat_tokenizer):
     rows = [{"prompt": "w1"}, {"prompt": [{"role": "bad", "content": "x"}]}]
     with pytest.raises(DataError, match=r"f\.jsonl, row 2: .*unknown role"):
         _batches(rows, chat_tokenizer, max_prompt_tokens=9, source="f.jsonl")
@@ -162,12 +162,12 @@ def test_supervised_sequence_is_prompt_response_and_eos(tokenizer):
     ],
 )
 def test_questions_and_conversations_are_supervised_rows_too(chat_tokenizer, row):
-    (found,), dropped = _sft([row], chat_tokenizer, max_prompt_tokens=9)
+    (sequence,), dropped = _sft([row], chat_tokenizer, max_prompt_tokens=9)
     (plain,), _ = _sft([{"prompt": "w1 w2", "response": "w3 w4"}], chat_tokenizer, max_prompt_tokens=9)
-    assert (found.tokens, found.prompt_mask, dropped) == (plain.tokens, plain.prompt_mask, 0)
+    assert (sequence.tokens, sequence.prompt_mask, dropped) == (plain.tokens, plain.prompt_mask, 0)
 
 
-def test_rows_without_an_answer_name_the_setting_of_a_loader(tokenizer):
+def test_errors_about_rows_without_an_answer_name_the_loader_setting(tokenizer):
     rows = [{"messages": [{"role": "user", "content": "w1"}]}]
     with pytest.raises(DataError, match=r"must contain `prompt`; it has messages\. Use train_dataset\.dataset_kwargs"):
         _sft(rows, tokenizer, loader="train_dataset.dataset_kwargs.loader")
@@ -211,7 +211,7 @@ def test_unusable_supervised_rows_are_dropped_and_counted(tokenizer):
         ({"prompt": "w1", "response": 5}, "must be text"),
     ],
 )
-def test_bad_supervised_row_is_named(tokenizer, row, text):
+def test_error_names_a_bad_supervised_row(tokenizer, row, text):
     with pytest.raises(DataError, match=rf"f\.csv, row 2: .*{text}"):
         _sft([{"prompt": "w1", "response": "w2"}, row], tokenizer, source="f.csv")
 
@@ -270,7 +270,7 @@ def test_thousands_of_real_rows_are_tokenized_in_seconds(gsm8k, tiny_checkpoint,
         ("pair", {"prompt": "x", "chosen": "y"}, "must contain `rejected`"),
     ],
 )
-def test_what_the_first_row_lacks_is_told_without_a_tokenizer(needs, row, missing):
+def test_missing_keys_of_the_first_row_are_reported_without_a_tokenizer(needs, row, missing):
     problem = row_problem(needs, row, "data.jsonl")
     assert missing in problem
     assert bool(problem) == bool(missing)

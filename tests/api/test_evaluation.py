@@ -1,4 +1,4 @@
-"""Evaluation: metrics against hand-made rewards, pass@k against every subset, and no trace of it in training."""
+"""Evaluation: metrics against hand-written rewards, pass@k against every subset, and no effect on training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evaluate(trainer, rewards, rows=PROMPTS, **changes):
     return evaluate_prompts(trainer, rows, rewards, **options)
 
 
-def nothing(records, token_rows):
+def zero_rewards(records, token_rows):
     return [0.0] * len(records)
 
 
@@ -51,7 +51,7 @@ def nothing(records, token_rows):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(n):
     for correct in range(n + 1):
         samples = [True] * correct + [False] * (n - correct)
         for k in range(1, n + 1):
@@ -66,7 +66,7 @@ def test_pass_at_k_of_many_samples_neither_overflows_nor_leaves_the_unit_interva
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_refuses_what_has_no_meaning(n, correct, k):
+def test_pass_at_k_refuses_invalid_arguments(n, correct, k):
     with pytest.raises(ValueError, match=f"n={n}, correct={correct}, k={k}"):
         pass_at_k(n, correct, k)
 
@@ -76,7 +76,7 @@ def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_samples():
 
 
 @pytest.mark.parametrize(
-    ("given", "greedy", "temperature"),
+    ("changes", "greedy", "temperature"),
     [
         ({}, True, 0.7),
         ({"eval_n_samples": 4}, False, 0.7),
@@ -86,9 +86,9 @@ def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_samples():
         ({"greedy": True, "eval_temperature": 0.2}, False, 0.2),
     ],
 )
-def test_one_sample_is_greedy_and_several_are_drawn_unless_a_temperature_is_given(given, greedy, temperature):
+def test_one_sample_is_greedy_unless_a_temperature_is_set_and_several_are_random(changes, greedy, temperature):
     options = TrainOptions(temperature=0.7, top_k=9, top_p=0.8, max_new_tokens=11, stop=("x",), stop_token_ids=(4,))
-    sampling = evaluation_sampling(replace(options, **given))
+    sampling = evaluation_sampling(replace(options, **changes))
     assert (sampling.greedy, sampling.temperature) == (greedy, temperature)
     assert (sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (9, 0.8, 11)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (["x"], [4], False)
@@ -97,8 +97,8 @@ def test_one_sample_is_greedy_and_several_are_drawn_unless_a_temperature_is_give
 # -- metrics of prompts ------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_those_of_the_rewards_written_by_hand(trainer):
-    # Per prompt: rewards of its three samples; None failed.
+def test_metrics_match_hand_written_rewards(trainer):
+    # Per prompt, the rewards of its three samples; None: the reward failed.
     table = [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0], [2.0, None, 0.5], [None, None, 0.25], [0.0, 0.0, 3.0], [1.0, 1.0, 1.0]]
     answers = []
 
@@ -107,12 +107,12 @@ def test_metrics_are_those_of_the_rewards_written_by_hand(trainer):
         return [table[r.metadata["prompt_index"]][r.metadata["sample_index"]] for r in records]
 
     metrics = evaluate(trainer, rewards)
-    given = [reward for row in table for reward in row if reward is not None]
-    mean = sum(given) / len(given)
+    valid = [reward for row in table for reward in row if reward is not None]
+    mean = sum(valid) / len(valid)
     assert metrics["rewards_mean"] == pytest.approx(mean)
-    assert metrics["rewards_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in given) / len(given)))
+    assert metrics["rewards_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in valid) / len(valid)))
     assert metrics["accuracy"] == pytest.approx(8 / 15)
-    # By hand: of each prompt the chance that one, two or three drawn samples hold a reward above 0.
+    # By hand: per prompt, the probability that at least one of k drawn samples has a reward above 0.
     assert metrics["pass@1"] == pytest.approx((1 / 3 + 0 + 1 + 1 + 1 / 3 + 1) / 6)
     assert metrics["pass@2"] == pytest.approx((2 / 3 + 0 + 1 + 2 / 3 + 1) / 5)
     assert metrics["pass@3"] == pytest.approx((1 + 0 + 1 + 1) / 4)
@@ -125,7 +125,7 @@ def test_metrics_are_those_of_the_rewards_written_by_hand(trainer):
     assert metrics["eval_time_s"] > 0
 
 
-def test_rewards_see_the_record_and_all_tokens_of_each_answer(trainer):
+def test_reward_functions_see_the_record_and_all_tokens_of_each_answer(trainer):
     seen = []
 
     def rewards(records, token_rows):
@@ -146,7 +146,7 @@ def test_rewards_see_the_record_and_all_tokens_of_each_answer(trainer):
         assert record.completion == tokenizer.decode(record.tokens, skip_special_tokens=True)
 
 
-def test_the_means_of_a_rewards_parts_are_reported(trainer):
+def test_the_means_of_reward_parts_are_reported(trainer):
     def in_parts(record):
         return {"length": len(record.tokens), "first": record.metadata["sample_index"] == 0}
 
@@ -163,29 +163,29 @@ def answers_of(trainer, rows=PROMPTS, **changes):
     def keep(records, rewards):
         texts.update({(r.prompt, r.metadata["sample_index"]): r.completion for r in records})
 
-    evaluate(trainer, nothing, rows, on_scored=keep, **changes)
+    evaluate(trainer, zero_rewards, rows, on_scored=keep, **changes)
     return texts
 
 
-def test_answers_depend_on_the_seed_and_the_prompt_and_not_on_the_pieces_they_are_made_in(trainer):
+def test_answers_depend_on_seed_and_prompt_but_not_on_chunking(trainer):
     whole = answers_of(trainer)
     assert answers_of(trainer, max_running=1) == whole
     assert answers_of(trainer, seed=6) != whole
-    assert len(set(whole.values())) > 12  # samples of a prompt, and prompts, differ
+    assert len(set(whole.values())) > 12  # answers differ between samples and prompts
 
 
-def test_long_data_is_scored_in_pieces(trainer):
+def test_long_data_is_scored_in_chunks(trainer):
     sizes = []
     evaluate(trainer, lambda records, _: sizes.append(len(records)) or [0.0] * len(records), max_running=2, n_samples=4)
     assert sizes == [8, 8, 8]
 
 
-def test_prompts_that_are_too_long_are_passed_over_and_counted(trainer):
+def test_too_long_prompts_are_skipped_and_counted(trainer):
     rows = [PROMPTS[0], {"prompt": "long " * 60}, PROMPTS[1], {"prompt": "long " * 70}]
-    metrics = evaluate(trainer, nothing, rows)
+    metrics = evaluate(trainer, zero_rewards, rows)
     assert (metrics["num_prompts"], metrics["skipped_long"]) == (2, 2)
     with pytest.raises(UsageError, match=r"held\.jsonl: all 2 prompts are longer than --max-prompt-tokens 64"):
-        evaluate(trainer, nothing, [rows[1], rows[3]], source="held.jsonl")
+        evaluate(trainer, zero_rewards, [rows[1], rows[3]], source="held.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -196,19 +196,19 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(trainer):
         (lambda records, _: [math.nan] * len(records), "returned nan; return a finite number"),
     ],
 )
-def test_rewards_that_mean_nothing_are_an_error(trainer, rewards, message):
+def test_invalid_rewards_are_an_error(trainer, rewards, message):
     with pytest.raises(RewardError, match=message):
         evaluate(trainer, rewards)
 
 
 @pytest.mark.parametrize("changes", [{"rows": []}, {"n_samples": 0}, {"max_running": 0}])
-def test_an_evaluation_of_nothing_is_refused(trainer, changes):
+def test_an_empty_evaluation_is_refused(trainer, changes):
     with pytest.raises(ValueError, match="at least one row, one sample per prompt and one running answer"):
-        evaluate(trainer, nothing, **changes)
+        evaluate(trainer, zero_rewards, **changes)
 
 
-def test_a_training_step_does_not_count_the_generation_of_an_evaluation(trainer):
-    evaluate(trainer, nothing)
+def test_generation_of_an_evaluation_does_not_count_in_a_training_steps_times(trainer):
+    evaluate(trainer, zero_rewards)
     row = TrainSequence(prompt_mask=[True, False], tokens=[5, 6], logprobs=[0.0, -1.0], advantages=[0.0, 0.0])
     stats = trainer.train([row], sft_loss_fn, 1)
     assert stats["step_rollout_time_s"] == 0.0
@@ -219,7 +219,7 @@ def test_a_training_step_does_not_count_the_generation_of_an_evaluation(trainer)
 
 
 def train(algo, checkpoint, folder, *further, held_out=7):
-    """A tiny run in this process with held-out rows; returns its directory."""
+    """Run a tiny training with held-out rows in this process; return its directory."""
     task = write_task(folder / "task")
     rows = [
         {"prompt": f"What is {a} plus {a}?", "response": f"The answer is {2 * a}.", "solutions": [str(2 * a)]}
@@ -238,7 +238,7 @@ def records(run):
 
 
 def evaluations(run):
-    """Lines of evaluations by completed steps."""
+    """Evaluation records by number of completed steps."""
     return {record["step"]: record for record in records(run) if any(name.startswith("eval/") for name in record)}
 
 
@@ -247,13 +247,13 @@ def steps(run):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(before, tmp_path, tiny_checkpoint):
+def test_a_run_is_evaluated_before_training_at_every_interval_and_at_the_end(before, tmp_path, tiny_checkpoint):
     flag = "--eval-before-train" if before else "--no-eval-before-train"
     run = train("sft", tiny_checkpoint, tmp_path, "--eval-interval", 2, "--max-steps", 5, flag)
     wanted = [0, 2, 4, 5] if before else [2, 4, 5]
     assert list(evaluations(run)) == wanted
     assert [record["step"] for record in steps(run)] == list(range(5))
-    # An evaluation after n steps stands between the lines of step n - 1 and step n.
+    # An evaluation after n steps is recorded between steps n - 1 and n.
     assert [record["step"] for record in records(run)] == sorted([*range(5), *wanted])
     log = (run / "log.txt").read_text()
     assert "device=cpu dtype=float32 world_size=1 tp_size=1 dp_size=1\n" in log
@@ -262,7 +262,7 @@ def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(be
     for step, text in logged:
         line = {f"eval/{name}": value for name, value in ast.literal_eval(text).items()}
         recorded = {k: v for k, v in evaluations(run)[int(step)].items() if k.startswith("eval/")}
-        assert line == {k: float(f"{v:.6g}") for k, v in recorded.items()}, "six digits; metrics.jsonl has all"
+        assert line == {k: float(f"{v:.6g}") for k, v in recorded.items()}, "the log has six digits, metrics.jsonl all"
     events = EventAccumulator(str(run / "events"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("eval/loss")] == wanted
@@ -283,7 +283,7 @@ def test_the_summary_has_the_last_and_the_best_evaluation_and_the_last_training_
 
 
 @pytest.mark.parametrize("algo", ["sft", "grpo"])
-def test_evaluation_changes_nothing_of_the_training(algo, tmp_path, tiny_checkpoint):
+def test_evaluation_does_not_affect_training(algo, tmp_path, tiny_checkpoint):
     samples = ["--eval-n-samples", 3, "--eval-temperature", 0.8] if algo == "grpo" else []
     common = ["--max-steps", 4]
     with_it = train(algo, tiny_checkpoint, tmp_path / "a", "--eval-interval", 1, *common, *samples)
@@ -296,7 +296,7 @@ def test_evaluation_changes_nothing_of_the_training(algo, tmp_path, tiny_checkpo
 
 
 def negative_log_likelihood(folder, rows):
-    """Sum over response tokens with their end, and how many there are; plain transformers in float64."""
+    """Sum over the response tokens including EOS, and their number; plain transformers in float64."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     total = count = 0
@@ -313,7 +313,7 @@ def negative_log_likelihood(folder, rows):
 
 
 @pytest.mark.parametrize("mini_bs", [1, 3, 64])
-def test_the_held_out_loss_of_sft_is_that_of_transformers(mini_bs, tmp_path, tiny_checkpoint):
+def test_the_held_out_loss_of_sft_equals_that_of_transformers(mini_bs, tmp_path, tiny_checkpoint):
     run = train("sft", tiny_checkpoint, tmp_path, "--max-steps", 2, "--mini-bs", mini_bs, "--eval-max-rows", 5)
     rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()][:5]
     for step, folder in ((0, tiny_checkpoint), (2, run / "checkpoints" / "step_000002")):
@@ -324,8 +324,8 @@ def test_the_held_out_loss_of_sft_is_that_of_transformers(mini_bs, tmp_path, tin
         assert (line["eval/num_sequences"], line["eval/target_tokens"]) == (5, count)
 
 
-def test_the_best_checkpoint_is_kept_while_older_ones_go(tmp_path, tiny_checkpoint):
-    # So high a rate lowers the held-out loss to 3.9 by step 2, and then throws the model off to 4.5.
+def test_the_best_checkpoint_is_kept_while_older_ones_are_deleted(tmp_path, tiny_checkpoint):
+    # This high learning rate lowers the held-out loss to 3.9 by step 2, and then raises it to 4.5.
     further = ["--max-steps", 4, "--eval-interval", 1, "--keep-best", "--keep-checkpoints", 1, "--save-interval", 3]
     run = train("sft", tiny_checkpoint, tmp_path, *further, "--lr", 0.1, "--lr-decay-style", "constant")
     losses = {step: line["eval/loss"] for step, line in evaluations(run).items()}
@@ -341,19 +341,19 @@ def test_the_best_checkpoint_is_kept_while_older_ones_go(tmp_path, tiny_checkpoi
     assert total / count == pytest.approx(losses[best], abs=1e-4)
 
 
-def test_where_no_evaluation_beats_the_start_there_is_no_best_checkpoint(tmp_path, tiny_checkpoint):
+def test_no_best_checkpoint_is_saved_if_no_evaluation_beats_the_start(tmp_path, tiny_checkpoint):
     run = train("sft", tiny_checkpoint, tmp_path, "--max-steps", 2, "--lr", 10, "--keep-best", "--eval-interval", 1)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
     best = json.loads((run / "summary.json").read_text())["best_evaluation"]
     assert (best["step"], best["checkpoint"]) == (0, str(tiny_checkpoint))
 
 
-def test_evaluating_on_the_training_data_is_warned_about(tmp_path, tiny_checkpoint, capsys):
+def test_evaluating_on_the_training_data_warns(tmp_path, tiny_checkpoint, capsys):
     train("sft", tiny_checkpoint, tmp_path, "--max-steps", 1, "--eval-dataset-path", tmp_path / "task" / "data.jsonl")
     assert "the evaluation uses training rows" in capsys.readouterr().err
 
 
-def test_held_out_rows_have_a_loader_of_their_own(tmp_path, tiny_checkpoint):
+def test_held_out_rows_can_have_their_own_loader(tmp_path, tiny_checkpoint):
     loader = tmp_path / "own.py"
     loader.write_text(
         "def held_out(path, *, default_loader, **_):\n"
@@ -363,7 +363,7 @@ def test_held_out_rows_have_a_loader_of_their_own(tmp_path, tiny_checkpoint):
     assert evaluations(run)[0]["eval/num_sequences"] == 1
 
 
-def test_wrong_held_out_rows_are_named_with_their_option_and_before_the_first_step(tmp_path, tiny_checkpoint, capsys):
+def test_errors_in_held_out_data_are_reported_before_the_first_step(tmp_path, tiny_checkpoint, capsys):
     task = write_task(tmp_path / "task")
     run = tmp_path / "run"
     (tmp_path / "held.jsonl").write_text('{"question": "1+1?"}\n')
@@ -387,7 +387,7 @@ with setup_logging(None), create_progress() as progress:
 """
 
 
-def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step():
+def test_the_live_display_shows_the_last_evaluation_below_the_step_metrics():
     text, code = run_on_terminal(LIVE)
     shown = [line.split() for line in Screen().feed(text).lines if line.strip()]
     assert code == 0
@@ -395,7 +395,7 @@ def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step(
     assert " ".join(shown[-1]) == "eval accuracy 0.5 after 1 steps"
 
 
-# -- what a trainer of the user's own may do wrong ---------------------------------------------------------------------
+# -- mistakes of custom trainers ---------------------------------------------------------------------------------------
 
 OWN = """
 import random
@@ -430,14 +430,14 @@ def own(tmp_path):
     return file
 
 
-def test_the_first_best_value_stays_the_best_and_nan_never_is(own, tmp_path, tiny_checkpoint):
+def test_the_first_of_equal_best_values_stays_the_best_and_nan_never_is(own, tmp_path, tiny_checkpoint):
     further = ["--max-steps", 4, "--eval-interval", 1, "--keep-best"]
     run = train("sft", tiny_checkpoint, tmp_path, *further, "--algo", f"{own}:SCRIPTED")
     assert [line["eval/score"] for line in evaluations(run).values()] == ["NaN", 1.0, 3.0, 3.0, 2.0]
     assert CheckpointFolder(run / "checkpoints").best_step() == 2
 
 
-def test_held_out_rows_and_their_evaluation_may_draw_random_numbers(own, tmp_path, tiny_checkpoint):
+def test_random_draws_for_held_out_rows_do_not_change_the_random_state(own, tmp_path, tiny_checkpoint):
     loader = tmp_path / "drawing.py"
     loader.write_text("import random\n" + LOADER.replace("    return", "    random.random()\n    return"))
     before = capture_rng()
@@ -460,7 +460,7 @@ def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_c
     assert message in capsys.readouterr().err
 
 
-def test_held_out_rows_are_those_of_the_test_split(tmp_path, caplog):
+def test_held_out_rows_come_from_the_test_split(tmp_path, caplog):
     write = {"train": [{"prompt": "a"}] * 3, "test": [{"prompt": "b"}] * 2}
     for split, rows in write.items():
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))

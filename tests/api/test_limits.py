@@ -1,4 +1,4 @@
-"""What a model can read: generation is cut, long data rows are passed over, and the SDK refuses the rest."""
+"""Context limits: generation is truncated, long data rows are skipped, and the SDK refuses the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 32
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """A checkpoint with learned positions, which end."""
+    """A checkpoint with learned positions, which limit its context."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("short") / "gpt2", "gpt2", n_positions=CONTEXT)
 
 
@@ -43,7 +43,7 @@ def row(tokens):
     return TrainSequence([True] + [False] * (len(tokens) - 1), tokens)
 
 
-# -- how long a context is ---------------------------------------------------------------------------------------------
+# -- the length of a context -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,20 @@ def row(tokens):
             ),
             131072,
         ),
-        # gpt-oss: YaRN, and the stated length is extended already.
+        # gpt-oss: YaRN, and the stated length is already the extended one.
         (tf.GptOssConfig(), 131072),
         (tf.LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_type": "linear", "factor": 4.0}), 16384),
         (tf.LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_type": "dynamic", "factor": 4.0}), 4096),
     ],
 )
-def test_the_context_of_a_model_is_what_its_configuration_means(config, expected):
+def test_the_context_length_follows_the_models_configuration(config, expected):
     assert context_length(config) == expected
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def test_generation_ends_by_length_where_the_context_ends(trainer):
+def test_generation_stops_at_the_context_limit(trainer):
     sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
     with session(trainer, sampling):
         results = trainer.rollout_token_batch([list(range(5, 15)), [7]], 2, sampling)
@@ -96,15 +96,15 @@ def test_generation_ends_by_length_where_the_context_ends(trainer):
     assert {s.finish_reason for result in results for s in result.sequences} == {"length"}
 
 
-def test_the_smaller_of_the_callers_context_and_the_models_holds(trainer):
-    for limit, said in ((20, 10), (1000, 22)):
+def test_the_smaller_of_the_callers_and_the_models_context_applies(trainer):
+    for limit, length in ((20, 10), (1000, 22)):
         sampling = SamplingParams(max_new_tokens=100, min_new_tokens=30, ignore_eos=True, max_context_len=limit)
         with session(trainer, sampling):
             [result] = trainer.rollout_token_batch([list(range(5, 15))], 1, sampling)
-        assert len(result.sequences[0].resp_tokens) == said
+        assert len(result.sequences[0].resp_tokens) == length
 
 
-def test_a_prompt_that_fills_the_context_is_refused_by_its_number(trainer):
+def test_a_prompt_that_fills_the_context_is_refused_with_its_index(trainer):
     sampling = SamplingParams(max_new_tokens=4)
     with session(trainer, sampling):
         with pytest.raises(UsageError, match=r"prompt 1 has 32 tokens.* in a context of 32"):
@@ -113,8 +113,8 @@ def test_a_prompt_that_fills_the_context_is_refused_by_its_number(trainer):
             trainer.rollout_token_batch([[5] * 9], 1, SamplingParams(max_new_tokens=4, max_context_len=9))
 
 
-def test_the_engine_itself_refuses_what_would_end_generation_for_all(trainer):
-    """Requests of servers and experiments do not come through the trainer."""
+def test_the_engine_refuses_requests_that_would_end_generation_for_all(trainer):
+    """Requests of servers and experiments bypass the trainer and its checks."""
     few, engine = SamplingParams(max_new_tokens=2), trainer.backend
     vocabulary = engine.vocab_size
     for request, message in (
@@ -146,7 +146,7 @@ def test_rows_beyond_the_context_are_neither_scored_nor_trained_on(trainer):
         trainer.score_logprobs("actor", [[5, unknown]])
 
 
-def test_a_role_with_a_shorter_context_says_which_it_is(tmp_path):
+def test_errors_name_the_role_with_the_shorter_context(tmp_path):
     long = save_tiny_checkpoint(tmp_path / "long")
     critic = save_tiny_checkpoint(tmp_path / "short", max_position_embeddings=16)
     with Trainer(1, str(long)) as trainer:
@@ -161,7 +161,7 @@ def tokenizer():
     return bpe_tokenizer(["What is 1 plus 2? The answer is 3."] * 20)
 
 
-def test_supervised_rows_beyond_the_context_are_passed_over_and_counted(tokenizer):
+def test_supervised_rows_beyond_the_context_are_skipped_and_counted(tokenizer):
     data = [{"prompt": "What is 1 plus 2?", "response": "The answer is 3. " * n} for n in (1, 9, 1)]
     limits = {"max_prompt_tokens": 1000, "max_new_tokens": 1000, "eos_token_ids": frozenset([tokenizer.eos_token_id])}
     everything, none = build_sft_rows(data, tokenizer, RowBounds(**limits))
@@ -172,7 +172,7 @@ def test_supervised_rows_beyond_the_context_are_passed_over_and_counted(tokenize
         build_sft_rows(data, tokenizer, RowBounds(**limits, context_limit=4))
 
 
-def test_pairs_beyond_the_context_are_passed_over_and_counted(tokenizer):
+def test_pairs_beyond_the_context_are_skipped_and_counted(tokenizer):
     data = [{"prompt": "What is 1 plus 2?", "chosen": "3", "rejected": "4" * n} for n in (1, 90)]
     limits = {"max_prompt_tokens": 1000, "max_new_tokens": 1000, "eos_token_ids": frozenset([tokenizer.eos_token_id])}
     assert len(build_preference_rows(data, tokenizer, RowBounds(**limits))[0]) == 2
@@ -180,7 +180,7 @@ def test_pairs_beyond_the_context_are_passed_over_and_counted(tokenizer):
     assert (len(pairs), dropped) == (1, 1)
 
 
-def test_prompts_that_leave_no_room_are_skipped_and_counted(tokenizer):
+def test_prompts_that_leave_no_room_for_an_answer_are_skipped_and_counted(tokenizer):
     data = [{"prompt": "What is 1 plus 2? " * n} for n in (1, 20, 1)]
     [batch] = iter_prompt_batches(data, tokenizer, batch_size=8, max_prompt_tokens=1000, context_limit=60)
     assert (len(batch.items), batch.skipped_long) == (2, 1)
@@ -191,8 +191,8 @@ def test_prompts_that_leave_no_room_are_skipped_and_counted(tokenizer):
 # -- whole steps -------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_of_training_goes_on_within_the_context(short, tmp_path, caplog):
-    """Prompts that leave no room are skipped, the others answered as far as the model can count."""
+def test_a_training_step_stays_within_the_context(short, tmp_path, caplog):
+    """Prompts that leave no room for an answer are skipped; other answers end at the context limit."""
     rows = [{"prompt": "What is 3 plus 4? " * (1 + 9 * (n % 2))} for n in range(8)]
     with open_loop("gspo", short, tmp_path, rows=rows, max_new_tokens=100, ignore_eos=True) as loop:
         with caplog.at_level("INFO", logger="areno"):
@@ -204,7 +204,7 @@ def test_a_step_of_training_goes_on_within_the_context(short, tmp_path, caplog):
     assert "skipped 4 prompts longer than 31 tokens" in caplog.text
 
 
-def test_the_option_bounds_prompt_rollouts_as_well(tiny_checkpoint, tmp_path):
+def test_max_context_len_also_limits_prompt_rollouts(tiny_checkpoint, tmp_path):
     with open_loop("grpo", tiny_checkpoint, tmp_path, max_new_tokens=50, max_context_len=24, ignore_eos=True) as loop:
         assert {len(row.tokens) for row in step(loop).rows} == {24}
 
@@ -224,7 +224,7 @@ def with_vocabulary(folder, vocabulary, **more):
     return len(tokenizer)
 
 
-def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_at_load(tmp_path):
     size = with_vocabulary(tmp_path, -3)
     message = (
         rf"has 3 token ids for which the model has no embedding: .* is id {size - 3}, but the model has {size - 3} rows"
@@ -238,13 +238,13 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path)
 
 
 @pytest.mark.parametrize("more", [0, 27])
-def test_a_model_with_rows_to_spare_is_fine(tmp_path, more):
+def test_a_model_may_have_spare_embedding_rows(tmp_path, more):
     with_vocabulary(tmp_path, more)
     assert checked(tmp_path) == 4096
 
 
-def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
-    """Checkpoints of Llama 2 with a padding token that was added to the tokenizer alone are common."""
+def test_unused_special_tokens_may_exceed_the_embedding_table(tmp_path):
+    """Llama 2 checkpoints with a padding token that only the tokenizer has are common."""
     with_vocabulary(tmp_path, 0)
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["<|turn|>"]})
@@ -256,7 +256,7 @@ def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
         checked(tmp_path)
 
 
-def test_checking_reads_no_weights(tmp_path):
+def test_the_check_reads_no_weights(tmp_path):
     with_vocabulary(tmp_path, 0)
     (tmp_path / "model.safetensors").unlink()
     assert checked(tmp_path) == 4096

@@ -1,4 +1,4 @@
-"""The policy loss in ``areno train``: what its knobs ask of the rows is scored before the update."""
+"""The policy loss in ``areno train``: log-probs that its options need are scored before the update."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def test_rows_of_the_decoupled_loss_are_scored_before_the_update(tmp_path, tiny_
     arguments = task_arguments("dapo", tiny_checkpoint, write_task(tmp_path / "task", rows=6), tmp_path / "run")
     assert main([*map(str, arguments), "--max-steps", "1", *knobs]) == 0
     (record,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert record["train/behave_imp_weight/avg"] == pytest.approx(1, abs=1e-5)  # nothing has moved since the rollout
-    assert 0 < record["train/m2_filtered_fraction"] < 1  # but for rounding, which this bound sees
+    assert record["train/behave_imp_weight/avg"] == pytest.approx(1, abs=1e-5)  # same weights as in the rollout
+    assert 0 < record["train/m2_filtered_fraction"] < 1  # the threshold is below rounding errors
     assert record["train/grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""What a policy step is made of: passes over the samples, advantages, the reference, reward models."""
+"""The parts of a policy step: passes over the samples, advantages, the reference, reward models."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def plan(groups=GROUPS, passes=1, minibatches=1, seed=0, step=0):
     return plan_passes(groups, passes=passes, minibatches=minibatches, seed=seed, step=step)
 
 
-def test_one_pass_in_one_minibatch_keeps_the_rows_as_they_are():
+def test_one_pass_with_one_minibatch_keeps_the_row_order():
     assert plan() == [list(range(32))]
 
 
-def test_each_pass_sees_every_row_once_and_never_parts_the_rows_of_a_prompt():
+def test_each_pass_sees_every_row_once_and_never_splits_the_rows_of_a_prompt():
     calls = plan(passes=3, minibatches=4)
     assert len(calls) == 12
     for first in (0, 4, 8):
@@ -40,7 +40,7 @@ def test_each_pass_sees_every_row_once_and_never_parts_the_rows_of_a_prompt():
             assert [GROUPS[row] for row in call[::4]] == [GROUPS[row] for row in call[3::4]]
 
 
-def test_the_order_is_new_in_each_pass_and_step_and_fixed_by_the_seed():
+def test_the_order_differs_between_passes_and_steps_and_is_fixed_by_the_seed():
     one = plan(passes=2, minibatches=2)
     assert one == plan(passes=2, minibatches=2)
     assert one[:2] != one[2:]
@@ -55,19 +55,19 @@ def test_minibatches_are_as_equal_as_whole_prompts_allow():
     for seed in range(20):
         calls = plan(groups, minibatches=3, seed=seed)
         assert sorted(row for call in calls for row in call) == list(range(12))
-        # A prompt of 4 rows that lies on the border of a third moves it by half of them at most.
+        # A prompt of 4 rows that straddles a minibatch boundary moves it by at most half of its rows.
         assert abs(len(calls[0]) - 4) <= 2
         assert abs(len(calls[2]) - 4) <= 2
         assert {groups[row] for row in calls[0]}.isdisjoint({groups[row] for row in calls[1] + calls[2]})
 
 
-def test_more_minibatches_than_prompts_make_one_each():
+def test_there_is_at_most_one_minibatch_per_prompt():
     calls = plan([5, 5, 7, 7, 7, 9], minibatches=8)
     assert sorted(map(sorted, calls)) == [[0, 1], [2, 3, 4], [5]]
     assert plan([3, 3, 3], minibatches=8) == [[0, 1, 2]]
 
 
-def test_the_first_pass_takes_rows_as_they_come_where_they_are_in_a_random_order_already():
+def test_the_first_pass_keeps_the_order_of_already_shuffled_rows():
     def by_rows(passes):
         return plan_passes(range(10), passes=passes, minibatches=4, seed=0, step=0, order="rows")
 
@@ -77,7 +77,7 @@ def test_the_first_pass_takes_rows_as_they_come_where_they_are_in_a_random_order
     assert by_rows(2)[4:] != by_rows(1)
 
 
-def test_statistics_of_several_calls_become_one_set():
+def test_statistics_of_several_calls_are_merged():
     first = {"loss": 1.0, "logp_diff_mean": 0.25, "step_rollout_time_s": 2.0, "clip_fraction": 0.0, "lr": 2e-3}
     second = {
         "loss": 4.0,
@@ -102,7 +102,7 @@ def test_statistics_of_several_calls_become_one_set():
 
 
 def watch_calls(loop, name="train"):
-    """Record what a step hands to the SDK's train calls, and what they return; the calls themselves are real."""
+    """Record arguments and results of a step's calls to the SDK; the calls still run."""
     calls, real = [], getattr(loop.instance, name)
 
     def recorded(*arguments, **keywords):
@@ -115,7 +115,7 @@ def watch_calls(loop, name="train"):
 
 
 @pytest.mark.parametrize("algo", ["gspo", "grpo"])
-def test_passes_are_the_same_as_explicit_train_calls(algo, tmp_path, tiny_checkpoint):
+def test_passes_equal_explicit_train_calls(algo, tmp_path, tiny_checkpoint):
     with open_loop(algo, tiny_checkpoint, tmp_path, update_epochs=2, update_minibatches=2) as loop:
         calls = watch_calls(loop)
         outcome = step(loop)
@@ -131,18 +131,18 @@ def test_passes_are_the_same_as_explicit_train_calls(algo, tmp_path, tiny_checkp
         assert equal(weights_of(trainer), trained)
 
 
-def test_the_ratio_is_one_in_the_first_call_and_clips_in_later_ones(tmp_path, tiny_checkpoint):
+def test_the_ratio_is_one_in_the_first_call_and_clipped_in_later_ones(tmp_path, tiny_checkpoint):
     with open_loop("grpo", tiny_checkpoint, tmp_path, update_epochs=3, grpo_clip_eps=0.01) as loop:
         calls = watch_calls(loop)
         stats = step(loop).stats
-    found = [stats for _, _, stats in calls]
-    assert abs(found[0]["ratio_mean"] - 1) < 1e-5
-    assert found[0]["ratio_std"] < 1e-5
-    assert found[0]["clip_fraction"] == 0
-    assert all(later["clip_fraction"] > 0 and later["ratio_std"] > 1e-3 for later in found[1:])
-    assert stats["clip_fraction"] == pytest.approx(sum(one["clip_fraction"] for one in found) / 3)
-    assert stats["logp_abs_diff_mean"] == found[0]["logp_abs_diff_mean"] < 1e-5
-    assert stats["step_train_time_s"] == pytest.approx(sum(one["step_train_time_s"] for one in found))
+    per_call = [stats for _, _, stats in calls]
+    assert abs(per_call[0]["ratio_mean"] - 1) < 1e-5
+    assert per_call[0]["ratio_std"] < 1e-5
+    assert per_call[0]["clip_fraction"] == 0
+    assert all(later["clip_fraction"] > 0 and later["ratio_std"] > 1e-3 for later in per_call[1:])
+    assert stats["clip_fraction"] == pytest.approx(sum(one["clip_fraction"] for one in per_call) / 3)
+    assert stats["logp_abs_diff_mean"] == per_call[0]["logp_abs_diff_mean"] < 1e-5
+    assert stats["step_train_time_s"] == pytest.approx(sum(one["step_train_time_s"] for one in per_call))
     assert stats["step_rollout_time_s"] > 0
 
 
@@ -169,7 +169,7 @@ def test_clip_options_change_the_weights_once_the_policy_has_moved(algo, option,
     assert not equal(*(trained(value, 3) for value in values))
 
 
-def test_more_minibatches_than_prompts_are_said_once(tmp_path, tiny_checkpoint, caplog):
+def test_more_minibatches_than_prompts_are_reported_once(tmp_path, tiny_checkpoint, caplog):
     logger = logging.getLogger("areno")
     logger.propagate, before = True, logger.propagate
     try:
@@ -183,11 +183,11 @@ def test_more_minibatches_than_prompts_are_said_once(tmp_path, tiny_checkpoint, 
     finally:
         logger.propagate = before
     assert [len(arguments[0]) for arguments, _, _ in calls] == [3, 3, 3, 3]
-    said = [record.getMessage() for record in caplog.records if "--update-minibatches 5" in record.getMessage()]
-    assert said == ["--update-minibatches 5 is more than the 2 prompts of step 0: using one minibatch per prompt"]
+    messages = [record.getMessage() for record in caplog.records if "--update-minibatches 5" in record.getMessage()]
+    assert messages == ["--update-minibatches 5 is more than the 2 prompts of step 0: using one minibatch per prompt"]
 
 
-def test_an_error_between_two_calls_of_a_step_saves_no_half_trained_weights(tmp_path, tiny_checkpoint):
+def test_an_error_between_two_calls_of_a_step_saves_no_partially_trained_weights(tmp_path, tiny_checkpoint):
     with open_loop("grpo", tiny_checkpoint, tmp_path, update_epochs=2) as loop:
         step(loop)
         real = loop.train
@@ -237,7 +237,7 @@ def test_empty_responses_are_dropped_and_counted(tmp_path, tiny_checkpoint):
             step(loop)
 
 
-def test_the_chosen_estimator_makes_the_advantages(tmp_path, tiny_checkpoint):
+def test_the_chosen_estimator_computes_the_advantages(tmp_path, tiny_checkpoint):
     with open_loop("grpo", tiny_checkpoint, tmp_path, advantage="rloo") as loop:
         rows = step(loop).rows
     assert len(rows) == 12
@@ -250,7 +250,7 @@ def test_the_chosen_estimator_makes_the_advantages(tmp_path, tiny_checkpoint):
     assert len({row.reward for row in rows}) > 3
 
 
-def test_an_estimator_of_ones_own_reads_rewards_and_prompts_of_the_whole_step(tmp_path, tiny_checkpoint):
+def test_a_custom_estimator_gets_rewards_and_groups_of_the_whole_step(tmp_path, tiny_checkpoint):
     (tmp_path / "own.py").write_text(
         "def by_rank(rewards, groups):\n"
         "    assert groups == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]\n"
@@ -272,7 +272,7 @@ def test_an_estimator_of_ones_own_reads_rewards_and_prompts_of_the_whole_step(tm
         ("return None", "TypeError"),
     ],
 )
-def test_an_estimator_that_cannot_be_used_is_named_with_the_remedy(body, message, tmp_path, tiny_checkpoint):
+def test_errors_of_a_custom_estimator_name_the_option_and_the_remedy(body, message, tmp_path, tiny_checkpoint):
     (tmp_path / "own.py").write_text(f"def advantage_fn(rewards, groups):\n    {body}\n")
     with open_loop("grpo", tiny_checkpoint, tmp_path, advantage=str(tmp_path / "own.py")) as loop:
         before = weights_of(loop.instance)
@@ -296,9 +296,7 @@ def transformers_logprobs(checkpoint, row, temperature):
 
 
 @pytest.mark.parametrize("algo", ["gspo", "grpo", "ppo"])
-def test_reference_log_probs_are_those_of_the_starting_policy_at_the_sampling_temperature(
-    algo, tmp_path, tiny_checkpoint
-):
+def test_reference_log_probs_are_of_the_initial_policy_at_the_sampling_temperature(algo, tmp_path, tiny_checkpoint):
     extra = {"critic_warmup_steps": 0, "kl_loss_coef": 0.5} if algo == "ppo" else {"kl_coef": 0.5}
     with open_loop(algo, tiny_checkpoint, tmp_path, temperature=0.6, **extra) as loop:
         first, second = step(loop), step(loop)
@@ -306,7 +304,7 @@ def test_reference_log_probs_are_those_of_the_starting_policy_at_the_sampling_te
         assert row.temperature == 0.6
         expected = transformers_logprobs(tiny_checkpoint, row, 0.6)
         assert torch.allclose(torch.tensor(row.ref_logprobs[1:]).double(), expected, atol=1e-4)
-    # Before its first update the policy is the reference; after it the policy has moved, the reference has not.
+    # Before the first update the policy equals the reference; after it only the policy has moved.
     assert abs(first.stats["kl_loss"]) < 1e-8
     assert second.stats["kl_loss"] > 1e-4
     assert first.stats["ref_logprob_forward_time_s"] > 0
@@ -315,7 +313,7 @@ def test_reference_log_probs_are_those_of_the_starting_policy_at_the_sampling_te
     assert second.stats["ref_logprob_min"] == min(scored)
 
 
-def test_a_reference_of_its_own_is_the_one_that_is_compared_with(tmp_path, tiny_checkpoint):
+def test_a_separate_reference_is_used_for_the_kl_terms(tmp_path, tiny_checkpoint):
     other = save_tiny_checkpoint(tmp_path / "other", seed=9, sharpen=2.0)
     weight = {"kl_coef": 0.1, "kl_reward_coef": 0.5, "kl_reward_type": "k2"}
     with open_loop("grpo", tiny_checkpoint, tmp_path / "run", ref_ckpt=str(other), **weight) as loop:
@@ -324,14 +322,14 @@ def test_a_reference_of_its_own_is_the_one_that_is_compared_with(tmp_path, tiny_
         expected = transformers_logprobs(other, row, 1.0)
         assert torch.allclose(torch.tensor(row.ref_logprobs[1:]).double(), expected, atol=1e-4)
     assert outcome.stats["kl_loss"] > 0.01
-    # In the reward, each token pays for itself; its advantage has what all later tokens of the answer pay as well.
+    # A token's reward includes its own KL penalty; its advantage sums those from this token to the end of the answer.
     plain = group_advantages([row.reward for row in outcome.rows], [row.group for row in outcome.rows])
     paid = []
     for row, wanted in zip(outcome.rows, plain, strict=True):
         gaps = zip(row.logprobs, row.ref_logprobs, row.prompt_mask, strict=True)
         kl = [-0.5 * (0.5 * (x - y) ** 2) for x, y, prompt in gaps if not prompt]
-        found = [a for a, prompt in zip(row.advantages, row.prompt_mask, strict=True) if not prompt]
-        assert found == pytest.approx([wanted + sum(kl[place:]) for place in range(len(kl))], abs=1e-6)
+        advantages = [a for a, prompt in zip(row.advantages, row.prompt_mask, strict=True) if not prompt]
+        assert advantages == pytest.approx([wanted + sum(kl[place:]) for place in range(len(kl))], abs=1e-6)
         paid.append(sum(kl))
     assert outcome.stats["kl_reward_min"] == pytest.approx(min(paid))
     assert outcome.stats["kl_reward_mean"] < -0.001
@@ -368,7 +366,7 @@ def test_a_reward_model_scores_prompt_and_response(algo, tmp_path, tiny_checkpoi
     assert stats["reward_score_time_s"] > 0
 
 
-def test_a_reward_model_whose_scores_are_not_finite_is_an_error(tmp_path, tiny_checkpoint):
+def test_non_finite_scores_of_a_reward_model_are_an_error(tmp_path, tiny_checkpoint):
     judge = save_classifier(tmp_path / "judge", tiny_checkpoint, head=math.inf)
     with open_loop("grpo", tiny_checkpoint, tmp_path / "run", reward=None, reward_ckpt=str(judge)) as loop:
         before = weights_of(loop.instance)

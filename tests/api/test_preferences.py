@@ -56,7 +56,7 @@ def chat(*turns):
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def test_answers_in_text_follow_the_prompt_and_end_with_eos(tokenizer):
+def test_text_answers_follow_the_prompt_and_end_with_eos(tokenizer):
     rows = [
         {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4 w5"},
         {"prompt": "w6", "chosen": "w7 </s>", "rejected": "w8 <stop>"},
@@ -84,8 +84,10 @@ def test_transcripts_are_conversations(chat_tokenizer):
         "chosen": chat(*asked, ("assistant", "w4 w5")),
         "rejected": chat(*asked, ("assistant", "w6")),
     }
-    found, expected = (build([row], chat_tokenizer, max_prompt_tokens=60)[0] for row in (TRANSCRIPTS, as_messages))
-    assert [(row.tokens, row.prompt_mask) for row in found[0]] == [(row.tokens, row.prompt_mask) for row in expected[0]]
+    actual, expected = (build([row], chat_tokenizer, max_prompt_tokens=60)[0] for row in (TRANSCRIPTS, as_messages))
+    assert [(row.tokens, row.prompt_mask) for row in actual[0]] == [
+        (row.tokens, row.prompt_mask) for row in expected[0]
+    ]
 
 
 def test_transcripts_without_a_template_stay_text(tokenizer):
@@ -95,7 +97,7 @@ def test_transcripts_without_a_template_stay_text(tokenizer):
     assert words(tokenizer, chosen)[0] == words(tokenizer, rejected)[0]
 
 
-def test_transcripts_that_are_no_answers_to_one_prompt_are_left_out(tokenizer, chat_tokenizer):
+def test_transcripts_that_do_not_answer_the_same_prompt_are_dropped(tokenizer, chat_tokenizer):
     unanswered = {"chosen": "\n\nHuman: w1\n\nAssistant: w2\n\nHuman: w3", "rejected": TRANSCRIPTS["rejected"]}
     empty = {"chosen": "\n\nHuman: w1\n\nAssistant: ", "rejected": "\n\nHuman: w1\n\nAssistant: w2"}
     assert build([TRANSCRIPTS, unanswered, empty], chat_tokenizer, max_prompt_tokens=60)[1] == 2
@@ -104,7 +106,7 @@ def test_transcripts_that_are_no_answers_to_one_prompt_are_left_out(tokenizer, c
     assert build([TRANSCRIPTS, unanswered, empty, other], tokenizer, max_prompt_tokens=60)[1] == 3
 
 
-def test_a_prompt_goes_through_the_chat_template_as_it_does_for_generation(chat_tokenizer):
+def test_prompts_are_rendered_by_the_chat_template_as_for_generation(chat_tokenizer):
     rows = [
         {"prompt": "w1", "chosen": "w2", "rejected": "w3"},
         {"prompt": chat(("user", "w1"), ("assistant", "w4"), ("user", "w5")), "chosen": "w2", "rejected": "w3"},
@@ -135,14 +137,14 @@ def test_a_prompt_goes_through_the_chat_template_as_it_does_for_generation(chat_
         },
     ],
 )
-def test_conversations_share_their_beginning_as_context(row, chat_tokenizer):
+def test_the_common_prefix_of_conversations_is_context(row, chat_tokenizer):
     pairs, _ = build([row], chat_tokenizer)
     chosen, rejected = pairs[0]
     assert words(chat_tokenizer, chosen) == ("<s> user w1 </s> <s> assistant", "w2 w3 </s>")
     assert words(chat_tokenizer, rejected) == ("<s> user w1 </s> <s> assistant", "w4 </s>")
 
 
-def test_what_two_answers_share_at_their_beginning_is_context_too(chat_tokenizer):
+def test_the_common_prefix_of_two_answers_is_context_too(chat_tokenizer):
     row = {
         "chosen": chat(("user", "w1"), ("assistant", "w5 w2"), ("user", "w6"), ("assistant", "w7")),
         "rejected": chat(("user", "w1"), ("assistant", "w5 w3")),
@@ -152,7 +154,7 @@ def test_what_two_answers_share_at_their_beginning_is_context_too(chat_tokenizer
     assert words(chat_tokenizer, rejected) == ("<s> user w1 </s> <s> assistant w5", "w3 </s>")
 
 
-def test_rows_of_a_file_are_read_whatever_keys_their_messages_have(chat_tokenizer, tmp_path):
+def test_messages_in_a_file_may_have_different_keys(chat_tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         '{"chosen": [{"role": "user", "content": "w1", "name": "me"}, {"role": "assistant", "content": "w2"}], '
         '"rejected": [{"role": "user", "content": "w1", "name": "me"}, {"role": "assistant", "content": "w3"}]}\n'
@@ -162,7 +164,7 @@ def test_rows_of_a_file_are_read_whatever_keys_their_messages_have(chat_tokenize
     assert words(chat_tokenizer, pairs[0][0])[1] == "w2 </s>"
 
 
-def test_empty_equal_and_long_pairs_are_dropped_counted_and_leave_no_gap_in_the_groups(tokenizer):
+def test_empty_equal_and_long_pairs_are_dropped_and_counted_without_gaps_in_the_groups(tokenizer):
     good = {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"}
     rows = [
         good | {"chosen": ""},
@@ -178,7 +180,7 @@ def test_empty_equal_and_long_pairs_are_dropped_counted_and_leave_no_gap_in_the_
     assert len(pairs[1][0].tokens) == 30
 
 
-def test_the_prompt_may_be_longer_than_its_own_limit_as_long_as_the_sum_is_kept(tokenizer):
+def test_a_prompt_may_exceed_its_own_limit_if_the_total_does_not(tokenizer):
     row = {"prompt": " ".join(["w1"] * 26), "chosen": "w3", "rejected": "w4"}
     assert len(build([row], tokenizer)[0]) == 1
 
@@ -224,7 +226,7 @@ def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
         ),
     ],
 )
-def test_an_unusable_row_is_named_with_its_source_number_and_key(row, text, chat_tokenizer):
+def test_errors_name_source_number_and_key_of_an_unusable_row(row, text, chat_tokenizer):
     with pytest.raises(DataError, match=text):
         build([{"prompt": "w1", "chosen": "w2", "rejected": "w3"}, row], chat_tokenizer)
 
@@ -251,20 +253,20 @@ TEXT = st.text(st.sampled_from("abc 12\né<|end|>"), min_size=0, max_size=12)
 BYTE_TOKENIZER = bpe_tokenizer(["abc 12 bca 21"], vocab=270)
 
 
-def spelled(prompt, answer):
-    """Token ids of a prompt with its answer, written out for the template of the tokenizer."""
+def encoded_by_hand(prompt, answer):
+    """Token ids of prompt and answer, built by hand from the tokenizer's template."""
     ids = BYTE_TOKENIZER.encode(f"<|user|>{prompt}<|end|><|assistant|>") + BYTE_TOKENIZER.encode(answer)
     return ids if answer.endswith("<|end|>") else [*ids, BYTE_TOKENIZER.eos_token_id]
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(st.lists(st.fixed_dictionaries({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}), min_size=1, max_size=6))
-def test_every_kept_pair_spells_its_row_and_every_row_is_kept_or_counted(rows):
+def test_every_kept_pair_encodes_its_row_and_every_row_is_kept_or_counted(rows):
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     pairs, dropped = build([*rows, good], BYTE_TOKENIZER, max_prompt_tokens=12, max_new_tokens=8)
     expected = []
     for row in [*rows, good]:
-        chosen, rejected = (spelled(row["prompt"], row[key]) for key in ("chosen", "rejected"))
+        chosen, rejected = (encoded_by_hand(row["prompt"], row[key]) for key in ("chosen", "rejected"))
         if row["chosen"] and row["rejected"] and chosen != rejected and max(len(chosen), len(rejected)) <= 20:
             expected.append((chosen, rejected))
     assert [(chosen.tokens, rejected.tokens) for chosen, rejected in pairs] == expected

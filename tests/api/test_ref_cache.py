@@ -1,4 +1,4 @@
-"""Reference log-probs on disk: what their name depends on, and that nothing damaged or stale is ever read."""
+"""Reference log-probs on disk: what their key depends on, and that damaged or stale files are never read."""
 
 import json
 import logging
@@ -42,21 +42,21 @@ def files(cache):
     return sorted(path.name for path in cache.iterdir())
 
 
-def test_rows_get_their_values_where_a_token_is_trained_and_zero_elsewhere():
+def test_trained_tokens_get_their_values_and_all_others_zero():
     examples = Examples(ROWS, 1, VALUES)
     expected = [[0.0, 0.0, -1.5, -2.5], [0.0, -3.5], [0.0, 0.0, -4.5]]
     assert [row.ref_logprobs for row in sequences(examples)] == expected
     assert [row.ref_logprobs for row in sequences(examples[1:3])] == expected[1:]
     assert examples[-1][0].ref_logprobs == expected[-1]
     assert [row.tokens for row in sequences(examples)] == [row.tokens for row in ROWS]
-    assert all(row.ref_logprobs == [] for row in ROWS), "the rows themselves stay as they are"
+    assert all(row.ref_logprobs == [] for row in ROWS), "the rows themselves are unchanged"
     with pytest.raises(IndexError):
         examples[3]
     (pair,) = Examples(ROWS[:2], 2, VALUES[:3])
     assert [row.ref_logprobs for row in pair] == expected[:2]
 
 
-def test_what_was_stored_is_read_bit_for_bit(cache):
+def test_stored_values_are_read_bit_for_bit(cache):
     values = torch.randn(1000) * 10 - 20
     store_logprobs("key", values)
     assert torch.equal(load_logprobs("key", 1000), values)
@@ -87,7 +87,7 @@ def damage_other_tensor(path):
 
 
 @pytest.mark.parametrize("damage", [damage_cut, damage_empty, damage_one_bit, damage_no_checksum, damage_other_tensor])
-def test_a_damaged_file_is_not_read_and_is_warned_about_once(damage, cache, caplog):
+def test_a_damaged_file_is_ignored_with_one_warning(damage, cache, caplog):
     store_logprobs("key", VALUES)
     damage(cache / "key.safetensors")
     with caplog.at_level(logging.WARNING):
@@ -95,16 +95,16 @@ def test_a_damaged_file_is_not_read_and_is_warned_about_once(damage, cache, capl
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "key.safetensors is damaged" in caplog.text
     store_logprobs("key", VALUES)
-    assert torch.equal(load_logprobs("key", 4), VALUES), "the next run has a good one again"
+    assert torch.equal(load_logprobs("key", 4), VALUES), "the next run reads an intact file again"
 
 
-def test_a_file_of_another_length_is_not_read(caplog):
+def test_a_file_of_the_wrong_length_is_not_read(caplog):
     store_logprobs("key", VALUES)
     assert load_logprobs("key", 5) is None
     assert "damaged" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_warned_about_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+def test_an_unwritable_folder_warns_and_stores_nothing(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path / "file"))
     store_logprobs("key", VALUES)
@@ -136,13 +136,13 @@ def test_a_kill_while_writing_leaves_no_file_under_the_final_name(cache):
         ({"ARENO_CACHE_DIR": "~/own", "HOME": "/h"}, "/h/own/ref_logprobs"),
     ],
 )
-def test_the_environment_says_where_the_files_lie(environment, expected, monkeypatch):
+def test_environment_variables_choose_the_folder(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert str(cache_folder("ref_logprobs")) == expected
 
 
-def test_the_key_is_the_same_for_equal_content_only():
+def test_only_equal_content_has_the_same_key():
     def key(rows=ROWS, digest="d", dtype="float32"):
         return reference_key(rows, digest, dtype)
 
@@ -161,13 +161,13 @@ def test_the_key_is_the_same_for_equal_content_only():
     assert key([replace(row, group=7, reward=1.0) for row in ROWS]) == keys[0]
 
 
-def test_the_digest_follows_the_content_of_weights_and_configuration(tiny_checkpoint, tmp_path):
+def test_the_digest_depends_on_the_content_of_weights_and_configuration(tiny_checkpoint, tmp_path):
     copy = shutil.copytree(tiny_checkpoint, tmp_path / "copy")
     digest = checkpoint_digest(str(tiny_checkpoint))
-    assert checkpoint_digest(str(copy)) == digest, "the place does not matter"
+    assert checkpoint_digest(str(copy)) == digest, "the path does not matter"
     (copy / "tokenizer_config.json").write_text("{}")
     (copy / "trainer_state").mkdir()
-    assert checkpoint_digest(str(copy)) == digest, "token rows hold what the tokenizer did"
+    assert checkpoint_digest(str(copy)) == digest, "the token rows already reflect the tokenizer"
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     other = checkpoint_digest(str(copy))
@@ -178,8 +178,8 @@ def test_the_digest_follows_the_content_of_weights_and_configuration(tiny_checkp
     assert len({digest, other, checkpoint_digest(str(copy))}) == 3
 
 
-def test_a_repository_is_known_by_its_commit(tmp_path):
-    """A hub cache made by hand, read in a process of its own, because the hub's paths are fixed on import."""
+def test_a_repository_is_identified_by_its_commit(tmp_path):
+    """A hand-made hub cache, read in a separate process because the hub's paths are fixed on import."""
     repo = tmp_path / "hub" / "models--owner--name"
     for commit in ("aaaa", "bbbb"):
         (repo / "snapshots" / commit).mkdir(parents=True)
@@ -200,6 +200,6 @@ def test_a_repository_is_known_by_its_commit(tmp_path):
     assert first == again != second
 
 
-def test_a_reference_that_is_nowhere_is_a_clear_error():
+def test_a_missing_reference_is_a_clear_error():
     with pytest.raises(UsageError, match=r"the reference model owner/nothing was not found: .*--ref-ckpt"):
         checkpoint_digest("owner/nothing")

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk, and how it goes on from there: in this process, with a tiny real model."""
+"""What a run saves, and how it resumes: in this process, with a tiny real model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def resume(run, *more):
 
 
 def weights(checkpoint):
-    found = load_file(checkpoint / "model.safetensors")
+    tensors = load_file(checkpoint / "model.safetensors")
     return {
-        name: tensor.clone() for name, tensor in found.items()
-    }  # what is loaded is the file, which a test may damage
+        name: tensor.clone() for name, tensor in tensors.items()
+    }  # copies, because a test may damage the mapped file
 
 
 def same(a, b):
@@ -50,7 +50,7 @@ def steps(run):
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_from_a_chosen_one(tmp_path, train, capsys):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_or_from_a_chosen_one(tmp_path, train, capsys):
     run = tmp_path / "run"
     saved = run / "checkpoints"
     assert train("--max-steps", 4, "--save-interval", 1) == 0
@@ -59,17 +59,17 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_from_a_chose
         flip(saved / "step_000004" / name)
         assert resume(run) == 0
         assert "step_000004 is damaged" in capsys.readouterr().err
-        assert same(weights(saved / "step_000004"), whole)  # done again, as it was
+        assert same(weights(saved / "step_000004"), whole)  # retrained to the same weights
     assert resume(run, "--resume-step", 2, "--max-steps", 3) == 0
     assert steps(run) == [0, 1, 2]
     assert same(weights(saved / ".rewound-step_000004"), whole)
     capsys.readouterr()
     assert resume(run, "--resume-step", 4) == 2
-    assert "--resume-step 4" in (told := capsys.readouterr().err)
-    assert "it has 1, 2, 3" in told
+    assert "--resume-step 4" in (error := capsys.readouterr().err)
+    assert "it has 1, 2, 3" in error
 
 
-def test_the_last_checkpoint_before_the_first_unusable_update_outlives_the_rotation(tmp_path, train):
+def test_the_last_checkpoint_before_the_first_skipped_update_survives_rotation(tmp_path, train):
     run = tmp_path / "run"
     train("--lr", 1e15, "--epochs", 9, "--save-interval", 1, "--keep-checkpoints", 2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -79,7 +79,7 @@ def test_the_last_checkpoint_before_the_first_unusable_update_outlives_the_rotat
     assert saved == [first, lines[-1]["step"], lines[-1]["step"] + 1]
 
 
-def test_a_run_that_another_process_writes_to_is_not_resumed_and_stays_as_it_is(tmp_path, train, capsys):
+def test_a_run_that_another_process_writes_to_is_neither_resumed_nor_changed(tmp_path, train, capsys):
     run = tmp_path / "run"
     assert train("--max-steps", 1) == 0
     before = (run / "metrics.jsonl").read_text()
@@ -90,7 +90,7 @@ def test_a_run_that_another_process_writes_to_is_not_resumed_and_stays_as_it_is(
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_two_runs_do_not_share_a_folder_of_checkpoints_or_events(tmp_path, train, capsys):
+def test_two_runs_cannot_share_a_folder_of_checkpoints_or_events(tmp_path, train, capsys):
     for option in ("--save-path", "--metrics-log-dir"):
         place = tmp_path / option
         with run_lock(place, ""):

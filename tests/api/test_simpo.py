@@ -34,7 +34,7 @@ def test_both_front_ends_learn_from_pairs_without_a_reference(tmp_path, tiny_che
     assert "train/ref_logprob_forward_time_s" not in trained[0]
     assert {"eval/loss", "eval/accuracy", "eval/reward_margin"} <= records[-1].keys() | records[-2].keys()
 
-    given = {"actor.algorithm": "simpo", "actor.algorithm_options": {"simpo_gamma": 0.5}, "total_train_steps": 2}
-    experiment = run_kind("dpo", tiny_checkpoint, tmp_path / "experiment", given)
+    settings = {"actor.algorithm": "simpo", "actor.algorithm_options": {"simpo_gamma": 0.5}, "total_train_steps": 2}
+    experiment = run_kind("dpo", tiny_checkpoint, tmp_path / "experiment", settings)
     assert experiment.column("dpo/reward_margin/avg")
     assert not experiment.column("timeperf/ref_logp")

@@ -11,7 +11,7 @@ from areno.training.stopping import StopController, StopRequested
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_work_that_can_be_repeated_and_the_second_one_everything(signum):
+def test_a_signal_interrupts_repeatable_work_and_a_second_one_everything(signum):
     stop = StopController()
     inherited = signal.signal(
         signum, signal.default_int_handler
@@ -29,7 +29,7 @@ def test_a_signal_ends_work_that_can_be_repeated_and_the_second_one_everything(s
     signal.signal(signum, inherited)
 
 
-def test_work_that_cannot_be_repeated_is_finished_first():
+def test_unrepeatable_work_is_finished_first():
     stop = StopController()
     with stop.signals():
         with stop.interruptible():
@@ -37,10 +37,10 @@ def test_work_that_cannot_be_repeated_is_finished_first():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == signal.SIGTERM
         with pytest.raises(StopRequested), stop.interruptible():
-            raise AssertionError("work begins though a stop is asked for")
+            raise AssertionError("work starts although a stop was requested")
 
 
-def test_a_program_under_nohup_goes_on_when_its_terminal_is_closed():
+def test_a_program_under_nohup_keeps_running_when_its_terminal_closes():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = StopController()

@@ -1,4 +1,4 @@
-"""The temperature of a sample travels with its log-probs into training, whatever a program does with them."""
+"""A sample's temperature stays attached to its log-probs, through list operations, until training."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def answers(trainer, temperature, n=4, **more):
 
 
 def recipe(sequence, advantage=1.0, **more):
-    """A row as the documentation of the SDK builds it."""
-    said = len(sequence.resp_tokens)
+    """Build a row as the SDK documentation does."""
+    length = len(sequence.resp_tokens)
     return TrainSequence(
-        prompt_mask=[True] * len(PROMPT) + [False] * said,
+        prompt_mask=[True] * len(PROMPT) + [False] * length,
         tokens=PROMPT + sequence.resp_tokens,
         logprobs=[0.0] * len(PROMPT) + sequence.resp_logprobs,
-        advantages=[0.0] * len(PROMPT) + [advantage] * said,
+        advantages=[0.0] * len(PROMPT) + [advantage] * length,
         **more,
     )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_a_row_of_the_documented_recipe_trains_at_its_own_temperature(trainer, temperature):
+def test_a_row_built_as_documented_trains_at_its_own_temperature(trainer, temperature):
     rows = [recipe(sequence, (-1.0) ** n) for n, sequence in enumerate(answers(trainer, temperature))]
     assert {row.temperature for row in rows} == {temperature}
     stats = trainer.train(rows, grpo_loss_fn)
@@ -52,38 +52,38 @@ def test_a_row_of_the_documented_recipe_trains_at_its_own_temperature(trainer, t
     assert stats["clip_fraction"] == 0.0
 
 
-def test_recorded_logprobs_are_those_of_the_scaled_policy(trainer, tiny_checkpoint):
+def test_recorded_logprobs_are_of_the_temperature_scaled_policy(trainer, tiny_checkpoint):
     """Against transformers; those of greedy answers are at temperature 1."""
     plain = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
-    for greedy, said in ((False, 0.5), (True, 1.0)):
+    for greedy, temperature in ((False, 0.5), (True, 1.0)):
         [sequence] = answers(trainer, 0.5, 1, greedy=greedy)
         ids = torch.tensor([PROMPT + sequence.resp_tokens])
         with torch.inference_mode():
-            logprobs = (plain(input_ids=ids).logits / said).log_softmax(-1)
+            logprobs = (plain(input_ids=ids).logits / temperature).log_softmax(-1)
         expected = logprobs[0, :-1].gather(-1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0]
-        assert sequence.temperature == said
+        assert sequence.temperature == temperature
         assert sequence.resp_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_logprobs_keep_their_temperature_through_what_programs_do_with_lists():
-    said = RolloutSequence([1, 2, 3], [-1.0, -2.0, -3.0], temperature=0.5).resp_logprobs
+def test_logprobs_keep_their_temperature_through_list_operations():
+    sampled = RolloutSequence([1, 2, 3], [-1.0, -2.0, -3.0], temperature=0.5).resp_logprobs
     grown = [0.0]
-    grown += said
+    grown += sampled
     for values in (
-        [0.0] * 2 + said,
-        said + [0.0],  # noqa: RUF005  (an unpacked list is a plain one)
-        said[1:],
-        said.copy(),
-        [0.0] + said[:2],  # noqa: RUF005
-        said + said,
+        [0.0] * 2 + sampled,
+        sampled + [0.0],  # noqa: RUF005  (an unpacked list is a plain one)
+        sampled[1:],
+        sampled.copy(),
+        [0.0] + sampled[:2],  # noqa: RUF005
+        sampled + sampled,
         grown,
-        pickle.loads(pickle.dumps(said)),
+        pickle.loads(pickle.dumps(sampled)),
     ):
         assert isinstance(values, Logprobs)
         assert values.temperature == 0.5
-    assert [0.0] * 2 + said == [0.0, 0.0, -1.0, -2.0, -3.0]
-    assert said[1] == -2.0
-    mixed = said + Logprobs([-4.0], 1.0)
+    assert [0.0] * 2 + sampled == [0.0, 0.0, -1.0, -2.0, -3.0]
+    assert sampled[1] == -2.0
+    mixed = sampled + Logprobs([-4.0], 1.0)
     assert type(mixed) is list
     assert mixed == [-1.0, -2.0, -3.0, -4.0]
 
@@ -93,17 +93,17 @@ def test_a_row_says_whether_it_knows_its_temperature():
     assert TrainSequence(mask, tokens).temperature == 1.0
     plain = TrainSequence(mask, tokens, [0.0, -1.0])
     assert (plain.temperature, plain.knows_temperature) == (1.0, False)
-    told = TrainSequence(mask, tokens, [0.0, -1.0], temperature=0.7)
-    assert (told.temperature, told.knows_temperature, told.logprobs) == (0.7, True, [0.0, -1.0])
-    assert replace(told, reward=1.0).temperature == 0.7
+    explicit = TrainSequence(mask, tokens, [0.0, -1.0], temperature=0.7)
+    assert (explicit.temperature, explicit.knows_temperature, explicit.logprobs) == (0.7, True, [0.0, -1.0])
+    assert replace(explicit, reward=1.0).temperature == 0.7
     own = TrainSequence(mask, tokens, Logprobs([0.0, -1.0], 0.5), temperature=0.7)
-    assert own.temperature == 0.7  # what is given explicitly holds
+    assert own.temperature == 0.7  # an explicit value takes precedence
     with pytest.raises(ValueError, match="temperature must be finite and above 0, got 0"):
         TrainSequence(mask, tokens, temperature=0.0)
 
 
 def test_a_row_that_lost_its_temperature_is_refused(trainer):
-    """Unpacking makes plain lists: only the program knows then."""
+    """Unpacking makes plain lists; then only the program knows the temperature."""
     [sequence] = answers(trainer, 0.5, 1)
     row = recipe(sequence)
     lost = TrainSequence(row.prompt_mask, row.tokens, [*row.logprobs], row.advantages)
@@ -111,11 +111,11 @@ def test_a_row_that_lost_its_temperature_is_refused(trainer):
         UsageError, match=r"of the logprobs of row 1 is unknown, .* sampled at 0\.5; pass TrainSequence"
     ):
         trainer.train([row, lost], grpo_loss_fn)
-    found = replace(lost, temperature=sequence.temperature)
-    assert trainer.train([found], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    restored = replace(lost, temperature=sequence.temperature)
+    assert trainer.train([restored], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_an_evaluation_at_another_temperature_asks_nothing_of_rows(trainer):
+def test_rows_need_no_temperature_after_an_evaluation_at_another_one(trainer):
     [sequence] = answers(trainer, 1.0, 1)
     sampling = SamplingParams(max_new_tokens=4, temperature=0.5)
     trainer.evaluate([{"prompt": "What is 1 plus 2?"}], lambda record: 1.0, sampling_params=sampling)

@@ -102,7 +102,7 @@ def test_leaving_a_session_that_was_not_entered_is_an_error(shared):
         assert shared.rollout_token_batch([[5, 6]], 1, SAMPLING)
 
 
-def test_async_sessions_and_rollouts_give_the_tokens_of_the_blocking_ones(tiny_checkpoint):
+def test_async_sessions_and_rollouts_give_the_same_tokens_as_blocking_ones(tiny_checkpoint):
     async def main(trainer):
         async with session(trainer):
             return await trainer.rollout_token_batch_async([[5, 6, 7]], 3, SAMPLING)
@@ -113,7 +113,7 @@ def test_async_sessions_and_rollouts_give_the_tokens_of_the_blocking_ones(tiny_c
         assert tokens_of(asyncio.run(main(first))) == tokens_of(blocking)
 
 
-def test_sessions_have_an_endpoint_unless_they_are_told_not_to(shared):
+def test_sessions_have_an_endpoint_unless_the_proxy_is_disabled(shared):
     with shared.rollout_session(sampling_params=SAMPLING) as ctx:
         assert httpx.get(f"{ctx.base_url}/models", headers={"Authorization": f"Bearer {ctx.api_key}"}).is_success
         assert httpx.get(f"{ctx.base_url}/models").status_code == 401
@@ -138,7 +138,7 @@ def test_results_carry_text_logprobs_and_finish_reason(shared):
         assert ended or len(sequence.resp_tokens) == 40
 
 
-def test_special_tokens_stay_in_the_text_if_asked(shared):
+def test_special_tokens_stay_in_the_text_on_request(shared):
     sampling = SamplingParams(max_new_tokens=300, skip_special_tokens=False)
     with session(shared):
         results = shared.rollout_batch(PROMPTS, 8, sampling)
@@ -160,7 +160,7 @@ def test_a_stop_string_ends_generation_and_is_cut_from_the_text(shared):
     assert cut.resp_tokens == free.resp_tokens[: len(cut.resp_tokens)]
 
 
-def test_a_prompt_longer_than_max_prompt_len_is_refused_by_its_number(shared):
+def test_a_prompt_longer_than_max_prompt_len_is_refused_with_its_index(shared):
     sampling = SamplingParams(max_prompt_len=3)
     with session(shared), pytest.raises(UsageError, match="prompt 1 has 4 tokens, more than max_prompt_len=3"):
         shared.rollout_token_batch([[1, 2, 3], [1, 2, 3, 4]], 1, sampling)
@@ -179,7 +179,7 @@ def test_the_same_seed_gives_the_same_tokens_in_a_new_trainer(tiny_checkpoint):
     assert first[0] != first[1]
 
 
-def test_prompt_batches_are_tokenized_in_order_without_long_ones(shared):
+def test_prompt_batches_are_tokenized_in_order_without_long_prompts(shared):
     rows = [{"prompt": f"What is {n} plus {n}?", "solutions": [str(2 * n)]} for n in range(5)]
     rows.insert(1, {"prompt": "word " * 200, "solutions": []})
     batches = list(shared.load_prompt_batches(rows, batch_size=3, max_prompt_tokens=40))
@@ -193,7 +193,7 @@ def test_prompt_batches_are_tokenized_in_order_without_long_ones(shared):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def test_any_closure_trains(trainer):
+def test_any_closure_can_be_the_loss(trainer):
     seen = []
 
     def make_loss(scale):
@@ -215,7 +215,7 @@ def test_any_closure_trains(trainer):
     assert trainer.train(rows, lambda pack, logprobs: -logprobs.mean())["grad_norm"] > 0
 
 
-def test_training_wants_rows_a_callable_and_a_positive_size(trainer):
+def test_training_requires_rows_a_callable_and_a_positive_size(trainer):
     with pytest.raises(ValueError, match="at least one row"):
         trainer.train([], lambda pack, logprobs: logprobs.sum())
     with pytest.raises(TypeError, match="loss_fn must be callable, got str"):
@@ -224,7 +224,7 @@ def test_training_wants_rows_a_callable_and_a_positive_size(trainer):
         trainer.train([row([1], [2])], lambda pack, logprobs: logprobs.sum(), mini_bs=0)
 
 
-def test_an_error_in_a_loss_reaches_the_caller_and_the_trainer_goes_on(trainer):
+def test_an_error_in_a_loss_reaches_the_caller_and_the_trainer_stays_usable(trainer):
     def broken(pack, logprobs):
         raise ZeroDivisionError("in the loss")
 
@@ -241,7 +241,7 @@ def normalize_rewards(rewards):
     return [(reward - mean) / max(deviation, 1e-6) for reward in rewards]
 
 
-def test_one_gspo_step_as_the_documentation_writes_it(tiny_checkpoint, tmp_path):
+def test_one_gspo_step_as_documented(tiny_checkpoint, tmp_path):
     async def main():
         trainer = Trainer(
             world_size=1,
@@ -335,7 +335,7 @@ def test_closing_twice_is_fine_and_ends_the_threads(tiny_checkpoint):
         trainer.get_tokenizer()
 
 
-def test_the_constructor_loads_nothing_and_init_is_needed(tmp_path):
+def test_the_constructor_loads_nothing_and_init_is_required(tmp_path):
     trainer = Trainer(1, str(tmp_path / "does-not-exist"))
     with pytest.raises(EngineError, match=r"call trainer\.init\(\) first"):
         trainer.train([row([1], [2])], lambda pack, logprobs: logprobs.sum())
@@ -363,12 +363,12 @@ def test_a_wrong_configuration_is_a_usage_error(tmp_path, config, message):
         Trainer(1, str(tmp_path), custom_config=ArenoConfig(**config))
 
 
-def test_a_configuration_of_another_class_is_a_type_error(tmp_path):
+def test_a_configuration_of_the_wrong_class_is_a_type_error(tmp_path):
     with pytest.raises(TypeError, match="backend areno requires its typed configuration ArenoConfig, got dict"):
         Trainer(1, str(tmp_path), custom_config={"tp_size": 1})
 
 
-def test_a_registered_backend_is_chosen_by_its_name(tmp_path):
+def test_a_registered_backend_is_chosen_by_name(tmp_path):
     own = BackendType("echo-of-test", dict, "builtins:dict")
     assert areno.register_backend(own) is own
     assert areno.register_backend(own) is own

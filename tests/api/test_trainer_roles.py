@@ -1,4 +1,4 @@
-"""The SDK's roles, scores, rates and ends; what roles compute is tested against transformers in tests/engine."""
+"""The SDK's roles, scores, learning rates and shutdown; tests/engine tests roles against transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def row(tokens, prompt=2, **lists):
     return TrainSequence([i < prompt for i in range(len(tokens))], list(tokens), **lists)
 
 
-def test_a_ppo_step_by_hand_through_documented_calls_only(trainer, tiny_checkpoint, tmp_path):
+def test_a_hand_written_ppo_step_needs_only_documented_calls(trainer, tiny_checkpoint, tmp_path):
     path = str(tiny_checkpoint)
     trainer.ensure_roles(
         {
@@ -67,7 +67,7 @@ def test_a_ppo_step_by_hand_through_documented_calls_only(trainer, tiny_checkpoi
     assert critic["value_target_mean"] == pytest.approx(sum(sum(r.returns) for r in batch) / sum(map(sum_mask, batch)))
     stats = trainer.train(batch, partial(areno.ppo_loss_fn, use_kl_loss=True), mini_bs=2)
     assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert stats["kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy until this step
+    assert stats["kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the policy still equals the reference
     assert stats["step_rollout_time_s"] > 0
     again = trainer.train(batch, partial(areno.ppo_loss_fn, use_kl_loss=True), mini_bs=2)
     assert again["kl_loss"] > 1e-4
@@ -79,10 +79,10 @@ def sum_mask(sequence):
 
 
 @pytest.mark.parametrize("mini_bs", [2, 4, 6])
-def test_pairs_stay_together_however_the_rows_are_cut(tiny_checkpoint, mini_bs, monkeypatch):
+def test_pairs_stay_together_in_every_split_into_microbatches(tiny_checkpoint, mini_bs, monkeypatch):
     from areno.engine.train import step as step_module
 
-    monkeypatch.setattr(step_module, "MAX_TOKENS", 12)  # so that tokens cut microbatches as well
+    monkeypatch.setattr(step_module, "MAX_TOKENS", 12)  # so that the token limit splits microbatches too
     tokens = [[5, 9, *range(20, 20 + n)] for n in (3, 6, 2, 2, 7, 4)]
     rows = [row(t, ref_logprobs=[0.0, 0.0] + [-2.0] * (len(t) - 2), group=i // 2) for i, t in enumerate(tokens)]
     with open_trainer(tiny_checkpoint, optimizer={"lr": 1e-3, "eps": 1e-6}) as trainer:
@@ -95,7 +95,7 @@ def test_pairs_stay_together_however_the_rows_are_cut(tiny_checkpoint, mini_bs, 
         assert stats["loss"] == pytest.approx(float(losses.mean()), abs=1e-6)
 
 
-def test_microbatches_of_scoring_do_not_change_scores(trainer):
+def test_the_microbatch_size_does_not_change_scores(trainer):
     one = trainer.score_logprobs("actor", ROWS, micro_bs=1)
     for scored in (trainer.score_logprobs("actor", ROWS), trainer.score_logprobs("actor", ROWS, micro_bs=2)):
         for a, b in zip(one, scored, strict=True):
@@ -117,7 +117,7 @@ def test_the_learning_rate_can_be_read_and_set_for_each_trained_role(trainer, ti
         trainer.set_learning_rate(-1.0)
 
 
-def test_misuse_of_roles_is_named(trainer, tiny_checkpoint):
+def test_errors_explain_misuse_of_roles(trainer, tiny_checkpoint):
     with pytest.raises(UsageError, match=r"key 'ref' has ModelRole\(name='critic'\)"):
         trainer.ensure_roles({"ref": ModelRole("critic", str(tiny_checkpoint), False)})
     trainer.ensure_roles({"critic": ModelRole("critic", str(tiny_checkpoint), True)})
@@ -151,7 +151,7 @@ def test_an_unknown_kind_of_training_is_refused():
         Trainer(1, "x", custom_config=ArenoConfig(runtime={"trains": "critic"}))
 
 
-# -- sessions and ends -------------------------------------------------------------------------------------------------
+# -- sessions and shutdown ---------------------------------------------------------------------------------------------
 
 
 def test_closing_inside_a_session_and_twice_leaves_nothing_behind(tiny_checkpoint):
@@ -162,7 +162,7 @@ def test_closing_inside_a_session_and_twice_leaves_nothing_behind(tiny_checkpoin
     trainer.close()
     with pytest.raises(EngineError, match="not initialized"):
         trainer.get_tokenizer()
-    trainer.init()  # a closed trainer can be opened again, with nothing of the old session
+    trainer.init()  # a closed trainer can be reopened, without the old session
     with pytest.raises(EngineError, match="outside a session"):
         trainer.rollout_token_batch([[5, 6]], 1, SAMPLING)
     with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
@@ -170,7 +170,7 @@ def test_closing_inside_a_session_and_twice_leaves_nothing_behind(tiny_checkpoin
     trainer.close()
 
 
-def test_text_rollouts_have_an_async_form_too(tiny_checkpoint):
+def test_text_rollouts_also_have_an_async_form(tiny_checkpoint):
     async def main(trainer):
         async with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
             return await asyncio.gather(*(trainer.rollout_batch_async([p], 2, SAMPLING) for p in ("a b", "c d e")))
@@ -180,7 +180,7 @@ def test_text_rollouts_have_an_async_form_too(tiny_checkpoint):
     assert [len(results[0].sequences) for results in (first, second)] == [2, 2]
 
 
-def test_a_step_without_a_policy_update_is_closed_with_its_times(trainer):
+def test_finish_step_reports_the_times_of_a_step_without_a_policy_update(trainer):
     with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
         result = trainer.rollout_token_batch([[5, 6]], 1, SAMPLING)[0].sequences[0]
     times = trainer.finish_step()
@@ -194,7 +194,7 @@ def test_a_step_without_a_policy_update_is_closed_with_its_times(trainer):
     assert trainer.train([sequence], gspo_loss_fn)["step_rollout_time_s"] == 0.0
 
 
-def test_evaluating_reports_rewards_and_leaves_training_as_it_was(trainer):
+def test_evaluating_reports_rewards_and_does_not_affect_later_rollouts(trainer):
     rows = [{"prompt": f"What is {n} plus 1?", "solutions": [str(n + 1)]} for n in range(5)]
     seen = []
 

@@ -1,4 +1,4 @@
-"""The memory benchmark measures each phase that the plan has, in one process and in several."""
+"""The memory benchmark measures each phase of the plan, in one process and in several."""
 
 import sys
 from pathlib import Path
@@ -18,9 +18,9 @@ import memory  # noqa: E402
 @pytest.mark.parametrize("layout", ["1", "dp2", "tp2"])
 def test_every_phase_is_measured(layout, tmp_path):
     common.make_checkpoint(tmp_path / "model", hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=600)
-    found = memory.compare(tmp_path / "model", memory.SETS["grpo"] | memory.LAYOUTS[layout], threads=1)
-    assert set(found["phases"]) == {"load", "rollout", "forward", "backward", "optimizer"}
+    result = memory.compare(tmp_path / "model", memory.SETS["grpo"] | memory.LAYOUTS[layout], threads=1)
+    assert set(result["phases"]) == {"load", "rollout", "forward", "backward", "optimizer"}
     ranks = 1 if layout == "1" else 2
-    for phase in found["phases"].values():
-        # A model of nothing: what is measured is what a process takes for code, tables and threads.
+    for phase in result["phases"].values():
+        # The model is so small that the memory is that of a process's code, tables and threads.
         assert 10 * ranks < phase["measured_mib"] < 1000 * ranks

@@ -1,4 +1,4 @@
-"""The benchmark of a real model measures the rows that areno computes, counts right, and can be run in pieces."""
+"""The real-model benchmark measures the rows that areno computes, counts correctly, and can be run in pieces."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
-    """Scripts in place of the workers, which print a result at once, and write down what they were given."""
+    """Scripts in place of the workers, which print a result at once and log their calls."""
     folder = tmp_path / "workers"
     folder.mkdir()
     for name, result in RESULTS.items():
@@ -71,7 +71,7 @@ def test_a_run_shows_tables_and_ends_with_its_result_as_json(model, workers, cap
     result, lines = run(capsys, "grpo", "rollout", "--ckpt", str(model), "--sides", *sides, "--new-tokens", "4")
     assert set(result) == {"benchmark", "runs", "machine", "absent", "model", "parts"}
     assert {"cpu", "cores", "commit", "instructions", "load_before"} <= set(result["machine"])
-    assert calls(workers)[:6] == ["machine_limit.py", "areno_steps.py", "trl_steps.py"] * 2  # turn and turn about
+    assert calls(workers)[:6] == ["machine_limit.py", "areno_steps.py", "trl_steps.py"] * 2  # interleaved
     grpo, rollout = result["parts"]["grpo"], result["parts"]["rollout"]
     ours, theirs = grpo["sides"]["areno"], grpo["sides"]["trl"]
     assert (ours["step_s"], ours["rollout_s"], ours["train_s"]) == (2.0, 2.0, 2.5)
@@ -85,7 +85,7 @@ def test_a_run_shows_tables_and_ends_with_its_result_as_json(model, workers, cap
     assert any(line.split()[:1] == ["trl"] and "2.50 x" in line for line in lines)
 
 
-def test_a_run_goes_on_where_the_last_one_stopped(model, workers, capsys):
+def test_a_run_continues_where_the_last_one_stopped(model, workers, capsys):
     words = ["grpo", "--ckpt", str(model), "--sides", "areno", "trl", "--save", "piece"]
     result, lines = run(capsys, *words, "--minutes", "0")
     assert calls(workers) == ["machine_limit.py"]
@@ -97,12 +97,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(model, workers, capsys):
     result, _ = run(capsys, *words)
     assert calls(workers) == []
     assert set(result["parts"]["grpo"]["sides"]) == {"areno", "trl"}
-    result, _ = run(capsys, *words, "--set", "mini_bs=8")  # our side is another one now
+    result, _ = run(capsys, *words, "--set", "mini_bs=8")  # areno's options are different now
     assert calls(workers) == ["areno_steps.py"] * 2
     assert [one["described"]["side"] for one in result["runs"]].count("areno") == 2
 
 
-def test_a_peer_that_fails_is_named_and_its_turns_are_left_out(model, workers, capsys):
+def test_a_failing_peer_is_named_and_left_out(model, workers, capsys):
     (workers / "trl_steps.py").write_text("raise SystemExit('no such trainer')")
     result, lines = run(capsys, "grpo", "--ckpt", str(model), "--sides", "areno", "trl")
     assert "no such trainer" in result["parts"]["grpo"]["failed"]["trl"]
@@ -110,7 +110,7 @@ def test_a_peer_that_fails_is_named_and_its_turns_are_left_out(model, workers, c
     assert any("trl" in line and "failed: no such trainer" in line for line in lines)
 
 
-def test_sides_that_computed_other_rows_are_refused(model, workers, capsys):
+def test_sides_that_computed_different_rows_are_refused(model, workers, capsys):
     other = json.dumps(RESULTS["trl_steps.py"] | {"seq_len": 30})
     (workers / "trl_steps.py").write_text(f"print({other!r})")
     with pytest.raises(AssertionError, match="rows of other mean lengths"):
@@ -119,7 +119,7 @@ def test_sides_that_computed_other_rows_are_refused(model, workers, capsys):
 
 def test_an_older_commit_is_run_from_its_own_sources(model, workers, capsys):
     if not common.git("rev-parse", "HEAD"):
-        pytest.skip("this is no git repository")
+        pytest.skip("this is not a git repository")
     script = "import json, os\nassert os.environ['PYTHONPATH'] == os.getcwd()  # python -m takes this one first\n"
     script += f"print(json.dumps({STEP!r} | {{'split': {{}}, 'how': os.getcwd()}}))"
     (workers / "areno_steps.py").write_text(script)
@@ -142,7 +142,7 @@ def test_an_older_commit_is_run_from_its_own_sources(model, workers, capsys):
         (["gspo", "--data", "no-such.jsonl"], "--data no-such.jsonl: no such file"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_first(words, message, model, capsys):
+def test_invalid_arguments_are_refused_before_anything_is_measured(words, message, model, capsys):
     with pytest.raises(SystemExit):
         real_model.arguments([*words, "--ckpt", str(model)])
     assert message in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_rows_come_from_gsm8k_or_have_prompt_and_response(tmp_path):
         real_rows.read_rows(file, 4)
 
 
-def test_prompts_are_encoded_as_areno_does_it_and_made_as_long_as_wanted(model):
+def test_prompts_are_encoded_as_in_areno_and_lengthened_as_requested(model):
     tokenizer = load_tokenizer(str(model))
     rows = real_rows.read_rows(None, 4)
     assert real_rows.encode(tokenizer, rows[0]["prompt"]) == list(
@@ -171,7 +171,7 @@ def test_prompts_are_encoded_as_areno_does_it_and_made_as_long_as_wanted(model):
         assert long["prompt"].endswith(row["prompt"])
 
 
-def test_training_flop_are_those_of_forward_and_backward(tmp_path):
+def test_training_flop_are_those_of_the_forward_and_backward_pass(tmp_path):
     prompt, new = 7, 5
     config = {name: getattr(SHAPE, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
     common.make_checkpoint(tmp_path, **config, intermediate=SHAPE.intermediate, vocab=SHAPE.vocab)
@@ -180,7 +180,7 @@ def test_training_flop_are_those_of_forward_and_backward(tmp_path):
     with FlopCounterMode(display=False) as counter:
         model(ids, logits_to_keep=new).logits.sum().backward()
     total = prompt + new
-    masked = total * (total - 1) // 2  # the eager attention computes the pairs of the future too
+    masked = total * (total - 1) // 2  # eager attention also computes the masked pairs
     expected = counter.get_total_flops() - 3 * SHAPE.attention_flop * masked
     assert limits.train_flop(SHAPE, [prompt], 1, [new]) == expected
     # A second sample adds its own tokens, and their attention to the prompt; the prompt is not computed again.

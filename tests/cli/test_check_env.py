@@ -36,12 +36,12 @@ def test_this_machine_is_ready(workspace, capsys):
     assert "Next:" in lines
 
 
-def test_where_all_is_well_nothing_is_left_to_add(altered):
+def test_if_all_checks_pass_the_only_next_step_is_a_first_run(altered):
     altered["dependencies"]["peft"] = {"version": None, "imported": False, "error": "not installed"}
     altered["cpu"]["available_bytes"] = 2**33
     results = [check for check in checks(altered) if check.status in ("OK", "INFO")]
-    told, steps = format_checks(results).split("Ready: ")
-    assert "peft (optional)\n     not installed; needed for adapters (--lora-rank); to add it: " in told
+    details, steps = format_checks(results).split("Ready: ")
+    assert "peft (optional)\n     not installed; needed for adapters (--lora-rank); to add it: " in details
     ready, after = steps.split("\n\n")
     assert ready.startswith("training on cpu, areno serve and agents") or "cuda" in ready
     assert "rewards for mathematics" in ready
@@ -55,7 +55,7 @@ def test_each_result_is_a_status_line_and_an_indented_detail(report):
     assert all(line.startswith("     ") for line in body[1::2])
 
 
-def test_whatever_fails_or_warns_has_a_remedy(altered):
+def test_every_failure_and_warning_has_a_remedy(altered):
     altered["python"]["version"] = "3.10.4"
     altered["platform"]["system"] = "Windows"
     altered["dependencies"]["torch"] |= {"version": "2.6.0"}
@@ -82,7 +82,7 @@ def test_whatever_fails_or_warns_has_a_remedy(altered):
         ("12.6", None, "INFO", "no NVIDIA driver found; training runs on the CPU"),
     ],
 )
-def test_cuda_mismatches_are_told_apart(altered, build, driver_cuda, status, part):
+def test_cuda_mismatches_are_distinguished(altered, build, driver_cuda, status, part):
     altered["torch"] |= {"cuda_build": build, "cuda_available": False}
     altered["gpus"] = []
     driver = {
@@ -97,7 +97,7 @@ def test_cuda_mismatches_are_told_apart(altered, build, driver_cuda, status, par
     assert part in check.detail
 
 
-def test_apples_gpu_is_named_with_the_reason_why_it_is_not_used(altered):
+def test_an_apple_gpu_is_listed_with_the_reason_why_it_is_not_used(altered):
     assert "MPS" not in by_name(altered)
     altered["torch"]["mps_available"] = True
     check = by_name(altered)["MPS"]
@@ -111,7 +111,7 @@ def test_gpus_are_listed_with_capability_and_memory(altered):
     assert "flash" in by_name(altered)["flash-attn (optional)"].remedy
 
 
-def test_a_place_in_the_way_is_reported(altered, tmp_path):
+def test_a_file_in_place_of_the_run_folder_is_reported(altered, tmp_path):
     (tmp_path / "runs").touch()
     altered["paths"]["runs"] = str(tmp_path / "runs")
     assert by_name(altered)["run folder"].status == "WARN"
@@ -128,7 +128,7 @@ def test_env_json_has_sorted_keys_and_every_part(capsys):
     assert loaded["dependencies"]["torch"]["imported"] is True
 
 
-def test_env_as_text_shows_the_same(report):
+def test_env_as_text_shows_the_same_report(report):
     text = format_report(report)
     assert f"  version: {__version__}" in text
     assert "gpus:" in text
@@ -136,17 +136,17 @@ def test_env_as_text_shows_the_same(report):
     assert format_report(gpu) == "gpus:\n  0:\n    name: H"
 
 
-def test_versions_compare_by_their_numbers():
+def test_versions_are_compared_numerically():
     assert at_least("2.13.0+cpu", "2.11")
     assert at_least("2.11.0rc1", "2.11")
     assert not at_least("2.9.1", "2.11")
     assert not at_least(None, "1.0")
 
 
-def test_the_least_versions_are_those_of_the_package():
+def test_the_minimum_versions_are_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert {f"{name}>={least}" for name, least in REQUIRED.items()} == set(project["dependencies"])
+    assert {f"{name}>={minimum}" for name, minimum in REQUIRED.items()} == set(project["dependencies"])
     extras = project["optional-dependencies"]
-    looked_at = {item for extra in ("math", "flash", "lora", "qlora") for item in extras[extra]}
-    looked_at |= {item for item in extras["serve"] if item.startswith(("uvicorn", "fastapi"))}
-    assert {f"{name}>={least}" for name, least in OPTIONAL.items()} == looked_at
+    checked = {item for extra in ("math", "flash", "lora", "qlora") for item in extras[extra]}
+    checked |= {item for item in extras["serve"] if item.startswith(("uvicorn", "fastapi"))}
+    assert {f"{name}>={minimum}" for name, minimum in OPTIONAL.items()} == checked

@@ -28,7 +28,7 @@ def scripts(tmp_path_factory):
 
 
 def completed(scripts, folder, *lines):
-    """What bash would insert for each line, whose last word is incomplete; it splits words at ``=``."""
+    """What bash would insert for each line, whose last word is incomplete; bash also splits words at ``=``."""
     program = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _areno; printf "%s\\n" "${COMPREPLY[@]}"'
     for line in lines:
         words = [word for part in line.split(" ") for word in re.split("(=)", part) if word or "=" not in part]
@@ -51,7 +51,7 @@ def test_bash_completes_commands_options_choices_and_files(scripts, tmp_path):
         "areno pl": ["plan", "plot"],
         "areno --v": ["--version"],
         "areno train --no-shu": ["--no-shuffle"],
-        "areno train --whiten": ["--whiten-advantages"],  # of PPO only
+        "areno train --whiten": ["--whiten-advantages"],  # PPO only
         "areno train --algo gr": ["grpo"],
         "areno train --algo=gs": ["gspo"],
         "areno train --dtype ": ["auto", "bfloat16", "float32"],
@@ -79,7 +79,7 @@ def test_every_option_in_the_help_of_every_command_is_completed(scripts, tmp_pat
         assert main([name, "--help"]) == 0
         flags = set(re.findall(r"^  (?:-h, )?(--[a-z][a-z0-9-]*)", capsys.readouterr().out, re.MULTILINE))
         assert flags <= set(words), name
-        assert name in ("run", "launch") or "--help" in flags or len(flags) > 1  # the pattern fits the help
+        assert name in ("run", "launch") or "--help" in flags or len(flags) > 1  # the pattern matches the help
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish not installed")
@@ -100,7 +100,7 @@ def test_fish_completes_the_same(scripts, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh not installed")
-def test_zsh_reads_its_script(scripts):
+def test_zsh_parses_its_script(scripts):
     assert subprocess.run(["zsh", "-n", str(scripts / "zsh")], timeout=60).returncode == 0
 
 

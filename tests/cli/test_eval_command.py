@@ -1,4 +1,4 @@
-"""``areno eval``: what it refuses, what it prints and writes, and which checkpoint of a run it takes."""
+"""``areno eval``: what it refuses, prints and writes, and which checkpoint of a run it uses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_wrong_input_is_one_message(workspace, capsys, argv, message):
     assert sorted(path.name for path in workspace.iterdir() if path.name != "__pycache__") == before
 
 
-def test_all_mistakes_are_named_together(workspace, capsys):
+def test_all_mistakes_are_reported_together(workspace, capsys):
     assert main(["eval", *EVAL, "--n-samples", "0", "--seed", "-1"]) == 2
     assert capsys.readouterr().err.startswith("error: 2 problems:\n  1. --seed must be non-negative, got -1")
 
@@ -90,7 +90,7 @@ def test_help_loads_no_torch(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_options_that_training_has_too_keep_their_meaning():
+def test_options_shared_with_training_have_the_same_meaning():
     mine = {entry.name: entry for entry in options_of(EvalOptions)}
     theirs = {entry.name: entry for entry in options_of(TrainOptions)}
     own = {"n_samples", "temperature", "max_rows", "output", "json", "max_running_prompts", "model"}
@@ -102,8 +102,8 @@ def test_options_that_training_has_too_keep_their_meaning():
         )
 
 
-def test_settings_reach_the_form_that_a_run_has(workspace):
-    given = [
+def test_settings_are_converted_to_train_options(workspace):
+    arguments = [
         "--n-samples",
         "4",
         "--temperature",
@@ -117,7 +117,7 @@ def test_settings_reach_the_form_that_a_run_has(workspace):
         "--top-k",
         "7",
     ]
-    settings = parse_eval([*EVAL, *given, "--max-running-prompts", "2", "--disable-thinking"]).as_train_options()
+    settings = parse_eval([*EVAL, *arguments, "--max-running-prompts", "2", "--disable-thinking"]).as_train_options()
     assert (settings.eval_n_samples, settings.eval_temperature, settings.eval_max_rows) == (4, 0.5, 3)
     assert (settings.stop, settings.seed, settings.top_k, settings.disable_thinking) == (("x",), 9, 7, True)
     assert settings.running_sequences == 2
@@ -130,11 +130,11 @@ def test_settings_reach_the_form_that_a_run_has(workspace):
 @pytest.fixture
 def task(tmp_path, tiny_checkpoint):
     paths = write_task(tmp_path, rows=5)
-    given = ["--ckpt", tiny_checkpoint, "--dataset-path", paths["data.jsonl"], "--reward-fn-path", paths["reward.py"]]
-    return [str(part) for part in [*given, "--max-new-tokens", 6, "--reward-workers", 1]]
+    inputs = ["--ckpt", tiny_checkpoint, "--dataset-path", paths["data.jsonl"], "--reward-fn-path", paths["reward.py"]]
+    return [str(part) for part in [*inputs, "--max-new-tokens", 6, "--reward-workers", 1]]
 
 
-def test_the_table_and_the_json_line_hold_the_same_metrics(task, capsys):
+def test_the_table_and_the_json_line_have_the_same_metrics(task, capsys):
     assert main(["eval", *task, "--max-rows", "4"]) == 0
     table = dict(line.split() for line in capsys.readouterr().out.splitlines()[2:])
     assert main(["eval", *task, "--max-rows", "4", "--json"]) == 0
@@ -169,7 +169,7 @@ def test_every_answer_is_written_with_its_reward(task, tmp_path, capsys):
     assert len(output.read_text(encoding="utf-8").splitlines()) == 15  # replaced, not appended to
 
 
-def test_a_reward_that_fails_stops_or_is_counted(task, tmp_path, capsys):
+def test_a_failing_reward_stops_the_evaluation_or_is_counted(task, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
         "def reward_fn(record):\n    return 1 / record.metadata['prompt_index']\n", encoding="utf-8"
     )
@@ -226,7 +226,7 @@ with setup_logging(None), EvalProgress(2, None) as watch:
 """
 
 
-def test_on_a_terminal_progress_is_a_bar_that_log_lines_do_not_tear():
+def test_on_a_terminal_progress_is_a_bar_that_log_lines_do_not_break():
     text, code = run_on_terminal(ON_A_TERMINAL)
     assert code == 0
     screen = Screen().feed(text)
@@ -238,6 +238,6 @@ def test_on_a_terminal_progress_is_a_bar_that_log_lines_do_not_tear():
     assert screen.cursor_shown
 
 
-def test_a_model_that_cannot_answer_is_refused(workspace, capsys):
+def test_a_model_that_cannot_be_loaded_is_refused(workspace, capsys):
     assert main(["eval", *EVAL]) == 2
-    assert "model" in capsys.readouterr().err
+    assert "error: cannot load a tokenizer from model" in capsys.readouterr().err

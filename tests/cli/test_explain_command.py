@@ -1,4 +1,4 @@
-"""``areno explain`` says what a metric is, for either front end, and what a run did with it."""
+"""``areno explain`` describes a metric of either front end, and its values in a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areno.cli.main import main
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run whose clip fraction leaves the normal range twice, and comes back."""
+    """A run whose clip fraction leaves the normal range twice, and returns to it."""
     (tmp_path / "config.yaml").write_text("algo: grpo\n")
     values = [0.0, 0.3, "NaN", 0.1]
     lines = [{"step": step, "time": 1.0, "train/clip_fraction": value} for step, value in enumerate(values)]
@@ -27,7 +27,7 @@ def explain(capsys, *arguments, code=0):
 
 
 @pytest.mark.parametrize("name", ["clip_fraction", "train/clip_fraction"])
-def test_a_metric_is_found_by_its_short_and_by_its_full_name(capsys, name):
+def test_a_metric_is_found_by_its_short_or_full_name(capsys, name):
     lines = explain(capsys, name).splitlines()
     assert lines[0] == "train/clip_fraction (areno train)"
     labels = [line.split()[0] for line in lines if line[2:3].strip()]
@@ -37,7 +37,7 @@ def test_a_metric_is_found_by_its_short_and_by_its_full_name(capsys, name):
     assert "--update-epochs" in text
 
 
-def test_numbers_of_an_experiments_statistic_lead_to_it_with_its_own_settings(capsys):
+def test_each_number_of_an_experiment_statistic_is_explained_with_yaml_settings(capsys):
     for name in ("ppo_actor/update/clip_ratio/avg", "ppo_actor/actor_clip_ratio/max", "ppo_actor/update/clip_ratio"):
         text = explain(capsys, name)
         assert text.startswith("ppo_actor/update/clip_ratio (areno run)\n")
@@ -45,29 +45,29 @@ def test_numbers_of_an_experiments_statistic_lead_to_it_with_its_own_settings(ca
         assert "--update-epochs" not in text
 
 
-def test_what_both_front_ends_have_names_the_other_one_too(capsys):
+def test_a_metric_of_both_front_ends_names_the_other_one_too(capsys):
     text = explain(capsys, "reward")
     assert text.startswith("rollout/rewards_mean (areno train)\n")
     assert "rollout/reward (areno run)" in text
 
 
-def test_an_update_reports_under_the_same_names_wherever_it_is(capsys):
+def test_update_metrics_are_explained_under_the_prefix_of_either_front_end(capsys):
     assert "nats" in explain(capsys, "ppo_actor/update/logp_abs_diff_mean")
     assert "importance" in explain(capsys, "train/ratio_mean")
     assert explain(capsys, "train/importance_weight/avg").startswith("train/importance_weight (areno train)\n")
 
 
-def test_parts_and_pass_at_k_have_any_name_and_number(capsys):
+def test_reward_parts_of_any_name_and_pass_at_any_k_are_explained(capsys):
     assert explain(capsys, "reward_parts/short").startswith("rollout/reward_parts/short (areno train)\n")
     assert explain(capsys, "pass@16").startswith("eval/pass@16 (areno train)\n")
 
 
-def test_a_typing_error_gets_the_nearest_name(capsys):
+def test_a_typo_gets_the_nearest_name(capsys):
     assert "'clip_fractoin' is not a metric (did you mean clip_fraction?)" in explain(capsys, "clip_fractoin", code=2)
     assert "areno explain lists all" in explain(capsys, "qqqqqq", code=2)
 
 
-def test_all_metrics_are_listed_by_section_on_one_line_each(capsys, monkeypatch):
+def test_all_metrics_are_listed_by_section_with_one_line_each(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     lines = explain(capsys).splitlines()
     assert max(map(len, lines)) <= 72
@@ -81,7 +81,7 @@ def test_all_metrics_are_listed_by_section_on_one_line_each(capsys, monkeypatch)
     assert {name.split("/")[0] for name in twice} == {"memory"}
 
 
-def test_with_a_run_its_values_are_shown_and_judged(capsys, run_dir):
+def test_values_of_a_run_are_shown_and_compared_with_the_normal_range(capsys, run_dir):
     text = explain(capsys, "clip_fraction", "--run", run_dir)
     assert f"train/clip_fraction in {run_dir}: 4 values, steps 0 to 3" in text
     assert "first 0   last 0.1   min 0   max 0.3" in text
@@ -89,7 +89,7 @@ def test_with_a_run_its_values_are_shown_and_judged(capsys, run_dir):
     assert "▁█ ▃" in text
 
 
-def test_with_a_run_the_metric_that_it_recorded_is_meant(capsys, run_dir):
+def test_with_a_run_a_name_means_the_metric_that_the_run_recorded(capsys, run_dir):
     text = explain(capsys, "reward", "--run", run_dir)
     assert text.startswith("rollout/rewards_mean (areno train)\n")
     assert "areno run" not in text
@@ -102,12 +102,12 @@ def test_with_a_run_the_metric_that_it_recorded_is_meant(capsys, run_dir):
     ]
 
 
-def test_a_metric_of_the_users_own_is_shown_without_its_control_characters(capsys, run_dir):
+def test_a_custom_metric_is_shown_without_control_characters(capsys, run_dir):
     text = explain(capsys, "train/own\x1b[2J", "--run", run_dir)
     assert "not documented" in text
     assert "first 2.5   last 2.5" in text
     assert "\x1b" not in text
 
 
-def test_what_is_no_run_is_refused(capsys, tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(capsys, tmp_path):
     assert "not a run directory" in explain(capsys, "reward", "--run", tmp_path, code=2)

@@ -55,17 +55,17 @@ def train_help(capsys):
 
 def sections(text):
     """Flags by section title of a help text."""
-    found, title = {}, ""
+    by_title, title = {}, ""
     for line in text.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             title = line[:-1]
         elif line.startswith("  --"):
             flags = line.strip().split("  ")[0].replace(",", " ").split()
-            found.setdefault(title, []).extend(flag for flag in flags if flag.startswith("--"))
-    return found
+            by_title.setdefault(title, []).extend(flag for flag in flags if flag.startswith("--"))
+    return by_title
 
 
-def test_every_option_stands_in_its_group_once(capsys):
+def test_every_option_is_listed_once_in_its_group(capsys):
     expected = {title: sorted("--" + name for name in names.split()) for title, names in GROUPS.items()}
     assert {title: sorted(flags) for title, flags in sections(train_help(capsys)).items()} == expected
 
@@ -86,7 +86,7 @@ def test_defaults_are_shown(capsys):
     assert "GAE lambda: trades bias for variance in advantage estimation. Default: 0.95. (ppo)" in text
 
 
-def test_commands_are_listed_sorted_with_their_texts(capsys):
+def test_commands_are_listed_sorted_with_their_descriptions(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     texts = [
@@ -101,7 +101,7 @@ def test_commands_are_listed_sorted_with_their_texts(capsys):
     assert places == sorted(places)
 
 
-def test_no_command_shows_the_help(capsys):
+def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 0
     assert capsys.readouterr().out.startswith("usage: areno COMMAND")
 
@@ -137,7 +137,7 @@ def test_help_loads_no_torch_and_is_quick(tmp_path):
     assert min(seconds) < 0.5
 
 
-def test_a_closed_pipe_is_quiet(tmp_path):
+def test_a_closed_pipe_causes_no_error_message(tmp_path):
     done = subprocess.run(
         f"{sys.executable} -m areno train --help | head -1",
         shell=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True,
@@ -146,7 +146,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     assert done.stderr == ""
 
 
-def test_wrong_use_as_a_process_is_one_message_in_two_seconds(tmp_path):
+def test_wrong_usage_gives_one_message_within_two_seconds(tmp_path):
     for argv in (["train"], ["train", "--epochs", "0"], ["trian"], ["train", "--config", "gone.yaml"]):
         began = time.perf_counter()
         done = run("-m", "areno", *argv, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""``areno inspect`` shows what a model wrote and lets none of it steer the terminal."""
+"""``areno inspect`` shows what a model wrote, without letting it control the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.reports.written_runs import write_run
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31mred\r\u202e"
 
 
-def test_escape_sequences_are_shown_and_not_sent(tmp_path, capsys):
+def test_escape_sequences_are_shown_escaped(tmp_path, capsys):
     run = RunDirectory(tmp_path / "run").create()
     run.write_config("algo: gspo\n")
     sample = {"step": 0, "prompt_index": 0, "sample_index": 0, "reward": 1.0, "advantage": 0.5, "response_len": 3}
@@ -38,7 +38,7 @@ def test_the_parts_of_a_reward_are_shown(tmp_path, capsys):
     assert "reward 1.1 [format 0.5, answer 1]  finish stop" in capsys.readouterr().out
 
 
-def test_samples_of_one_step_are_listed_the_first_step_included(tmp_path, capsys):
+def test_samples_of_any_step_are_listed_including_step_0(tmp_path, capsys):
     run = RunDirectory(tmp_path / "run").create()
     run.write_config("algo: gspo\n")
     sample = {
@@ -50,16 +50,16 @@ def test_samples_of_one_step_are_listed_the_first_step_included(tmp_path, capsys
         "completion": "4",
     }
     run.append_samples([{"step": step, **sample} for step in (0, 0, 1)])
-    for given, listed in (
+    for options, listed in (
         ([], ["0/0/0", "0/0/0", "1/0/0"]),
         (["--step", "0"], ["0/0/0", "0/0/0"]),
         (["--step", "1"], ["1/0/0"]),
     ):
-        assert main(["inspect", str(run.path), *given]) == 0
+        assert main(["inspect", str(run.path), *options]) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed
 
 
-def test_the_newest_samples_are_listed_with_a_note_about_the_others(tmp_path, capsys):
+def test_the_newest_samples_are_listed_with_a_note_about_the_rest(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=40)
     assert main(["inspect", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -82,7 +82,7 @@ def test_runs_of_experiments_and_samples_without_an_index_are_shown(tmp_path, ca
     assert tokens == ["103", "104", "105", "106"]
 
 
-def test_a_reward_that_is_no_number_is_shown(tmp_path, capsys):
+def test_a_nan_reward_is_shown(tmp_path, capsys):
     run = write_run(tmp_path / "run", samples=lambda record: {**record, "reward": float("nan")})
     assert main(["inspect", str(run)]) == 0
     assert main(["inspect", str(run), "--sample", "0/0/0"]) == 0
@@ -123,13 +123,13 @@ conversation of 5 messages
 
 
 @pytest.mark.parametrize("name", ["9/0/0", "0/0", "a/b/c", "0/0/-1"])
-def test_a_sample_that_is_not_there_is_said_with_those_that_are(name, tmp_path, capsys):
+def test_the_error_about_a_missing_sample_names_the_existing_ones(name, tmp_path, capsys):
     assert main(["inspect", str(write_run(tmp_path / "run")), "--sample", name]) == 2
     assert f"--sample {name}: no such sample; the run has 0/0/0 to 3/1/1" in capsys.readouterr().err
 
 
 def test_only_the_samples_that_are_shown_are_read(tmp_path, capsys):
-    """Lines between them are not even JSON, which reading the whole file would have to step over."""
+    """Lines of other samples are not JSON, so that a reader of the whole file would have to skip them."""
     run = write_run(tmp_path / "run", steps=50)
     path = run / "samples.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

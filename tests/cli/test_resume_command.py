@@ -1,4 +1,4 @@
-"""``--resume RUN`` goes to the front end that wrote the run, from either command."""
+"""Either command passes ``--resume RUN`` to the front end that wrote the run."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def experiment(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["train", "run"])
 @pytest.mark.parametrize("form", ["--resume {}", "--resume={}"])
-def test_an_experiment_without_recovery_points_is_refused(experiment, capsys, command, form):
+def test_an_experiment_without_recovery_checkpoints_is_refused(experiment, capsys, command, form):
     assert main([command, *form.format(experiment).split()]) == 2
     assert "recover.mode is disabled, so the run has no recovery checkpoints" in capsys.readouterr().err
 
 
-def test_an_experiment_that_has_been_moved_is_refused(experiment, capsys):
+def test_a_moved_experiment_is_refused(experiment, capsys):
     moved = experiment.rename(experiment.with_name("moved"))
     assert main(["run", "--resume", str(moved)]) == 2
     assert f"the run's configuration places it in {experiment}; move the run there" in capsys.readouterr().err
 
 
-def test_a_setting_that_is_none_is_refused(experiment, capsys):
+def test_an_unknown_setting_is_refused(experiment, capsys):
     assert main(["train", "--resume", str(experiment), "recover.mdoe=auto"]) == 2
     assert "recover.mode" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "run"])
-def test_what_is_no_run_is_refused(tmp_path, capsys, command):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, capsys, command):
     assert main([command, "--resume", str(tmp_path)]) == 2
     assert "is not a run directory; pass the directory that contains config.yaml" in capsys.readouterr().err

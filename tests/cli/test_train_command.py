@@ -46,7 +46,7 @@ def test_dry_run_prints_summary_config_and_memory_and_runs_nothing(real_model, c
     assert sorted(path.name for path in real_model.iterdir() if path.name != "__pycache__") == before
 
 
-def test_the_printed_config_runs_again(real_model, capsys):
+def test_the_printed_config_can_be_used_again(real_model, capsys):
     main(["train", *GSPO, "--dry-run", "--seed", "3"])
     first = printed_config(capsys)
     (real_model / "again.yaml").write_text(first)
@@ -54,13 +54,13 @@ def test_the_printed_config_runs_again(real_model, capsys):
     assert printed_config(capsys) == first
 
 
-def test_hooks_are_loaded_only_where_given(workspace):
+def test_the_loader_is_loaded_only_if_it_is_set(workspace):
     assert load_hooks(TrainOptions(reward_fn_path="reward.py")) is None
     loader = load_hooks(TrainOptions(dataset_loader_fn="loader.py"))
     assert loader("x", default_loader=str.upper) == "X"
 
 
-def test_the_file_of_a_reward_is_checked_and_not_imported_here(workspace):
+def test_the_reward_file_is_checked_in_another_process(workspace):
     (workspace / "reward.py").write_text(
         "import os\nfrom pathlib import Path\nPath('imported').write_text(str(os.getpid()))\n"
         "def reward_fn(record):\n    return 1\n"
@@ -93,14 +93,14 @@ def test_failures_and_interrupts_have_their_own_exit_codes(monkeypatch, capsys, 
     assert capsys.readouterr().err == message
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch):
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(importlib.import_module("areno.cli.train"), "run", raising(RuntimeError("defect")))
     with pytest.raises(RuntimeError, match="defect"):
         main(["train"])
 
 
 @pytest.mark.parametrize(("level", "shown"), [("info", True), ("warning", False)])
-def test_the_level_of_the_console_is_an_option_and_the_log_has_all_lines(
+def test_the_log_level_applies_to_the_console_and_the_log_file_has_all_lines(
     tmp_path, tiny_checkpoint, capsys, level, shown
 ):
     words = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")

@@ -221,7 +221,7 @@ def refused(argv, message, capsys):
     assert "Traceback" not in err
 
 
-def test_at_least_thirty_kinds_are_covered():
+def test_at_least_thirty_kinds_of_mistakes_are_covered():
     assert len({message for _, message in TRAIN + OTHER}) >= 30
 
 
@@ -233,7 +233,7 @@ def test_at_least_thirty_kinds_are_covered():
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ],
 )
-def test_a_failed_allocation_names_the_options_that_need_less(error, monkeypatch, capsys):
+def test_a_failed_allocation_names_the_options_that_reduce_memory(error, monkeypatch, capsys):
     from areno.cli import check
 
     def fail(_):
@@ -245,13 +245,13 @@ def test_a_failed_allocation_names_the_options_that_need_less(error, monkeypatch
     for command in (fail, wrapped):
         monkeypatch.setattr(check, "run", command)
         assert main(["check"]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("error: ")
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
         for option in ("--mini-bs", "--kv-cache-tokens", "actor.mb_spec.max_tokens_per_mb"):
-            assert option in said
+            assert option in message
 
 
-def test_other_failures_of_a_program_keep_their_traceback(monkeypatch):
+def test_other_errors_keep_their_traceback(monkeypatch):
     from areno.cli import check
 
     monkeypatch.setattr(check, "run", lambda _: [][0])

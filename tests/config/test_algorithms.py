@@ -56,7 +56,7 @@ def test_algorithms_are_listed_sorted():
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
 
 
-def test_names_are_found_in_any_case():
+def test_names_are_case_insensitive():
     assert get_algorithm("SFT") is get_algorithm("sft")
 
 
@@ -74,7 +74,7 @@ def test_experimental_algorithms_can_be_left_out(clean_registry):
     assert "trial" not in list_algorithms(include_experimental=False)
 
 
-def test_clip_eps_of_the_options_is_bound_into_the_loss():
+def test_the_clip_eps_option_is_bound_into_the_loss():
     loss = get_algorithm("grpo").make_loss_fn(TrainOptions(algo="grpo", grpo_clip_eps=0.3))
     assert isinstance(loss, functools.partial)
     assert loss.keywords["clip_eps"] == 0.3
@@ -82,7 +82,7 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
 
 
 @pytest.mark.parametrize(
-    ("algo", "given", "bound"),
+    ("algo", "options", "bound"),
     [
         ("gspo", {"gspo_clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"},
          {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_type": "k1"}),
@@ -94,8 +94,8 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
          {"beta": 0.3, "loss_type": "hinge", "label_smoothing": 0.1, "length_normalized": True}),
     ],
 )  # fmt: skip
-def test_the_options_of_an_algorithm_reach_its_loss(algo, given, bound):
-    keywords = get_algorithm(algo).make_loss_fn(TrainOptions(algo=algo, **given)).keywords
+def test_the_options_of_an_algorithm_reach_its_loss(algo, options, bound):
+    keywords = get_algorithm(algo).make_loss_fn(TrainOptions(algo=algo, **options)).keywords
     assert {name: keywords[name] for name in bound} == bound
 
 
@@ -123,7 +123,7 @@ def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs)
     assert {name: getattr(made, name) for name in knobs} == knobs
 
 
-def test_flags_reach_the_knobs_of_a_loss_of_pairs(workspace):
+def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
     pairs = ["--ckpt", "model", "--dataset-path", "data.jsonl", "--algo", "simpo"]
     options = parse_train([*pairs, "--simpo-beta", "2.5", "--score-micro-bs", "4"])
     validate(options)
@@ -187,7 +187,7 @@ def test_own_flags_are_in_help_and_have_defaults(algorithm_file):
     assert parse_train(["--algo", "algo.py:mine"]).extra == {"tau": 0.5, "deep": False, "layers": ()}
 
 
-def test_own_flags_obey_their_bounds(algorithm_file):
+def test_bounds_of_own_flags_are_checked(algorithm_file):
     with pytest.raises(UsageError, match="--tau must be at most 1, got 2"):
         validate(parse_train([*GSPO, "--algo", "algo.py:mine", "--tau", "2"]))
 

@@ -1,4 +1,4 @@
-"""Configurations of other tools as commands: names are real on both sides, and the command means the same."""
+"""Conversion of other tools' configurations to commands: names exist on both sides, and the command is equivalent."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_every_name_is_a_setting_of_trl():
     assert set(TRL) <= known
 
 
-def test_rows_of_devices_become_prompts_of_a_step():
-    found = convert("trl", GRPO, devices=2)
-    assert found.words[:2] == ["--algo", "grpo"]
-    pairs = dict(zip(found.words[::2], found.words[1::2], strict=False))
+def test_rows_per_device_become_prompts_per_step():
+    converted = convert("trl", GRPO, devices=2)
+    assert converted.words[:2] == ["--algo", "grpo"]
+    pairs = dict(zip(converted.words[::2], converted.words[1::2], strict=False))
     assert (pairs["--batch-size"], pairs["--mini-bs"], pairs["--world-size"]) == ("8", "8", "2")
     assert (pairs["--n-samples"], pairs["--kl-coef"], pairs["--grpo-clip-eps"]) == ("8", "0.04", "0.1")
     assert pairs["--grpo-loss-mean"] == "dr_grpo"
-    assert {"--adam-8bit", "--lora-rank", "--track"} <= set(found.words)
-    parse_train(found.words)
-    assert found.notes == []
+    assert {"--adam-8bit", "--lora-rank", "--track"} <= set(converted.words)
+    parse_train(converted.words)
+    assert converted.notes == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_each_kind_of_training_has_its_algorithm(kind, settings, expected):
     assert "--lora-rank" not in words
 
 
-def test_batches_of_verl_become_optimizer_steps_of_one_batch():
+def test_verl_mini_batches_become_optimizer_steps_of_one_batch():
     actor = "actor_rollout_ref.actor"
     settings = {
         "algorithm.adv_estimator": "grpo",
@@ -90,18 +90,18 @@ def test_batches_of_verl_become_optimizer_steps_of_one_batch():
         "trainer.logger": ["console", "wandb"],
         "trainer.unheard_of": 1,
     }
-    found = convert("verl", settings)
-    pairs = dict(zip(found.words[::2], found.words[1::2], strict=False))
+    converted = convert("verl", settings)
+    pairs = dict(zip(converted.words[::2], converted.words[1::2], strict=False))
     assert (pairs["--batch-size"], pairs["--update-minibatches"], pairs["--mini-bs"]) == ("1024", "4", "32")
     assert (pairs["--kl-coef"], pairs["--grpo-clip-eps"], pairs["--track"]) == ("0.001", "0.2", "wandb")
-    parse_train(found.words)
-    assert found.notes == ["trainer.unheard_of=1: no equivalent"]
+    parse_train(converted.words)
+    assert converted.notes == ["trainer.unheard_of=1: no equivalent"]
     ppo = convert("verl", {"algorithm.gamma": 0.9, f"{actor}.clip_ratio": 0.1})
     assert ppo.words == ["--algo", "ppo", "--clip-eps", "0.1", "--gamma", "0.9"]
 
 
 @pytest.mark.parametrize("rules", [TRL, VERL], ids=["trl", "verl"])
-def test_every_option_is_one_of_the_command(rules):
+def test_every_option_of_the_tables_exists(rules):
     entries = [*options_of(TrainOptions), *(e for algo in ("gspo", "ppo") for e in extra_options(get_algorithm(algo)))]
     known = {flag for entry in entries for flag in (entry.flag, "--no-" + entry.flag.removeprefix("--"))}
     for name, rule in rules.items():
@@ -109,7 +109,7 @@ def test_every_option_is_one_of_the_command(rules):
         assert set(re.findall(r"--[a-z0-9-]+", rule.note)) <= known, name
 
 
-def test_files_and_words_are_read_alike_and_the_last_wins(tmp_path, capsys):
+def test_files_and_arguments_are_read_alike_and_the_last_wins(tmp_path, capsys):
     flat, nested = tmp_path / "trl.yaml", tmp_path / "verl.yaml"
     flat.write_text("learning_rate: 1.0e-5\nmodel_name_or_path: a model\n")
     nested.write_text("data:\n  train_batch_size: 64\nalgorithm:\n  adv_estimator: grpo\n")
@@ -134,12 +134,12 @@ def test_files_and_words_are_read_alike_and_the_last_wins(tmp_path, capsys):
         (["--devices", "0", "trl", "--seed", "1"], "--devices 0: use at least 1"),
     ],
 )
-def test_what_is_no_configuration_is_refused(words, message, capsys):
+def test_invalid_input_is_refused(words, message, capsys):
     assert main(["convert", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_page_is_what_the_tables_say():
+def test_the_page_agrees_with_the_tables():
     spec = importlib.util.spec_from_file_location("make_coming_from", REPO / "docs" / "make_coming_from.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -36,7 +36,7 @@ def test_any_callable_with_the_right_arguments_works(file, text):
     assert callable(load(file, text))
 
 
-def test_a_named_function_is_taken(file):
+def test_a_named_function_is_used(file):
     assert load(file, "def score(record):\n    return 7", name="score")(None) == 7
 
 
@@ -71,14 +71,14 @@ def test_a_folder_is_not_a_hook(tmp_path):
         load(tmp_path)
 
 
-def test_keywords_of_the_call_must_be_taken(file):
+def test_keyword_arguments_of_the_call_must_be_accepted(file):
     keywords = ("default_loader", "load_dataset")
     assert callable(load(file, "def reward_fn(path, *, default_loader, **_):\n    return 1", keywords=keywords))
     with pytest.raises(UsageError, match="unexpected keyword argument 'load_dataset'"):
         load(file, "def reward_fn(path, *, default_loader):\n    return 1", keywords=keywords)
 
 
-def test_siblings_import_also_later_inside_the_function(file):
+def test_sibling_modules_can_be_imported_later_inside_the_function(file):
     (file.parent / "sibling_of_hook.py").write_text("VALUE = 5")
     assert load(file, "def reward_fn(record):\n    from sibling_of_hook import VALUE\n    return VALUE")(None) == 5
 
@@ -89,13 +89,13 @@ def test_a_broken_sibling_is_named(file):
         load(file, "import broken_sibling\ndef reward_fn(record):\n    return 1")
 
 
-def test_an_unchanged_file_is_imported_once_and_a_changed_one_again(file):
+def test_a_file_is_imported_once_and_again_after_a_change(file):
     first = load(file, "calls = []\ndef reward_fn(record):\n    return calls")
     assert load(file)(None) is first(None)
     assert load(file, "def reward_fn(record):\n    return 'new'")(None) == "new"
 
 
-def test_files_of_one_name_do_not_meet(tmp_path):
+def test_files_with_the_same_name_do_not_conflict(tmp_path):
     hooks = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

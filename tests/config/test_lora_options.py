@@ -1,4 +1,4 @@
-"""Which adapters can be asked for, and what is said to the others."""
+"""Which adapter options are accepted, and the messages about the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save_adapter(folder: Path, base: str = "model") -> str:
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
-    """These rules do not depend on what is installed."""
+    """Pretend that all packages are installed, because the rules do not depend on it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
@@ -117,13 +117,13 @@ def test_a_missing_package_is_named_with_its_extra(workspace, monkeypatch, argv,
     check(*GSPO)
 
 
-def test_what_a_run_without_an_adapter_stores_says_nothing_of_one(workspace):
+def test_a_run_without_an_adapter_stores_only_that_it_has_none(workspace):
     stored = stored_values(check(*GSPO))
     assert {name for name in stored if "lora" in name or "4bit" in name} == {"lora_rank", "lora_adapter_path"}
     assert stored_values(check(*GSPO, *LORA))["lora_target_modules"] == "all-linear"
 
 
-def test_an_adapter_folder_leads_to_its_base_and_its_own_tokenizer(workspace):
+def test_an_adapter_folder_resolves_to_its_base_model_and_its_own_tokenizer(workspace):
     place = save_adapter(workspace / "adapter")
     assert is_adapter(place)
     assert (base_of(place), base_of("model"), base_of("Qwen/Qwen3-0.6B")) == ("model", "model", "Qwen/Qwen3-0.6B")
@@ -132,7 +132,7 @@ def test_an_adapter_folder_leads_to_its_base_and_its_own_tokenizer(workspace):
     (workspace / "adapter" / "tokenizer_config.json").write_text("{}")
     assert tokenizer_of(place) == "adapter"
     (workspace / "adapter" / "config.json").write_text("{}")
-    assert not is_adapter(place)  # a whole model that was trained with an adapter beside it
+    assert not is_adapter(place)  # a full model in the same folder as an adapter
 
 
 @pytest.mark.parametrize(

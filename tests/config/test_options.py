@@ -15,7 +15,7 @@ def test_every_option_is_in_a_known_group_and_has_help():
     assert all(entry.info.group in GROUPS and entry.info.help.endswith(".") for entry in BY_NAME.values())
 
 
-def test_every_field_is_an_option_but_for_explicit_and_extra():
+def test_every_field_is_an_option_except_explicit_and_extra():
     assert {field.name for field in dataclasses.fields(TrainOptions)} - set(BY_NAME) == {"explicit", "extra"}
 
 
@@ -34,7 +34,7 @@ def test_defaults_are_the_documented_ones():
     assert {name: getattr(options, name) for name in documented} == documented
 
 
-def test_defaults_keep_their_own_bounds_and_choices():
+def test_defaults_satisfy_their_own_bounds_and_choices():
     for entry in BY_NAME.values():
         if entry.default is not None and not entry.many and entry.kind in (int, float):
             assert not entry.bounds_problem(entry.default), entry.name
@@ -50,7 +50,7 @@ def test_defaults_keep_their_own_bounds_and_choices():
         ("stop_token_ids", [4, 5], (4, 5)), ("stop", ["a,b"], ("a,b",)),
     ],
 )  # fmt: skip
-def test_texts_and_yaml_values_convert_alike(name, raw, value):
+def test_strings_and_yaml_values_are_converted_alike(name, raw, value):
     assert convert(BY_NAME[name], raw, name) == value
 
 
@@ -70,7 +70,7 @@ def test_an_option_type_that_no_flag_can_carry_is_refused():
         options_of(wrong)
 
 
-def test_nearest_finds_typos_and_keeps_quiet_about_nonsense():
+def test_nearest_corrects_typos_and_ignores_nonsense():
     assert nearest("epoch", BY_NAME) == " (did you mean epochs?)"
     assert nearest("zzzzzz", BY_NAME) == ""
 

@@ -1,4 +1,4 @@
-"""The command that installs an extra installs this project, and not another of its name."""
+"""The command that installs an extra installs this project, not another one of the same name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areno.config.packages import install_command
 REPO = Path(__file__).parents[2]
 
 
-def test_a_clone_is_named_by_its_folder():
+def test_in_a_clone_the_command_names_its_folder():
     assert shlex.split(install_command("serve")) == [
         sys.executable,
         "-m",
@@ -29,7 +29,7 @@ def test_a_clone_is_named_by_its_folder():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """areno as a package in site-packages, which pip has recorded as ``origin`` says."""
+    """areno as a package in site-packages, with ``origin`` as pip's record of where it came from."""
 
     def make(origin):
         info = tmp_path / "areno-0.1.0.dist-info"
@@ -45,7 +45,7 @@ def installed(tmp_path, monkeypatch):
     return make
 
 
-def test_a_package_that_was_installed_from_a_folder_names_it(installed, tmp_path):
+def test_after_an_install_from_a_folder_the_command_names_that_folder(installed, tmp_path):
     clone = tmp_path / "my clone"
     clone.mkdir()
     installed({"url": clone.as_uri(), "dir_info": {}})
@@ -53,6 +53,6 @@ def test_a_package_that_was_installed_from_a_folder_names_it(installed, tmp_path
 
 
 @pytest.mark.parametrize("origin", [None, {"url": "file:///gone", "dir_info": {}}, {"url": "https://host/a.whl"}])
-def test_without_a_folder_the_packages_themselves_are_named(installed, origin):
+def test_without_a_folder_the_command_names_the_packages_of_the_extra(installed, origin):
     installed(origin)
     assert shlex.split(install_command("serve"))[4:] == ["fastapi>=0.115", "uvloop>=0.21"]

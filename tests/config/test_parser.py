@@ -23,22 +23,22 @@ def test_the_last_of_repeated_scalars_wins():
     assert parse_train(["--epochs", "1", "--epochs", "2"]).epochs == 2
 
 
-def test_negative_exponents_are_values_and_not_flags():
+def test_negative_numbers_with_an_exponent_are_values_and_not_flags():
     assert parse_train(["--weight-decay", "-1e-6"]).weight_decay == -1e-6
 
 
-def test_bare_resume_means_auto_and_takes_a_path():
+def test_resume_takes_a_path_and_means_auto_without_one():
     assert parse_train(["--resume"]).resume == "auto"
     assert parse_train(["--resume", "--dry-run"]).resume == "auto"
     assert parse_train(["--resume", "runs/x"]).resume == "runs/x"
 
 
-def test_algorithm_names_have_no_case():
+def test_algorithm_names_are_case_insensitive():
     assert parse_train(["--algo", "GSPO"]).algo == "gspo"
 
 
 @pytest.mark.parametrize("flag", ["--epoch", "--mini_bs", "--learning-rate", "-lr", "--temp"])
-def test_flags_are_never_abbreviated(flag):
+def test_abbreviated_flags_are_refused(flag):
     with pytest.raises(UsageError, match="is not an option"):
         parse_train([flag, "1"])
 
@@ -60,7 +60,7 @@ def test_all_wrong_values_are_reported_together():
     assert all(part in message for part in ("--epochs 'many'", "--lr 'low'", "--bogus"))
 
 
-def test_a_config_file_fills_in_and_flags_win(tmp_path):
+def test_flags_override_the_config_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("batch-size: 4\nlr: 1e-5\nstop: [a, b]\nshuffle: false\nmax_steps: null\n")
     options = parse_train(["--config", str(file), "--lr", "2e-5"])

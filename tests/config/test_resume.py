@@ -31,13 +31,13 @@ def test_a_new_run_is_named_after_algorithm_and_time(workspace):
     assert Path(apply_resume(parse_train(GSPO)).run_dir).parent == Path("runs")
 
 
-def test_two_runs_of_one_second_get_two_directories(workspace):
+def test_two_runs_in_one_second_get_two_directories(workspace):
     now = datetime(2026, 1, 2, 3, 4, 5)
     new_run_dir("gspo", now).mkdir(parents=True)
     assert str(new_run_dir("gspo", now)) == "runs/gspo-20260102-030405-2"
 
 
-def test_a_given_run_directory_stays(workspace):
+def test_an_explicit_run_directory_is_kept(workspace):
     assert apply_resume(parse_train([*GSPO, "--run-dir", "mine"])).run_dir == "mine"
 
 
@@ -67,7 +67,7 @@ def test_length_saving_deadlines_and_logging_may_change(workspace):
     assert (options.max_steps, options.epochs, options.save_interval, options.reward_timeout_s) == (9, 2, 3, 5.0)
 
 
-def test_what_changes_results_is_refused_with_both_values(workspace):
+def test_options_that_change_results_are_refused_with_both_values(workspace):
     run = stored_run(workspace / "runs" / "old", config("--lr", "3e-5"), step=5)
     with pytest.raises(
         UsageError, match=r"--lr 1e-05 differs from 3e-05 in .*would change the run's results"
@@ -76,7 +76,7 @@ def test_what_changes_results_is_refused_with_both_values(workspace):
     assert "--batch-size 4 differs from 32" in str(caught.value)
 
 
-def test_the_same_value_given_again_is_fine(workspace):
+def test_repeating_the_same_value_is_accepted(workspace):
     run = stored_run(workspace / "runs" / "old", config("--lr", "3e-5"), step=5)
     assert resume("--resume", str(run), "--lr", "3e-5").lr == 3e-5
 
@@ -93,7 +93,7 @@ def test_resume_with_a_command_takes_the_newest_run_of_that_configuration(worksp
     assert resume(*GSPO, "--seed", "1", "--resume", "--max-steps", "8").run_dir == "runs/a"
 
 
-def test_resume_without_ckpt_compares_only_what_is_given(workspace):
+def test_resume_without_ckpt_compares_only_explicit_options(workspace):
     for name, seed, seconds in (("a", "1", 50), ("b", "2", 10)):
         age(stored_run(workspace / "runs" / name, config("--seed", seed, "--lr", "3e-5"), step=3), seconds)
     assert resume("--seed", "1", "--resume").run_dir == "runs/a"
@@ -107,12 +107,12 @@ def test_a_run_with_a_checkpoint_is_preferred(workspace):
     assert resume("--resume").run_dir == "runs/full"
 
 
-def test_a_run_without_checkpoint_resumes_at_its_start(workspace):
+def test_a_run_without_a_checkpoint_resumes_from_its_start(workspace):
     stored_run(workspace / "runs" / "empty", config())
     assert resume("--resume").run_dir == "runs/empty"
 
 
-def test_runs_that_cannot_be_read_are_passed_over(workspace):
+def test_unreadable_runs_are_skipped(workspace):
     stored_run(workspace / "runs" / "broken", "lr: [", step=9)
     stored_run(workspace / "runs" / "alien", "unknown_option: 3", step=9)
     stored_run(workspace / "runs" / "good", config(), step=1)
@@ -127,24 +127,24 @@ def test_runs_that_cannot_be_read_are_passed_over(workspace):
         (["--resume", "model"], "model is not a run directory; pass the directory that contains config.yaml"),
     ],
 )
-def test_nothing_to_resume_says_what_was_looked_for(workspace, argv, expected):
+def test_an_error_says_why_there_is_nothing_to_resume(workspace, argv, expected):
     with pytest.raises(UsageError, match=expected):
         resume(*argv)
 
 
-def test_no_run_with_the_same_configuration_shows_a_difference(workspace):
+def test_without_a_run_of_the_same_configuration_the_error_shows_a_difference(workspace):
     stored_run(workspace / "runs" / "old", config(), step=1)
     with pytest.raises(UsageError, match=r"no run with the same configuration in runs/ \(1 checked; runs/old has --lr"):
         resume(*GSPO, "--lr", "5e-6", "--resume")
 
 
-def test_a_checkpoint_folder_leads_to_its_run(workspace):
+def test_for_a_checkpoint_folder_the_error_names_its_run(workspace):
     run = stored_run(workspace / "runs" / "old", config(), step=1)
     with pytest.raises(UsageError, match=rf"did you mean {run}\?"):
         resume("--resume", str(run / "checkpoints" / "step_000001"))
 
 
-def test_run_dir_with_resume_is_looked_at_first(workspace):
+def test_resume_tries_run_dir_first(workspace):
     stored_run(workspace / "mine", config(), step=1)
     assert resume("--run-dir", "mine", "--resume").run_dir == "mine"
 
@@ -161,13 +161,13 @@ def test_a_moved_run_keeps_its_checkpoints(workspace):
     assert CheckpointFolder(resume("--resume", "moved").checkpoint_path).steps() == [1]
 
 
-def test_a_resumed_config_is_the_stored_one_again(workspace):
+def test_a_resumed_run_has_the_stored_configuration(workspace):
     text = config("--lr", "3e-5", "--stop", "x")
     run = stored_run(workspace / "runs" / "old", text, step=1)
     assert dump_config(resume("--resume", str(run))) == text
 
 
-def test_own_options_of_an_algorithm_resume_too(workspace):
+def test_own_options_of_an_algorithm_are_resumed_too(workspace):
     (workspace / "algo.py").write_text(
         "from dataclasses import dataclass\nfrom areno.config import AlgorithmSpec, option\n"
         "@dataclass\nclass O:\n    tau: float = option(0.5, help='T.')\n"
@@ -179,7 +179,7 @@ def test_own_options_of_an_algorithm_resume_too(workspace):
         resume("--resume", str(run), "--algo", "algo.py:spec", "--tau", "0.3")
 
 
-def test_a_run_is_resumed_from_any_folder_with_the_files_that_it_began_with(workspace, monkeypatch):
+def test_a_run_resumed_in_another_folder_uses_its_original_files(workspace, monkeypatch):
     outputs = ["--save-path", "saved", "--reward-fn-path", "reward.py:reward_fn"]
     (workspace / "saved").mkdir()
     run = stored_run(workspace / "runs" / "old", config(*outputs), step=None)
@@ -192,9 +192,9 @@ def test_a_run_is_resumed_from_any_folder_with_the_files_that_it_began_with(work
     assert options.checkpoint_path == workspace / "saved"
 
 
-def test_names_that_are_no_paths_are_stored_as_they_are(workspace):
+def test_names_that_are_not_paths_are_stored_unchanged(workspace):
     for name in ("gspo", "group", "gsm8k"):
-        (workspace / name).mkdir()  # folders that have nothing to do with the run
+        (workspace / name).mkdir()  # folders unrelated to the run
     text = config("--ckpt", "Qwen/Qwen3-0.6B", "--algo", "gspo", "--advantage", "group")
     assert "algo: gspo" in text
     assert "advantage: group" in text
@@ -211,7 +211,7 @@ def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
         resume("--resume", str(run), "--resume-step", step)
 
 
-def test_the_best_checkpoint_can_be_resumed_from_by_its_step(workspace):
+def test_a_run_can_be_resumed_from_the_best_checkpoint_by_its_step(workspace):
     run = stored_run(workspace / "runs" / "old", config(), step=3)
     best = run / "checkpoints" / "best" / "trainer_state"
     best.mkdir(parents=True)
@@ -224,9 +224,9 @@ def test_a_step_without_a_run_to_resume_is_refused(workspace):
         resume(*GSPO, "--resume-step", "2")
 
 
-def test_a_new_run_gets_a_directory_that_no_other_has_made_meanwhile(workspace):
+def test_new_runs_that_chose_the_same_name_get_different_directories(workspace):
     first = apply_resume(parse_train(GSPO))
-    claimed = [claim_run_dir(first).run_path for _ in range(3)]  # three programs that have chosen the same name
+    claimed = [claim_run_dir(first).run_path for _ in range(3)]  # three programs that chose the same name
     assert claimed[0] == Path(first.run_dir)
     assert len(set(claimed)) == 3
     assert all(path.is_dir() for path in claimed)
@@ -235,7 +235,7 @@ def test_a_new_run_gets_a_directory_that_no_other_has_made_meanwhile(workspace):
     assert not Path("mine").exists()
 
 
-def test_events_of_another_run_are_not_mixed_with_this_one_s(workspace):
+def test_a_folder_with_the_events_of_another_run_is_refused(workspace):
     (workspace / "tb").mkdir()
     validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))
     (workspace / "tb" / "events.out.tfevents.1.host").write_bytes(b"")

@@ -22,7 +22,7 @@ def rows(text):
     return dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  ") and len(line.split()) > 1)
 
 
-def test_sections_stand_in_their_order():
+def test_sections_are_in_order():
     lines = summary(GSPO).splitlines()
     titles = ["Algorithm", "Inputs", "Runtime", "Rollout", "Training", "Outputs"]
     assert lines[0] == "AReno training config"
@@ -52,7 +52,7 @@ def test_options_that_change_how_a_step_runs_are_shown():
     assert (changed["decode"], changed["rollout_state"]) == ("eager", "dropped after each rollout")
 
 
-def test_what_an_algorithm_without_rollout_does_not_use_is_na():
+def test_options_that_an_algorithm_without_rollout_does_not_use_are_na():
     shown = rows(summary(SFT))
     assert {shown[name] for name in ("n_samples", "sampling", "reward_fn", "agent_fn", "max_running_prompts")} == {
         "n/a"
@@ -90,7 +90,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("gpus", "argv", "expected"), LAYOUTS.values(), ids=LAYOUTS)
-def test_what_is_not_given_is_shown_as_the_machine_decides(workspace, monkeypatch, gpus, argv, expected):
+def test_unset_options_are_shown_as_resolved_for_the_machine(workspace, monkeypatch, gpus, argv, expected):
     devices(monkeypatch, gpus)
     options = prepare_plan([*GSPO, *argv])
     shown = rows(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()))
@@ -104,7 +104,7 @@ def test_what_is_not_given_is_shown_as_the_machine_decides(workspace, monkeypatc
     assert shown["dp_size"] == str(world // tp)
 
 
-def test_a_model_that_four_devices_cannot_share_is_whole_on_each(workspace, monkeypatch):
+def test_a_model_that_cannot_be_sharded_across_four_devices_is_replicated(workspace, monkeypatch):
     devices(monkeypatch, 8)
     (workspace / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 14, "num_key_value_heads": 2}))
     options = prepare_plan(GSPO)
@@ -123,7 +123,7 @@ def devices(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-def test_rollout_processes_need_gpus_of_their_own(workspace, monkeypatch):
+def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
     devices(monkeypatch, 4)
     prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "2"])
     with pytest.raises(UsageError, match=r"training on 2 GPUs \(--world-size\) .* rollout on 3, need more than the 4"):

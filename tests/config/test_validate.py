@@ -1,4 +1,4 @@
-"""Rules that need no command line of their own; wrong input through the command line is in tests/cli."""
+"""Validation rules, without the command line; tests/cli covers wrong input through the command line."""
 
 import os
 
@@ -41,7 +41,7 @@ def check(*argv):
         ],
     ],
 )
-def test_runs_that_work_are_accepted(workspace, argv):
+def test_valid_options_are_accepted(workspace, argv):
     check(*argv)
 
 
@@ -52,7 +52,7 @@ def test_the_documented_smoke_test_is_accepted(workspace):
     )  # fmt: skip
 
 
-def test_every_problem_is_reported_at_once(workspace):
+def test_all_problems_are_reported_at_once(workspace):
     with pytest.raises(UsageError) as caught:
         check("--epochs", "0", "--top-p", "2", "--dpo-beta", "1", "--ckpt", "./gone")
     lines = str(caught.value).splitlines()
@@ -60,7 +60,7 @@ def test_every_problem_is_reported_at_once(workspace):
     assert [line.split(".")[0].strip() for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
 
 
-def test_one_problem_is_not_numbered(workspace):
+def test_a_single_problem_is_not_numbered(workspace):
     with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give an integer from 1$"):
         check(*GSPO, "--epochs", "0")
 
@@ -116,7 +116,7 @@ def test_unusable_data_says_why(workspace, text, expected):
     assert expected in dataset_problem(text, has_loader=False)
 
 
-def test_a_loader_may_give_other_references_a_meaning(workspace):
+def test_a_loader_may_accept_other_references(workspace):
     (workspace / "rows.md").write_text("x")
     assert dataset_problem("db://host/table x", has_loader=True) != ""  # several slashes: looks like a path
     assert dataset_problem("table x", has_loader=True) == ""
@@ -140,7 +140,7 @@ def test_unusable_models_say_why(workspace, text, expected):
     assert expected in ckpt_problem(text)
 
 
-def test_a_file_in_the_way_makes_a_place_unwritable(workspace):
+def test_a_path_below_a_file_is_unwritable(workspace):
     assert unwritable(workspace / "new" / "deep", "--run-dir") == ""
     assert not (workspace / "new").exists()
     assert "is a file; choose a directory" in unwritable(workspace / "data.jsonl" / "run", "--run-dir")
@@ -152,7 +152,7 @@ def test_a_folder_without_permission_is_unwritable(workspace):
     assert "cannot be written" in unwritable(workspace / "locked" / "run", "--run-dir")
 
 
-def test_options_of_other_algorithms_are_named_with_theirs(workspace):
+def test_an_option_of_another_algorithm_is_refused_naming_that_algorithm(workspace):
     with pytest.raises(
         UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; remove the option"
     ):
@@ -231,7 +231,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*DPO, "--dpo-label-smoothing", "0.5"], r"--dpo-label-smoothing must be below 0.5"),
     ],
 )
-def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, arguments, message):
+def test_combinations_that_cannot_work_or_have_no_effect_are_refused(workspace, arguments, message):
     with pytest.raises(UsageError, match=message):
         check(*arguments)
 
@@ -249,16 +249,16 @@ def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, ar
         [*BASE, "--algo", "rm"],
     ],
 )
-def test_combinations_that_work_are_let_through(workspace, arguments):
+def test_valid_combinations_are_accepted(workspace, arguments):
     check(*arguments)
 
 
 def test_held_out_rows_come_from_a_test_split(workspace):
-    """Of a folder; before anything is loaded."""
+    """The splits of a folder are checked before anything is loaded."""
     (workspace / "data").mkdir()
     for split in ("train", "test"):
         (workspace / "data" / f"{split}.jsonl").write_text('{"prompt": "1+1?"}\n')
-    given = [
+    argv = [
         "--ckpt",
         "model",
         "--dataset-path",
@@ -268,15 +268,15 @@ def test_held_out_rows_come_from_a_test_split(workspace):
         "--eval-dataset-path",
         "data",
     ]
-    validate(parse_train(given))
+    validate(parse_train(argv))
     (workspace / "data" / "test.jsonl").unlink()
     with pytest.raises(UsageError, match="--eval-dataset-path data: no files of the split test; it has train"):
-        validate(parse_train(given))
+        validate(parse_train(argv))
     with pytest.raises(UsageError, match="--dataset-path data: no files of the split test"):
-        parse_eval(given[:6])
+        parse_eval(argv[:6])
 
 
-def test_one_sample_a_prompt_is_enough_where_prompts_are_compared(workspace):
+def test_one_sample_per_prompt_is_enough_if_prompts_are_compared(workspace):
     one = [*GSPO, "--n-samples", "1"]
     check(*one, "--advantage", "batch")
     for more in (["--advantage", "group"], ["--advantage", "batch", "--batch-size", "1"]):

@@ -27,7 +27,7 @@ def round_trip(options, tmp_path):
         [*GSPO, "--algo", "grpo", "--grpo-clip-eps", "0.3", "--seed", "12345"],
     ],
 )
-def test_stored_options_read_back_equal(argv, tmp_path):
+def test_stored_options_are_equal_when_read_back(argv, tmp_path):
     options = parse_train(argv)
     assert round_trip(options, tmp_path) == options
 
@@ -40,7 +40,7 @@ def test_a_stored_config_is_complete_and_plain_yaml():
     assert {"device", "dtype", "seed", "gspo_clip_eps", "temperature"} <= loaded.keys()
 
 
-def test_a_stored_config_leaves_out_what_the_run_does_not_read():
+def test_a_stored_config_omits_options_that_the_run_does_not_read():
     loaded = yaml.safe_load(dump_config(TrainOptions(algo="sft")))
     assert not {"n_samples", "gspo_clip_eps", "agent_fn", "tune_params", "run_dir", "resume"} & loaded.keys()
 
@@ -56,7 +56,7 @@ def test_a_stored_config_leaves_out_what_the_run_does_not_read():
         ("optimizer: {lr: 1}", "optimizer is a mapping"),
     ],
 )
-def test_malformed_files_name_file_and_place(tmp_path, text, expected):
+def test_errors_about_malformed_files_name_the_file_and_the_place(tmp_path, text, expected):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=expected) as caught:
@@ -72,6 +72,6 @@ def test_missing_and_binary_files_are_usage_errors(tmp_path):
         load_config(tmp_path / "binary.yaml")
 
 
-def test_an_empty_file_gives_nothing(tmp_path):
+def test_an_empty_file_sets_nothing(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "empty.yaml") == {}

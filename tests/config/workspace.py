@@ -34,7 +34,7 @@ def stored_run(path: Path, text: str, *, step: int | None = None) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, filled."""
+    """The working directory, with everything that ``areno train`` needs."""
     fill(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, how long files and functions may be, what loads without torch."""
+"""Rules of the code: which packages may import which, how long files and functions may be, what loads without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 import areno.api
 
 REPO = Path(__file__).parents[2]
-# A room may import itself and those below it.
-ROOMS = [
+# A package may import itself and those below it.
+PACKAGES = [
     "cli",
-    "viewer",  # a server over what runs wrote
-    "tools",  # programs of their own, like commands: they read what a run wrote, and nothing imports them
+    "viewer",  # a server that shows what runs wrote
+    "tools",  # standalone programs, like commands: they read what a run wrote, and nothing imports them
     "quickstart",
     "experiments",
     "api",
@@ -41,7 +41,7 @@ ROOMS = [
     "spec",
 ]
 HEAVY = ("torch", "transformers", "datasets")
-# Files that name a higher room as "module:attribute" text, with the reason.
+# Files that name a higher package in a "module:attribute" string, with the reason.
 NAMED_AS_TEXT = {
     "areno/config/algorithms.py": "the registry names trainers and losses, so that looking one up imports no torch",
     "areno/config/advantages.py": "the registry names estimators, for the same reason",
@@ -67,14 +67,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def room_of(path: Path) -> str | None:
-    """Room of a file; None for the package's own top-level files."""
+def package_of(path: Path) -> str | None:
+    """Package of a file; None for the top-level files of areno."""
     parts = path.relative_to(REPO / "areno").parts
     return parts[0] if len(parts) > 1 else None
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Absolute dotted names that a tree imports, each with the imported attribute where there is one."""
+    """Absolute dotted names that a tree imports, each with the imported attribute if there is one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -84,7 +84,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run on import, those under ``if TYPE_CHECKING`` left out."""
+    """Statements that run on import, except those under ``if TYPE_CHECKING``."""
     for node in tree.body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
@@ -107,12 +107,12 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
                 yield from public_definitions(node.body, f"{prefix}{node.name}.")
 
 
-def test_every_room_is_known():
-    assert {room_of(path) for path in sources()} - {None} <= set(ROOMS)
+def test_every_package_is_in_the_list():
+    assert {package_of(path) for path in sources()} - {None} <= set(PACKAGES)
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    """Neither at import, nor in a function, nor for types alone."""
+def test_there_are_no_circular_imports():
+    """Neither at import time, nor in a function, nor only for types."""
     modules = {
         name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in sources()
     }
@@ -121,35 +121,35 @@ def test_no_modules_import_each_other_in_a_circle():
         return name if name in modules or "." not in name else module_of(name.rpartition(".")[0])
 
     graph = {name: {module_of(target) for target in imports(tree_of(path))} - {name} for name, path in modules.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names a circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 def test_imports_go_downward_only():
     upward = []
     for path in sources():
-        room = room_of(path)
-        for name in imports(tree_of(path)) if room else ():
+        package = package_of(path)
+        for name in imports(tree_of(path)) if package else ():
             target = name.split(".")[1] if name.startswith("areno.") else None
-            target = "api" if target in areno.api.__all__ else target  # `from areno import Trainer` leads there
-            if target in ROOMS and ROOMS.index(target) < ROOMS.index(str(room)):
+            target = "api" if target in areno.api.__all__ else target  # as in `from areno import Trainer`
+            if target in PACKAGES and PACKAGES.index(target) < PACKAGES.index(str(package)):
                 upward.append(f"{name_of(path)} imports {name}")
     assert upward == []
 
 
-def test_higher_rooms_are_named_as_text_only_where_listed():
+def test_only_listed_files_name_higher_packages_in_strings():
     naming = set()
     for path in sources():
-        room = room_of(path)
+        package = package_of(path)
         texts = [n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         targets = [match[1] for text in texts if (match := re.fullmatch(r"areno\.(\w+)[\w.]*:\w+", text))]
-        if room and any(ROOMS.index(target) < ROOMS.index(room) for target in targets):
+        if package and any(PACKAGES.index(target) < PACKAGES.index(package) for target in targets):
             naming.add(name_of(path))
     assert naming == set(NAMED_AS_TEXT)
 
 
-@pytest.mark.parametrize("room", ["config", "storage", "types", "errors"])
-def test_the_lowest_rooms_import_nothing_heavy(room):
-    files = [path for path in sources() if room in (room_of(path), path.stem)]
+@pytest.mark.parametrize("package", ["config", "storage", "types", "errors"])
+def test_the_lowest_packages_import_nothing_heavy(package):
+    files = [path for path in sources() if package in (package_of(path), path.stem)]
     assert files
     for path in files:
         names = [name for statement in module_level(tree_of(path)) for name in imports(statement)]
@@ -183,7 +183,7 @@ def test_files_have_fewer_than_500_lines():
 
 
 def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """A kernel takes every stride and size as a parameter, so it is measured from its first statement."""
+    """The first line that counts: a kernel has a parameter for every stride and size, so it counts from its first statement."""
     kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     return node.body[0].lineno if kernel else node.lineno
 
@@ -207,13 +207,13 @@ def test_everything_public_has_a_docstring():
     assert missing == []
 
 
-def test_no_code_is_left_for_later():
+def test_no_code_is_marked_as_unfinished():
     marks = re.compile(r"\b(TODO|FIXME|XXX)\b")
     assert [name_of(path) for path in sources() if marks.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES_WITH_LISTS, ids=lambda path: path.relative_to(REPO).as_posix())
-def test_the_list_of_a_package_names_all_its_modules(package):
+def test_the_docstring_of_a_package_lists_all_its_modules(package):
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
     modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
     assert modules - set(re.findall(r"``(\w+)``", docstring)) == set()

@@ -1,4 +1,4 @@
-"""What the documentation says is there: links, commands, options, metrics, and programs that run."""
+"""What the documentation names exists (links, commands, options, files of a run), and its programs run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = sorted(
         *(REPO / "examples").rglob("*.md"),
     ]
 )
-# Flags in the pages that are no options of a command with declared ones, with whose they are.
+# Flags in the pages that are not among the declared options, with the program that has them.
 OTHER_FLAGS = {
     "--help": "every command",
     "--version": "areno",
@@ -82,7 +82,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, made as GitHub does."""
+    """Anchors of a page's headings, as GitHub generates them."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -159,7 +159,7 @@ def test_options_page_is_what_make_options_writes():
     assert all(f"`{entry.flag}" in written for entry in options_of(TrainOptions))
 
 
-def test_sdk_program_runs_as_it_stands(tmp_path, tiny_checkpoint):
+def test_the_sdk_program_runs_unchanged(tmp_path, tiny_checkpoint):
     program = tmp_path / "own_loop.py"
     program.write_text(code_blocks(REPO / "docs" / "sdk.md", "python")[0], encoding="utf-8")
     done = python(program, tiny_checkpoint, folder=tmp_path, timeout=240)
@@ -184,7 +184,7 @@ def test_the_algorithm_of_the_page_trains_with_its_own_option_in_both_front_ends
 
 
 @pytest.mark.parametrize("algo", ["sft", "grpo"])
-def test_every_file_of_a_run_is_explained(algo, tmp_path, tiny_checkpoint):
+def test_every_file_of_a_run_is_documented(algo, tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
     arguments = task_arguments(algo, tiny_checkpoint, write_task(tmp_path / "task"), run)
     assert main([*map(str, arguments), "--max-steps", "1"]) == 0

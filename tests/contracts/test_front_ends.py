@@ -1,4 +1,4 @@
-"""The table of what both front ends can do is true: every option and setting in it exists."""
+"""The table of the features of both front ends is correct: every option and setting in it exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = {entry.flag for entry in options_of(TrainOptions)}
 SETTINGS = {*paths_of(PPOConfig), *paths_of(DPOConfig), DRY_RUN, f"areno plan {TUNE}"}
 
 
-def test_the_page_is_what_is_rendered():
+def test_the_page_is_what_make_front_ends_writes():
     assert PAGE.read_text(encoding="utf-8") == render(), "run: python docs/make_front_ends.py"
 
 

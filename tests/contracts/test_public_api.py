@@ -51,7 +51,7 @@ PUBLIC = [
 ]
 NEEDED = inspect.Parameter.empty
 
-# Documented parameters in order, with their defaults; `*` starts those that are given by keyword.
+# Documented parameters in order, with their defaults; keyword-only parameters follow `*`.
 SIGNATURES = {
     "__init__": {
         "world_size": NEEDED,
@@ -98,7 +98,7 @@ SIGNATURES = {
     "close": {},
 }
 
-# Fields in the documented order with their defaults; a list that is None becomes an empty list of the object's own.
+# Fields in the documented order with their defaults; a list that is None becomes a new empty list.
 FIELDS = {
     "SamplingParams": {
         "greedy": False,
@@ -138,7 +138,7 @@ FIELDS = {
     },
 }
 KL = {"kl_coef": 0.0, "kl_type": "low_var_kl"}
-# Parameters after the pack and what the model predicts.
+# Parameters after the data pack and the model's predictions.
 LOSSES = {
     "sft_loss_fn": {},
     "gspo_loss_fn": {"clip_eps": 3.0e-4, "clip_eps_high": None, **KL},
@@ -339,7 +339,7 @@ OPTIONS = {
 }
 
 
-def test_the_public_names_are_these():
+def test_the_public_names_do_not_change():
     assert sorted(areno.api.__all__) == sorted(PUBLIC)
 
 
@@ -354,7 +354,7 @@ def test_a_name_is_the_same_object_in_areno_and_in_its_api(name):
     ("error", "base"),
     [(errors.UsageError, ValueError), (errors.DataError, ValueError), (errors.EngineError, RuntimeError)],
 )
-def test_programs_may_catch_the_errors_of_python(error, base):
+def test_programs_may_catch_areno_errors_as_built_in_exceptions(error, base):
     assert issubclass(error, base)
     assert issubclass(error, errors.ArenoError)
     again = pickle.loads(pickle.dumps(error("--lr 0: give a rate above 0")))
@@ -371,15 +371,15 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize(("method", "documented"), SIGNATURES.items(), ids=SIGNATURES)
 def test_trainer_methods_keep_their_parameters_and_defaults(method, documented):
-    found = list(inspect.signature(getattr(areno.Trainer, method)).parameters.values())[1:]
+    parameters = list(inspect.signature(getattr(areno.Trainer, method)).parameters.values())[1:]
     names = list(documented)
     positional = names[: names.index("*")] if "*" in names else names
-    assert [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
-    by_name = {p.name: p for p in found}
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    by_name = {p.name: p for p in parameters}
     assert {name: by_name[name].default for name in names if name != "*"} == {
         name: default for name, default in documented.items() if name != "*"
     }
-    further = [p for p in found if p.name not in documented]
+    further = [p for p in parameters if p.name not in documented]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not NEEDED for p in further)
 
 
@@ -392,7 +392,7 @@ def test_data_classes_keep_field_order_and_defaults(cls, documented):
     }
     wanted = {name: dataclasses.MISSING if value is NEEDED else value for name, value in documented.items()}
     assert defaults == wanted
-    # What follows the documented fields has a default, so that positional calls keep working.
+    # Fields after the documented ones have a default, so that positional calls keep working.
     rest = fields[len(documented) :]
     assert all(f.default is not dataclasses.MISSING or callable(f.default_factory) for f in rest)
 
@@ -405,7 +405,7 @@ def test_agentic_data_classes_keep_field_order_and_defaults(cls, documented):
     assert [f.name for f in fields] == list(documented)
 
 
-def test_the_agentic_names_are_these():
+def test_the_agentic_names_do_not_change():
     names = "AgentBatch AgentContext AgentItem AgentSample AgentTrajectory AgentTrajectoryTurn LossMaskPolicy "
     names += "RewardEvent RewardRecord RolloutSession TrajectoryRow lint_chat_template"
     assert sorted(agentic.__all__) == names.split()
@@ -421,11 +421,11 @@ def test_losses_take_the_pack_and_the_logprobs_first(loss, further):
     assert {name: p.default for name, p in list(parameters.items())[2:]} == further
 
 
-def test_the_options_of_training_and_their_defaults_are_these():
+def test_the_options_of_training_and_their_defaults_do_not_change():
     assert {option.name: option.default for option in options_of(TrainOptions)} == OPTIONS
 
 
-def test_everything_comes_with_a_star():
+def test_a_star_import_has_all_public_names():
     names: dict[str, object] = {}
     exec("from areno import *", names)
     assert set(PUBLIC) <= names.keys()

@@ -1,4 +1,4 @@
-"""Each place where a user's own code is called, through the real entry points: what it receives and what it may return."""
+"""Every hook for a user's code, called through the real entry points: what it receives and what it may return."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ranks(rewards, groups):
 """
 
 
-def test_an_advantage_function_of_a_file_is_used(tmp_path, tiny_checkpoint, task):
+def test_an_advantage_function_in_a_file_is_used(tmp_path, tiny_checkpoint, task):
     (tmp_path / "own.py").write_text(ADVANTAGE)
     task["reward.py"].write_text("def reward_fn(record):\n    return record.metadata['sample_index']\n")
     metrics = train("gspo", tiny_checkpoint, task, tmp_path / "run", "--advantage", f"{tmp_path / 'own.py'}:ranks")
@@ -78,7 +78,7 @@ def test_an_advantage_function_of_a_file_is_used(tmp_path, tiny_checkpoint, task
     assert metrics[0]["train/policy_loss"] == pytest.approx(-2.5 / 24, rel=1e-4)  # ratio 1, one answer of 24
 
 
-def test_an_estimator_that_a_program_registers_can_be_named(tmp_path, tiny_checkpoint, task, monkeypatch):
+def test_an_estimator_that_a_program_registers_can_be_used_by_name(tmp_path, tiny_checkpoint, task, monkeypatch):
     monkeypatch.setattr(advantages, "_REGISTRY", dict(advantages._REGISTRY))
     areno.register_advantage("all_one", lambda rewards, groups: [1.0] * len(rewards))
     assert "all_one" in areno.list_advantages()
@@ -108,14 +108,14 @@ OWN = AlgorithmSpec("own", "areno.api.trainers.policy_only:PolicyOnlyTrainer", N
 """
 
 
-def test_an_algorithm_of_a_file_brings_its_loss_and_its_options(tmp_path, tiny_checkpoint, task):
+def test_an_algorithm_in_a_file_has_its_own_loss_and_options(tmp_path, tiny_checkpoint, task):
     (tmp_path / "own.py").write_text(ALGORITHM)
     spec = f"{tmp_path / 'own.py'}:OWN"
     metrics = train(spec, tiny_checkpoint, task, tmp_path / "run", "--scale", "3")
     assert [step["train/scale"] for step in metrics] == [3.0, 3.0]
 
 
-def test_an_algorithm_that_a_program_registers_can_be_named(tmp_path, tiny_checkpoint, task, monkeypatch):
+def test_an_algorithm_that_a_program_registers_can_be_used_by_name(tmp_path, tiny_checkpoint, task, monkeypatch):
     monkeypatch.setattr(algorithms, "_REGISTRY", dict(algorithms._REGISTRY))
     called = []
 
@@ -130,7 +130,7 @@ def test_an_algorithm_that_a_program_registers_can_be_named(tmp_path, tiny_check
     assert sum(called) == 2 * 24
 
 
-def test_a_backend_of_the_users_own_serves_the_trainer(tiny_checkpoint, monkeypatch):
+def test_the_trainer_can_use_a_custom_backend(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(backends, "_REGISTRY", dict(backends._REGISTRY))
     calls = []
 
@@ -168,7 +168,7 @@ def test_a_backend_of_the_users_own_serves_the_trainer(tiny_checkpoint, monkeypa
     ],
     ids=["lambda", "partial", "closure"],
 )
-def test_any_callable_is_a_loss(tiny_checkpoint, make):
+def test_any_callable_can_be_a_loss(tiny_checkpoint, make):
     with Trainer(1, str(tiny_checkpoint)) as trainer:
         trainer.init()
         row = TrainSequence([True, False, False], [5, 6, 7], logprobs=[0.0, -6.0, -6.0], advantages=[0.0, 1.0, 1.0])

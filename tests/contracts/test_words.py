@@ -1,4 +1,4 @@
-"""What people read uses the field's terms: phrases and names that were replaced do not come back."""
+"""Pages, messages and docstrings use the field's terms: phrases and names that were replaced do not come back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = [
     REPO / "benchmarks" / "README.md",
 ]
 MODULES = sorted((REPO / "areno").rglob("*.py"))
-# Phrases, and what to write.
+# Phrases to avoid, and what to write instead.
 PHRASES = {
     r"not here yet": "not supported",
     r"tested without one only": "untested on GPUs",
@@ -66,7 +66,7 @@ PHRASES = {
     r"\blowest level\b|\bthe least of\b": "minimum",
     r"\bteach(es)? nothing\b": "there is nothing to learn from",
 }
-# Names, and what to use.
+# Names to avoid, and what to use instead.
 NAMES = {
     "Desk": "RequestRouter",
     "Ticket": "RoutedRequest",
@@ -99,7 +99,7 @@ def test_pages_messages_and_docstrings_are_idiomatic(phrase):
     assert not places, f"write {PHRASES[phrase]!r}:\n" + "\n".join(places)
 
 
-def test_names_are_the_standard_terms_of_the_field():
+def test_names_are_standard_terms_of_the_field():
     pattern = re.compile(rf"\b({'|'.join(NAMES)})\b")
     places = [
         f"{path.relative_to(REPO)}: {name} is {NAMES[name]}"
@@ -109,8 +109,8 @@ def test_names_are_the_standard_terms_of_the_field():
     assert not places, "\n".join(places)
 
 
-def test_classes_and_variables_are_named_once_and_for_what_they_hold():
-    """A name of a class means one thing in the whole package."""
+def test_class_names_are_unique_and_variables_are_named_for_what_they_hold():
+    """The name of a class means one thing in the whole package."""
     classes, vague = defaultdict(list), []
     for path in MODULES:
         where = str(path.relative_to(REPO))

@@ -1,4 +1,4 @@
-"""``areno train`` with rollout processes beside training, and with workflows."""
+"""``areno train`` with asynchronous rollout processes, and with workflows."""
 
 from __future__ import annotations
 
@@ -58,35 +58,38 @@ def run(tmp_path, tiny_checkpoint, capsys):
     return train
 
 
-def told(run_dir, name):
+def column(run_dir, name):
     return [record[name] for record in metrics(run_dir) if name in record]
 
 
-def test_without_staleness_an_asynchronous_run_is_the_synchronous_one(run):
-    turns = run("turns", "--max-steps", 3)
-    beside = run("beside", "--max-steps", 3, "--rollout", "async", "--max-staleness", 0)
-    assert told(beside, "train/staleness_max") == [0.0] * 3
+def test_an_asynchronous_run_without_staleness_equals_the_synchronous_one(run):
+    synchronous = run("turns", "--max-steps", 3)
+    asynchronous = run("beside", "--max-steps", 3, "--rollout", "async", "--max-staleness", 0)
+    assert column(asynchronous, "train/staleness_max") == [0.0] * 3
     for name in ("rollout/rewards_mean", "train/loss", "train/grad_norm"):
-        assert told(beside, name) == pytest.approx(told(turns, name), rel=1e-4, abs=1e-6)
-    samples = [[json.loads(line) for line in (p / "samples.jsonl").read_text().splitlines()] for p in (turns, beside)]
+        assert column(asynchronous, name) == pytest.approx(column(synchronous, name), rel=1e-4, abs=1e-6)
+    samples = [
+        [json.loads(line) for line in (p / "samples.jsonl").read_text().splitlines()]
+        for p in (synchronous, asynchronous)
+    ]
     assert [s["completion"] for s in samples[0]] == [s["completion"] for s in samples[1]]
 
 
-def test_a_workflow_rewards_its_samples_in_turn_with_training_and_beside_it(run, tmp_path):
+def test_a_workflow_rewards_its_samples_in_synchronous_and_asynchronous_runs(run, tmp_path):
     (tmp_path / "held_out.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"What is {a} plus 2?"}) for a in range(2, 8))
     )
     options = ("--max-steps", 3, "--eval-dataset-path", tmp_path / "held_out.jsonl", "--eval-interval", 2)
-    turns = run("turns", *options, workflow=True)
-    beside = run("beside", *options, "--rollout", "async", "--max-staleness", 0, workflow=True)
+    synchronous = run("turns", *options, workflow=True)
+    asynchronous = run("beside", *options, "--rollout", "async", "--max-staleness", 0, workflow=True)
     for name in ("rollout/rewards_mean", "train/grad_norm", "eval/rewards_mean", "train/workflow_left_out"):
-        assert told(beside, name) == pytest.approx(told(turns, name), rel=1e-4, abs=1e-6)
-    samples = [json.loads(line) for line in (turns / "samples.jsonl").read_text().splitlines()]
+        assert column(asynchronous, name) == pytest.approx(column(synchronous, name), rel=1e-4, abs=1e-6)
+    samples = [json.loads(line) for line in (synchronous / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         assert sample["reward"] == pytest.approx(sum(c in "02468" for c in sample["completion"]) / 9)
 
 
-def test_a_killed_asynchronous_run_trains_every_batch_once_and_keeps_its_bound(tmp_path, tiny_checkpoint):
+def test_a_killed_asynchronous_run_trains_every_batch_once_within_its_staleness_bound(tmp_path, tiny_checkpoint):
     task, run_dir = write_task(tmp_path / "task"), tmp_path / "run"
     options = ("--rollout", "async", "--max-staleness", 2, "--rollout-replicas", 2, "--save-interval", 1)
     arguments = task_arguments("grpo", tiny_checkpoint, task, run_dir)
@@ -98,10 +101,10 @@ def test_a_killed_asynchronous_run_trains_every_batch_once_and_keeps_its_bound(t
     assert set(unused) <= {done, done + 1, done + 2}
     assert main(["train", "--resume", str(run_dir)]) == 0
     assert [record["step"] for record in metrics(run_dir)] == list(range(7))
-    behind = told(run_dir, "train/staleness_max")
+    behind = column(run_dir, "train/staleness_max")
     assert behind[0] == 0
     assert 0 < max(behind) <= 2
-    # What had ended before the kill is trained on as it was, token by token.
+    # Samples finished before the kill are trained on unchanged, token by token.
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     again = [s for s in samples if s["prompt_index"] in unused.get(s["step"], {})]
     assert again

@@ -54,7 +54,7 @@ def pairs(tmp_path):
 
 
 def margins(policy, reference, rows, beta=0.1):
-    """The implicit reward of the chosen answer above that of the rejected one, by ``transformers``."""
+    """Implicit reward of the chosen answer minus that of the rejected one, computed with ``transformers``."""
     scored = zip(answer_logprobs(policy, rows), answer_logprobs(reference, rows), strict=True)
     return [
         beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
@@ -63,42 +63,42 @@ def margins(policy, reference, rows, beta=0.1):
 
 
 def learn(folder, train, held_out, *further, **sizes):
-    """Train on some pairs; returns the margins of the others, after checking them against what the run says."""
+    """Train on some pairs; return the margins of the others after comparing them with the run's metrics."""
     folder.mkdir(exist_ok=True)
     model = save_gsm8k_model(folder / "model", train, **sizes)
     files = [write_rows(folder / f"{name}.jsonl", rows) for name, rows in (("train", train), ("held", held_out))]
     log = run("dpo", model, folder / "run", files[0], "--eval-dataset-path", files[1], *LEARNING, *further)
     assert "stage=dpo_dataset_filter skipped_invalid_or_long=0" in log
-    found = margins(last_checkpoint(folder / "run"), model, held_out)
+    differences = margins(last_checkpoint(folder / "run"), model, held_out)
     before, after = metrics(folder / "run", "eval")
-    # Policy and reference are the same weights, but the reference is scored 8 rows at a time and the policy 64: products of
-    # other shapes may round differently, by the processor and the data. `eval/accuracy` then counts signs of rounding errors.
+    # Policy and reference have the same weights, but the reference scores 8 rows at a time and the policy 64: products of
+    # different shapes may round differently. `eval/accuracy` would then count the signs of rounding errors.
     for name in ("margin", "chosen_reward", "rejected_reward"):
         assert before[f"eval/{name}"] == pytest.approx(0.0, abs=1e-7), name
     assert before["eval/loss"] == pytest.approx(0.693147, abs=1e-6)
-    assert after["eval/margin"] == pytest.approx(sum(found) / len(found), abs=1e-4)
-    assert after["eval/accuracy"] == pytest.approx(accuracy(found), abs=1.01 / len(found))
-    return found
+    assert after["eval/margin"] == pytest.approx(sum(differences) / len(differences), abs=1e-4)
+    assert after["eval/accuracy"] == pytest.approx(accuracy(differences), abs=1.01 / len(differences))
+    return differences
 
 
-def test_dpo_learns_to_prefer_right_solutions_that_it_has_not_seen(gsm8k, tmp_path):
-    """Half of the pairs teach, half are held out: 0.63 in seed 0; guessing is 0.5, with a standard error of 0.026."""
+def test_dpo_learns_to_prefer_unseen_correct_solutions(gsm8k, tmp_path):
+    """Half of the pairs are held out: accuracy is 0.63 with seed 0; guessing gives 0.5, with a standard error of 0.026."""
     train, held_out = folds(gsm8k_pairs(gsm8k, questions=False), 2)[0]
-    found = learn(tmp_path / "half", train, held_out, "--lr", "1e-2", "--max-steps", 12)
-    assert len(found) == 366
-    assert accuracy(found) > 0.5 + 4 * standard_error(366)
+    differences = learn(tmp_path / "half", train, held_out, "--lr", "1e-2", "--max-steps", 12)
+    assert len(differences) == 366
+    assert accuracy(differences) > 0.5 + 4 * standard_error(366)
 
 
 @pytest.mark.long
-def test_dpo_learns_from_whole_problems_to_prefer_right_solutions_that_it_has_not_seen(gsm8k, tmp_path):
-    """Seed 0 reaches 0.63."""
-    found = [
+def test_dpo_learns_from_whole_problems_to_prefer_unseen_correct_solutions(gsm8k, tmp_path):
+    """Accuracy is 0.63 with seed 0."""
+    differences = [
         margin
         for index, (train, held_out) in enumerate(folds(gsm8k_pairs(gsm8k, questions=True), 4))
         for margin in learn(tmp_path / str(index), train, held_out, "--lr", "5e-3", "--max-steps", 18, hidden=64)
     ]
-    assert len(found) == 731
-    assert accuracy(found) > 0.5 + 4 * standard_error(731)
+    assert len(differences) == 731
+    assert accuracy(differences) > 0.5 + 4 * standard_error(731)
 
 
 def test_a_second_run_reads_the_reference_from_disk_and_ends_with_the_same_weights(tiny_checkpoint, pairs, tmp_path):
@@ -118,7 +118,7 @@ def test_a_second_run_reads_the_reference_from_disk_and_ends_with_the_same_weigh
     assert seconds[1:] == [0.0] * (STEPS - 1)
 
 
-def test_other_data_or_weights_are_scored_anew(tiny_checkpoint, pairs, tmp_path):
+def test_other_data_or_weights_are_scored_again(tiny_checkpoint, pairs, tmp_path):
     options = (*TINY, "--max-steps", 1)
     run("dpo", tiny_checkpoint, tmp_path / "first", pairs[0], *options)
     shorter = write_rows(tmp_path / "shorter.jsonl", SUMS[:39])
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_scored_again_with_a_warning(tiny_checkpoint, pairs, t
     assert same_weights(tmp_path / "first", tmp_path / "third")
 
 
-def test_a_reference_of_its_own_is_loaded_scored_and_dropped_once(tiny_checkpoint, pairs, tmp_path):
+def test_a_separate_reference_is_loaded_scored_and_dropped_once(tiny_checkpoint, pairs, tmp_path):
     reference = save_tiny_checkpoint(tmp_path / "reference", seed=7)
     options = (pairs[0], "--ref-ckpt", reference, "--eval-dataset-path", pairs[1], *TINY, "--max-steps", 2)
     first = run("dpo", tiny_checkpoint, tmp_path / "first", *options)
@@ -155,7 +155,7 @@ def test_a_reference_of_its_own_is_loaded_scored_and_dropped_once(tiny_checkpoin
     assert before["eval/accuracy"] == pytest.approx(accuracy(expected))
 
 
-def test_the_reference_leaves_the_memory_once_it_has_scored(tiny_checkpoint, tmp_path):
+def test_the_reference_is_freed_after_scoring(tiny_checkpoint, tmp_path):
     reference = save_tiny_checkpoint(tmp_path / "reference", seed=7)
     options = TrainOptions(
         algo="dpo",
@@ -181,7 +181,7 @@ def test_the_reference_leaves_the_memory_once_it_has_scored(tiny_checkpoint, tmp
 
 
 @pytest.mark.long
-def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same_and_loads_no_reference(tiny_checkpoint, pairs, tmp_path):
+def test_a_killed_and_resumed_run_is_bit_for_bit_identical_and_loads_no_reference(tiny_checkpoint, pairs, tmp_path):
     options = (*TINY, "--eval-dataset-path", pairs[1], "--eval-interval", 3, "--save-interval", 2)
     whole = areno(*arguments("dpo", tiny_checkpoint, tmp_path / "whole", pairs[0], *options))
     assert whole.returncode == 0, whole.stderr
@@ -204,9 +204,7 @@ def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same_and_loads_no_referen
         assert [without_times(m) for m in whole] == [without_times(m) for m in resumed]
 
 
-def test_a_stop_while_the_reference_scores_ends_the_run_at_once_and_keeps_nothing_half(
-    tiny_checkpoint, tmp_path, cache
-):
+def test_a_stop_during_reference_scoring_ends_the_run_at_once_without_partial_files(tiny_checkpoint, tmp_path, cache):
     long = [row | {"chosen": row["chosen"] * 20, "rejected": row["rejected"] * 30} for row in SUMS]
     many = write_rows(
         tmp_path / "many.jsonl", [row | {"prompt": f"{row['prompt']} {i}"} for i in range(60) for row in long]
@@ -222,9 +220,7 @@ def test_a_stop_while_the_reference_scores_ends_the_run_at_once_and_keeps_nothin
     assert not [path for path in cache.rglob("*") if "kernels" not in path.parts]
 
 
-def test_a_resumed_run_without_the_file_scores_with_the_initial_weights_not_with_the_trained_ones(
-    tiny_checkpoint, pairs, tmp_path
-):
+def test_a_resumed_run_without_the_file_scores_with_the_initial_weights(tiny_checkpoint, pairs, tmp_path):
     run("dpo", tiny_checkpoint, tmp_path / "whole", pairs[0], *TINY)
     run("dpo", tiny_checkpoint, tmp_path / "parted", pairs[0], *TINY, "--max-steps", 4)
     shutil.rmtree(tmp_path / "cache")
@@ -235,7 +231,7 @@ def test_a_resumed_run_without_the_file_scores_with_the_initial_weights_not_with
     assert same_weights(tmp_path / "whole", tmp_path / "parted")
 
 
-def test_the_microbatch_size_changes_nothing(tiny_checkpoint, pairs, tmp_path):
+def test_the_microbatch_size_does_not_change_results(tiny_checkpoint, pairs, tmp_path):
     for mini_bs in (2, 4, 16):
         run(
             "dpo", tiny_checkpoint, tmp_path / str(mini_bs), pairs[0], *TINY, "--adam-eps", "1e-4", "--mini-bs", mini_bs
@@ -249,7 +245,7 @@ def test_the_microbatch_size_changes_nothing(tiny_checkpoint, pairs, tmp_path):
 
 @pytest.mark.parametrize(("mini_bs", "accumulation", "updates"), [(2, 1, 6), (4, 1, 3), (2, 3, 2), (16, 1, 1)])
 def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, updates, tiny_checkpoint, pairs, tmp_path):
-    """One step of the command against explicit calls of the SDK, an update each."""
+    """One step of the command against explicit SDK calls, one per update."""
     sizes = (*TINY, "--mini-bs", mini_bs, "--gradient-accumulation-steps", accumulation)
     run("dpo", tiny_checkpoint, tmp_path / "run", pairs[0], *sizes, "--max-steps", 1, "--no-shuffle")
     optimizer = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "grad_clip_norm": 1.0}

@@ -1,4 +1,4 @@
-"""Evaluation in real runs: killed and resumed, stopped in the middle of one, and repeated by ``areno eval``."""
+"""Evaluation in real runs: killed and resumed, stopped during an evaluation, and repeated by ``areno eval``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def arguments(algo, checkpoint, folder, run):
-    """A tiny run with held-out rows, and both kinds of checkpoints."""
+    """Arguments of a tiny run with held-out rows, and both kinds of checkpoints."""
     task = write_task(folder / "task")
     held_out = [
         {"prompt": f"What is {a} plus {a}?", "response": f"It is {2 * a}.", "held": True} for a in range(31, 38)
@@ -33,7 +33,7 @@ def arguments(algo, checkpoint, folder, run):
     return [*task_arguments(algo, checkpoint, task, run), *evaluation]
 
 
-def here(*command):
+def run_here(*command):
     """Run ``areno`` to its end in this process."""
     assert main([*map(str, command)]) == 0
 
@@ -56,9 +56,7 @@ def assert_equal(a, b):
 
 
 @pytest.mark.parametrize("algo", ["sft", pytest.param("grpo", marks=pytest.mark.long)])
-def test_a_killed_and_resumed_run_has_the_evaluations_and_the_best_of_an_uninterrupted_one(
-    algo, tmp_path, tiny_checkpoint
-):
+def test_a_killed_and_resumed_run_has_the_evaluations_and_best_of_an_uninterrupted_one(algo, tmp_path, tiny_checkpoint):
     further = ["--max-steps", STEPS, "--save-interval", 3, "--keep-checkpoints", 1, "--lr", "2e-2"]
     whole, run = tmp_path / "whole", tmp_path / "killed"
     done = areno(*arguments(algo, tiny_checkpoint, tmp_path, whole), *further)
@@ -83,56 +81,56 @@ def test_a_killed_and_resumed_run_has_the_evaluations_and_the_best_of_an_uninter
     assert summaries[0]["best_evaluation"]["value"] == summaries[1]["best_evaluation"]["value"]
 
 
-def test_a_finished_run_is_not_evaluated_again_and_goes_on_from_its_best(tmp_path, tiny_checkpoint):
+def test_a_finished_run_is_not_evaluated_again_and_keeps_its_best_when_extended(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
-    # The last checkpoint is written before the last evaluation, which it must know of all the same.
-    here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 3, "--save-interval", 3)
+    # The last checkpoint is written before the last evaluation, but must still include its result.
+    run_here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 3, "--save-interval", 3)
     before, logged = records(run), (run / "log.txt").read_text().count(" eval={")
     assert logged == 3
-    here("train", "--resume", run)
+    run_here("train", "--resume", run)
     assert (run / "log.txt").read_text().count(" eval={") == logged
     assert list(map(without_times, records(run))) == list(map(without_times, before))
-    here("train", "--resume", run, "--max-steps", 5)
+    run_here("train", "--resume", run, "--max-steps", 5)
     assert [record["step"] for record in evaluations(run)] == [0, 2, 3, 4, 5]
     losses = {record["step"]: record["eval/loss"] for record in evaluations(run)}
     best = json.loads((run / "summary.json").read_text())["best_evaluation"]
     assert best["value"] == losses[best["step"]] == min(losses.values())
 
 
-def test_a_run_whose_newest_checkpoint_is_the_best_one_goes_on_from_there(tmp_path, tiny_checkpoint):
+def test_a_run_whose_newest_checkpoint_is_the_best_one_resumes_from_it(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
-    here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2)
+    run_here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2)
     folder = CheckpointFolder(run / "checkpoints")
     trained = weights(folder.path(2))
     assert folder.best_step() == 2
     shutil.rmtree(folder.path(2))  # as if the run had been killed before it saved the last step
-    here("train", "--resume", run)
+    run_here("train", "--resume", run)
     assert folder.steps() == [2]
     assert_equal(weights(folder.path(2)), trained)
     assert [record["step"] for record in records(run)] == [0, 0, 1, 2]
     shutil.rmtree(folder.path(2))
-    here("train", "--resume", run, "--max-steps", 3)
+    run_here("train", "--resume", run, "--max-steps", 3)
     assert [record["step"] for record in records(run)] == [0, 0, 1, 2, 2, 3]
 
 
-def test_a_resumed_run_keeps_no_more_checkpoints_than_it_was_told_to(tmp_path, tiny_checkpoint):
+def test_a_resumed_run_keeps_no_more_checkpoints_than_requested(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
-    here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2, "--keep-checkpoints", 1)
+    run_here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2, "--keep-checkpoints", 1)
     folder = CheckpointFolder(run / "checkpoints")
     # As if the run had been killed between the save of the last checkpoint and the deletion of the one before.
     shutil.copytree(folder.path(2), folder.path(1))
     write_state(folder.path(1), read_state(folder.path(1)) | {"step": 1})
     assert folder.steps() == [1, 2]
-    here("train", "--resume", run)
+    run_here("train", "--resume", run)
     assert folder.steps() == [2]
 
 
-def test_other_evaluation_options_start_a_new_best(tmp_path, tiny_checkpoint):
+def test_changed_evaluation_options_reset_the_best(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
-    here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2)
-    here("train", "--resume", run, "--max-steps", 3, "--eval-max-rows", 1)
+    run_here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2)
+    run_here("train", "--resume", run, "--max-steps", 3, "--eval-max-rows", 1)
     assert "the best evaluation so far is discarded" in (run / "log.txt").read_text()
-    # The model after two steps is measured again, on the new rows.
+    # The model after two steps is evaluated again, on the new rows.
     assert [(record["step"], record["eval/num_sequences"]) for record in evaluations(run)][-3:] == [
         (2, 7),
         (2, 1),
@@ -149,7 +147,7 @@ SLOW = REWARD.replace(
 
 
 @pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_a_signal_in_an_evaluation_ends_the_run_at_once_and_the_resumed_run_evaluates(
+def test_a_signal_during_evaluation_ends_the_run_at_once_and_the_resumed_run_evaluates(
     steps_before, tmp_path, tiny_checkpoint
 ):
     run = tmp_path / "run"
@@ -175,13 +173,13 @@ def test_a_signal_in_an_evaluation_ends_the_run_at_once_and_the_resumed_run_eval
     assert not (run / "metrics.jsonl").exists() or evaluations(run) == []
     assert CheckpointFolder(run / "checkpoints").steps() == ([2] if steps_before else [])
     (tmp_path / "task" / "reward.py").write_text(REWARD)
-    here("train", "--resume", run)
+    run_here("train", "--resume", run)
     assert [record["step"] for record in evaluations(run)] == ([2, 3] if steps_before else [0, 2, 3])
 
 
-def test_the_command_measures_a_checkpoint_as_its_run_did(tmp_path, tiny_checkpoint):
+def test_areno_eval_gives_the_metrics_of_the_run(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
-    here(*arguments("grpo", tiny_checkpoint, tmp_path, run), "--max-steps", 3, "--seed", 4, "--stop", "7")
+    run_here(*arguments("grpo", tiny_checkpoint, tmp_path, run), "--max-steps", 3, "--seed", 4, "--stop", "7")
     settings = ["--n-samples", 4, "--temperature", 0.9, "--max-new-tokens", 12, "--seed", 4, "--stop", "7"]
     data = ["--dataset-path", tmp_path / "held.jsonl", "--reward-fn-path", tmp_path / "task" / "reward.py"]
     measured = areno("eval", "--ckpt", run, *data, *settings, "--json", "--output", tmp_path / "answers.jsonl")
@@ -195,7 +193,7 @@ def test_the_command_measures_a_checkpoint_as_its_run_did(tmp_path, tiny_checkpo
     assert sum(answer["reward"] for answer in answers) / 28 == pytest.approx(last["rewards_mean"])
 
 
-def test_a_run_that_gets_worse_ends_and_leaves_its_best_checkpoint(tiny_checkpoint, tmp_path):
+def test_a_run_that_gets_worse_stops_early_and_reports_its_best(tiny_checkpoint, tmp_path):
     task = write_task(tmp_path / "task")
     words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
     words += ["--eval-dataset-path", task["data.jsonl"], "--eval-interval", 1, "--keep-best", "--lr", 0.3]
@@ -203,14 +201,14 @@ def test_a_run_that_gets_worse_ends_and_leaves_its_best_checkpoint(tiny_checkpoi
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    best = losses.index(min(losses))  # after so many steps
+    best = losses.index(min(losses))  # number of steps at the best evaluation
     assert len(losses) == best + 4 < 50
     assert "3 consecutive evaluations were not better than the best: the run ends" in done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["best_evaluation"]["step"], summary["steps"]) == (best, best + 3)
 
 
-def test_checkpoints_are_also_written_by_the_clock(tiny_checkpoint, tmp_path):
+def test_checkpoints_can_be_written_at_time_intervals(tiny_checkpoint, tmp_path):
     task = write_task(tmp_path / "task")
     words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
     done = areno(*words, "--max-steps", 3, "--save-interval-minutes", 1e-6)

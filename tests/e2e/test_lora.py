@@ -1,4 +1,4 @@
-"""Runs that train an adapter: they learn, resume bit for bit, and other commands and programs read what they leave."""
+"""Runs that train an adapter: they learn, resume bit for bit, and other commands and programs read their checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkpoint_of(run, step=STEPS):
 
 
 def arguments(algo, checkpoint, task, run):
-    """A tiny run of any algorithm."""
+    """Arguments of a tiny run of any algorithm."""
     shared = task_arguments("grpo" if algo in ("dpo", "rm") else algo, checkpoint, task, run)
     if algo in ("dpo", "rm"):
         pairs = write_rows(task["data.jsonl"].with_name("pairs.jsonl"), SUMS[:24])
@@ -45,7 +45,7 @@ def arguments(algo, checkpoint, task, run):
 
 
 def tensors(folder):
-    """All weights that a checkpoint holds, the critic's too."""
+    """All weights in a checkpoint, including the critic's."""
     return {
         f"{path.parent.name if path.parent != folder else ''}{name}": value
         for path in sorted(folder.rglob("*.safetensors"))
@@ -58,7 +58,7 @@ ALGORITHMS = some_quick(["dpo", "ppo", "sft", "rm", "grpo", "gspo"], "dpo")
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_a_run_that_is_interrupted_and_resumed_ends_bit_for_bit_the_same(algo, tmp_path, tiny_checkpoint):
+def test_an_interrupted_and_resumed_run_is_bit_for_bit_identical(algo, tmp_path, tiny_checkpoint):
     task, runs = write_task(tmp_path / "task"), [tmp_path / name for name in ("whole", "parted")]
     dropout = ("--lora-dropout", "0.1") if algo in ("sft", "dpo", "rm") else ()
     assert main(list(map(str, (*arguments(algo, tiny_checkpoint, task, runs[0]), *dropout)))) == 0
@@ -77,7 +77,7 @@ def test_a_run_that_is_interrupted_and_resumed_ends_bit_for_bit_the_same(algo, t
         assert all(m["train/logp_abs_diff_mean"] < 1e-5 for m in metrics(runs[0]) if "train/logp_abs_diff_mean" in m)
 
 
-def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_checkpoint, capsys):
+def test_a_checkpoint_is_an_adapter_that_every_command_accepts(tmp_path, tiny_checkpoint, capsys):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     held_out = ("--eval-dataset-path", task["data.jsonl"], "--eval-max-rows", 6)
     assert main(list(map(str, (*arguments("grpo", tiny_checkpoint, task, run), *held_out)))) == 0
@@ -93,8 +93,8 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
     measure += ["--max-new-tokens", 12, "--json"]
     for place in (adapter, run):
         assert main(list(map(str, (*measure, "--ckpt", place)))) == 0
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert found["metrics"]["rewards_mean"] == pytest.approx(wanted, abs=1e-6)
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert report["metrics"]["rewards_mean"] == pytest.approx(wanted, abs=1e-6)
     full = tmp_path / "full"
     assert main(["export", "--ckpt", str(run), "--output", str(full)]) == 0
     assert f"full checkpoint of {checkpoint_of(run)}: {full}" in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
         torch.testing.assert_close(exported(ids).logits, loaded(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_the_adapter_is_chatted_with(tmp_path, tiny_checkpoint, monkeypatch, capsys):
+def test_the_chat_command_accepts_the_adapter(tmp_path, tiny_checkpoint, monkeypatch, capsys):
     import io
 
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
@@ -117,7 +117,7 @@ def test_the_adapter_is_chatted_with(tmp_path, tiny_checkpoint, monkeypatch, cap
     assert capsys.readouterr().out.strip()
 
 
-def test_training_starts_from_an_adapter_that_is_there(tmp_path, tiny_checkpoint):
+def test_training_can_start_from_an_existing_adapter(tmp_path, tiny_checkpoint):
     task, first, second = write_task(tmp_path / "task"), tmp_path / "first", tmp_path / "second"
     assert main(list(map(str, arguments("sft", tiny_checkpoint, task, first)))) == 0
     argv = arguments("grpo", tiny_checkpoint, task, second)
@@ -151,7 +151,7 @@ def test_the_sdk_trains_an_adapter(tmp_path, tiny_checkpoint):
         Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(lora={"rank": 2}, runtime={"trains": "nothing"}))
 
 
-def test_layers_that_are_not_there_end_the_command_with_the_names_of_those_that_are(tmp_path, tiny_checkpoint):
+def test_unknown_target_modules_are_refused_with_the_names_of_existing_ones(tmp_path, tiny_checkpoint):
     task = write_task(tmp_path / "task")
     done = areno(*arguments("sft", tiny_checkpoint, task, tmp_path / "run"), "--lora-target-modules", "qproj")
     assert done.returncode == 2
@@ -160,7 +160,7 @@ def test_layers_that_are_not_there_end_the_command_with_the_names_of_those_that_
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
+def test_a_dry_run_counts_the_trained_parameters(tmp_path, tiny_checkpoint):
     from areno.config.parser import parse_train
 
     task = write_task(tmp_path / "task")
@@ -181,9 +181,9 @@ def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
 
 @pytest.mark.long
 def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
-    """A random model comes to say digits, and nothing else with seeds 0 to 2.
+    """A random model learns to answer with digits; with seeds 0 to 2 it says nothing else.
 
-    With its head frozen it could not: random weights that small keep all logits alike.
+    The adapter includes the head: with a frozen head of small random weights, all logits would stay nearly equal.
     """
     checkpoint, rows, held_out = kinds_task(tmp_path)
     rows = [entry for entry in rows if "digits" in entry["prompt"]]
@@ -199,7 +199,7 @@ def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
 
 @pytest.mark.long
 def test_grpo_with_an_adapter_learns_the_quickstart_task(tmp_path):
-    """The demo with an adapter of rank 8 in place of its GSPO: 34 % after SFT; the full weights reach 99 %."""
+    """The demo with a rank-8 adapter instead of GSPO on all weights, which reaches 99 %; after SFT it has 34 %."""
     from areno.quickstart import from_scratch as demo
     from areno.quickstart.from_scratch import accuracy, answers
 

@@ -51,7 +51,7 @@ def test_several_passes_make_several_optimizer_steps_that_clip(algo, run):
     for record in records:
         assert record[clipped] > 0.05
         assert record["train/ratio_std"] > 1e-4
-        # The gap to the rollout is that of the first of the six calls, before the policy has moved.
+        # The difference from the rollout is measured in the first of six calls, before the policy has moved.
         assert record["train/logp_abs_diff_mean"] < 1e-5
     state = max((run_dir / "checkpoints").iterdir()) / "trainer_state"
     assert contents(state / "optimizer")["head"]["steps"] == 12
@@ -71,7 +71,7 @@ def test_passes_with_a_reference_resume_bit_for_bit(run):
 
 @torch.inference_mode()
 def distance(run_dir, checkpoint):
-    """KL(trained || start) of the next token after a few prompts, by plain ``transformers``."""
+    """KL(trained || start) of the next token after a few prompts, computed with plain ``transformers``."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     trained = AutoModelForCausalLM.from_pretrained(max((run_dir / "checkpoints").iterdir()), dtype=torch.float64)
     started = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
@@ -84,7 +84,7 @@ def distance(run_dir, checkpoint):
 
 
 @pytest.mark.parametrize("algo", [pytest.param("grpo", marks=pytest.mark.long), "gspo"])
-def test_a_kl_term_holds_the_policy_near_the_reference(algo, run, tiny_checkpoint):
+def test_a_kl_term_keeps_the_policy_near_the_reference(algo, run, tiny_checkpoint):
     options = ("--max-steps", 7, "--update-epochs", 2)
     free = run(algo, "free", *options)
     held = run(algo, "held", *options, "--kl-coef", 10, "--kl-loss-type", "k2")
@@ -109,8 +109,8 @@ def test_a_reward_model_rewards_and_evaluates_a_run(run, tmp_path, tiny_checkpoi
     steps = [record for record in metrics(evaluated) if "train/reward_mean" in record]
     for record in steps:
         assert record["train/reward_model_raw_reward_mean"] == pytest.approx(record["rollout/rewards_mean"])
-    found = {record["step"]: record for record in metrics(evaluated) if "eval/rewards_mean" in record}
-    assert len(found) == 3
-    assert all(record["eval/num_prompts"] == 12 for record in found.values())
-    # Evaluation leaves no trace in training.
+    evaluations = {record["step"]: record for record in metrics(evaluated) if "eval/rewards_mean" in record}
+    assert len(evaluations) == 3
+    assert all(record["eval/num_prompts"] == 12 for record in evaluations.values())
+    # Evaluation does not affect training.
     assert equal(final_weights(plain), final_weights(evaluated))

@@ -25,14 +25,14 @@ from tests.support.cli import LOADER, areno, kill, start, task_arguments, wait_f
 from tests.support.loops import equal, open_loop, save_classifier, step, weights_of
 from tests.support.tiny import save_tiny_checkpoint
 
-# Nearly a third of the vocabulary ends a response, so that some of them finish and some are cut.
+# Nearly a third of the vocabulary ends a response, so that some responses finish and some are truncated.
 ENDS = tuple(range(100, 200))
 GAMMA, LAM = 0.9, 0.8
 
 
 @pytest.fixture(scope="module")
 def critic_checkpoint(tmp_path_factory):
-    """A critic of its own: another body than the policy's, and a random head."""
+    """A separate critic, whose body differs from the policy's, with a random head."""
     folder = tmp_path_factory.mktemp("critic")
     return save_classifier(folder / "critic", save_tiny_checkpoint(folder / "body", seed=7, sharpen=2.0))
 
@@ -78,7 +78,7 @@ def test_advantages_and_returns_are_gae_over_the_critics_values(
         value = values_by_transformers(critic_checkpoint, row.tokens)
         prompt = row.prompt_mask.count(True)
         before = value[prompt - 1 : -1]
-        # Only a cut response can be worth something after its last token.
+        # Only a truncated response can have a value after its last token.
         expected = plain_gae(before, row.reward, value[-1] if bootstrap and row.truncated else 0.0)
         assert row.values == pytest.approx([0.0] * prompt + before, abs=1e-4)
         assert row.advantages == pytest.approx([0.0] * prompt + expected, abs=1e-4)
@@ -88,7 +88,7 @@ def test_advantages_and_returns_are_gae_over_the_critics_values(
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-def test_a_response_of_one_token_earns_its_reward_and_a_cut_one_its_continuation_where_that_counts(bootstrap):
+def test_a_truncated_one_token_response_earns_its_reward_and_its_bootstrapped_value_if_enabled(bootstrap):
     row = TrainSequence([True, True, False], [5, 6, 7], reward=2.0, truncated=True)
     shaping = RewardShaping(discount=0.5, gae_lambda=0.9, bootstrap_truncated=bootstrap)
     shape_advantages([row], shaping, [[0.1, 0.25, 4.0]])
@@ -98,8 +98,8 @@ def test_a_response_of_one_token_earns_its_reward_and_a_cut_one_its_continuation
     assert row.advantages == [0.0, 0.0, gained - 0.25]
 
 
-def test_tokens_that_are_not_trained_on_lie_outside_of_time():
-    # A tool result between two spans: the first span continues with the second, as if nothing were between them.
+def test_gae_skips_tokens_that_are_not_trained_on():
+    # A tool result between two spans: GAE continues from the first span to the second, as if nothing were between them.
     tokens, prompt = [1, 2, 3, 4, 5, 6], [True, False, False, True, True, False]
     row = TrainSequence(prompt, tokens, reward=1.0)
     values = [0.1, 0.2, 9.0, 9.0, 0.5, 7.0]
@@ -117,7 +117,7 @@ def trainable(rows, name):
     )
 
 
-def test_whitening_standardizes_the_advantages_of_the_step_and_leaves_the_returns(
+def test_whitening_standardizes_the_advantages_of_the_step_and_not_the_returns(
     tmp_path, tiny_checkpoint, critic_checkpoint
 ):
     def rows(whiten):
@@ -136,14 +136,14 @@ def test_whitening_standardizes_the_advantages_of_the_step_and_leaves_the_return
     assert raw.stats["normalized_advantage_min"] == raw.stats["gae_advantage_min"]
 
 
-def test_statistics_of_the_critic_are_those_of_its_rows(tmp_path, tiny_checkpoint, critic_checkpoint):
+def test_statistics_of_the_critic_match_its_rows(tmp_path, tiny_checkpoint, critic_checkpoint):
     with ppo_loop(tiny_checkpoint, tmp_path, critic_ckpt=str(critic_checkpoint), update_epochs=1) as loop:
         outcome = step(loop)
     stats, rows = outcome.stats, outcome.rows
     values, returns = trainable(rows, "values"), trainable(rows, "returns")
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
     assert stats["critic_explained_variance"] == pytest.approx(1 - float(unexplained))
-    # One pass: the critic still predicts its old values when the loss is taken.
+    # With one pass, the critic still predicts its old values when the loss is computed.
     error = (values - returns).square().mean()
     assert stats["critic_value_mse"] == pytest.approx(float(error), rel=1e-4)
     assert stats["critic_value_loss"] == pytest.approx(0.25 * float(error), rel=1e-4)
@@ -162,7 +162,7 @@ def test_statistics_of_the_critic_are_those_of_its_rows(tmp_path, tiny_checkpoin
 
 
 def test_equal_returns_have_no_explained_variance(tmp_path, tiny_checkpoint):
-    # A critic that starts from the policy has a head of zeros, so the returns are the rewards.
+    # A critic that starts from the policy has a head of zeros, so the returns equal the rewards.
     with ppo_loop(tiny_checkpoint, tmp_path, reward=lambda record: 1.0, gamma=1.0, lam=1.0) as loop:
         outcome = step(loop)
     assert {value for row in outcome.rows for value in row.returns} == {0.0, 1.0}
@@ -173,7 +173,7 @@ def test_equal_returns_have_no_explained_variance(tmp_path, tiny_checkpoint):
 # -- the order and number of updates -----------------------------------------------------------------------------------
 
 
-def test_critic_and_policy_train_in_the_same_passes_and_the_critic_first(tmp_path, tiny_checkpoint):
+def test_critic_and_policy_train_on_the_same_passes_and_the_critic_first(tmp_path, tiny_checkpoint):
     seen = []
     with ppo_loop(tiny_checkpoint, tmp_path, update_epochs=2, update_minibatches=2, value_clip_eps=0.05) as loop:
 
@@ -197,7 +197,7 @@ def test_critic_and_policy_train_in_the_same_passes_and_the_critic_first(tmp_pat
     assert stats["actor_train_skipped"] == 0
 
 
-def test_warm_up_moves_the_critic_alone(tmp_path, tiny_checkpoint):
+def test_warm_up_trains_only_the_critic(tmp_path, tiny_checkpoint):
     with ppo_loop(tiny_checkpoint, tmp_path, critic_warmup_steps=2) as loop:
         policy = weights_of(loop.instance)
         critics, outcomes = [weights_of(loop.instance, "critic")], []
@@ -223,7 +223,7 @@ def test_warm_up_moves_the_critic_alone(tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("failing", ["train_values", "finish_step", "train"])
-def test_an_error_after_the_critic_has_moved_saves_the_last_whole_step(failing, tmp_path, tiny_checkpoint):
+def test_an_error_after_the_critic_has_moved_saves_the_last_complete_step(failing, tmp_path, tiny_checkpoint):
     warm_up = 5 if failing == "finish_step" else 0
     with ppo_loop(tiny_checkpoint, tmp_path, critic_warmup_steps=warm_up) as loop:
         step(loop)
@@ -246,7 +246,7 @@ def test_an_error_after_the_critic_has_moved_saves_the_last_whole_step(failing, 
     assert equal(kept, load_file(tmp_path / "checkpoints" / "step_000002" / "critic" / "model.safetensors"))
 
 
-def test_the_critic_has_a_schedule_of_its_own(tmp_path, tiny_checkpoint):
+def test_the_critic_has_its_own_learning_rate_schedule(tmp_path, tiny_checkpoint):
     rates = {"critic_lr": 8e-3, "critic_lr_warmup_steps": 4, "critic_warmup_steps": 1}
     with ppo_loop(tiny_checkpoint, tmp_path, **rates) as loop:
         first, second = step(loop).stats, step(loop).stats
@@ -256,7 +256,7 @@ def test_the_critic_has_a_schedule_of_its_own(tmp_path, tiny_checkpoint):
     assert second["lr"] == pytest.approx(1e-2)
 
 
-def test_a_small_gradient_limit_of_the_critic_holds_its_step_small(tmp_path, tiny_checkpoint):
+def test_the_critics_gradient_norm_is_clipped(tmp_path, tiny_checkpoint):
     with ppo_loop(tiny_checkpoint, tmp_path, critic_grad_clip_norm=1e-3) as loop:
         stats = step(loop).stats
     assert stats["critic_grad_norm"] > 1e-2
@@ -288,7 +288,7 @@ def assert_same_run(whole, resumed, steps):
 
 
 @pytest.mark.long
-def test_a_killed_and_resumed_run_ends_bit_for_bit_the_same(tmp_path, tiny_checkpoint):
+def test_a_killed_and_resumed_run_is_bit_for_bit_identical(tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "killed"
     options = (*SHORT, "--max-steps", STEPS)
     whole = areno(*task_arguments("ppo", tiny_checkpoint, task, tmp_path / "whole"), *options)
@@ -303,7 +303,7 @@ def test_a_killed_and_resumed_run_ends_bit_for_bit_the_same(tmp_path, tiny_check
     assert_same_run(tmp_path / "whole", run, STEPS)
 
 
-def test_a_run_resumed_in_the_warm_up_ends_it_where_an_uninterrupted_one_does(tmp_path, tiny_checkpoint):
+def test_a_run_resumed_during_warm_up_equals_an_uninterrupted_one(tmp_path, tiny_checkpoint):
     arguments = task_arguments("ppo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "whole")
     assert main([str(part) for part in (*arguments, *SHORT, "--max-steps", 5, "--keep-checkpoints", 3)]) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
@@ -314,7 +314,7 @@ def test_a_run_resumed_in_the_warm_up_ends_it_where_an_uninterrupted_one_does(tm
     assert [record["train/actor_train_skipped"] for record in metrics(tmp_path / "halves")] == [1, 1, 1, 0, 0]
 
 
-def test_a_run_that_ends_within_the_warm_up_is_refused_before_the_model_is_loaded(tmp_path, tiny_checkpoint, capsys):
+def test_a_run_that_ends_during_warm_up_is_refused_before_the_model_is_loaded(tmp_path, tiny_checkpoint, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(tiny_checkpoint, damaged)
     (damaged / "model.safetensors").write_bytes(b"nothing that could be loaded")
@@ -324,7 +324,7 @@ def test_a_run_that_ends_within_the_warm_up_is_refused_before_the_model_is_loade
     assert "--epochs 1 over 60 rows in batches of 4 (--batch-size) ends the run by then" in capsys.readouterr().err
 
 
-def test_every_step_is_logged_and_recorded_warm_up_included(tmp_path, tiny_checkpoint):
+def test_every_step_is_logged_and_recorded_including_warm_up(tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     options = ("--max-steps", 3, "--critic-warmup-steps", 2, "--reward-workers", 1, "--save-interval", 1)
     assert main([str(part) for part in (*task_arguments("ppo", tiny_checkpoint, task, run), *options)]) == 0
@@ -359,15 +359,15 @@ def test_every_step_is_logged_and_recorded_warm_up_included(tmp_path, tiny_check
 
 
 def events_of(run):
-    """Tags that TensorBoard has of each step."""
+    """Tags in the TensorBoard events of each step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "events"), size_guidance={"scalars": 0}).Reload()
-    found = {}
+    tags_of_steps = {}
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
-            found.setdefault(event.step, set()).add(tag)
-    return [found[number] for number in sorted(found)]
+            tags_of_steps.setdefault(event.step, set()).add(tag)
+    return [tags_of_steps[number] for number in sorted(tags_of_steps)]
 
 
 PPO = (
@@ -387,7 +387,7 @@ PPO += ("--no-activation-checkpointing", "--score-micro-bs", 128)
 
 @pytest.mark.long
 def test_ppo_learns_from_rewards_to_do_what_the_prompt_asks(tmp_path):
-    """Seeds 0 to 4 reach 0.89 to 0.97, and explain 0.1 to 0.6 of the variance while they learn."""
+    """Seeds 0 to 4 reach 0.89 to 0.97, with an explained variance of 0.1 to 0.6 during training."""
     checkpoint, rows, held_out = kinds_task(tmp_path)
     options = (*PPO, "--reward-workers", 1, "--max-steps", 28)
     before = mean_reward(checkpoint, held_out)
@@ -404,10 +404,10 @@ def answer(kind, rng):
 
 @pytest.mark.long
 def test_ppo_improves_a_fine_tuned_policy_with_a_reward_model_trained_on_preferences(tmp_path):
-    """SFT teaches answers of either kind, preferences teach a judge, PPO the policy: from 0.45 to 0.9 and more in seeds 0 to 4.
+    """SFT trains on answers of either kind, then preferences train a judge, then PPO the policy: from 0.45 to 0.9 or more.
 
-    The KL term is what keeps the policy where its judge knows anything: with the default weight the judge is fooled by
-    empty answers.
+    This holds for seeds 0 to 4. The KL term keeps the policy where its judge is reliable: with the default weight, empty
+    answers fool the judge.
     """
     checkpoint, rows, held_out = kinds_task(tmp_path)
     rng, kinds = random.Random(0), ("digits", "letters")

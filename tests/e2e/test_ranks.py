@@ -51,7 +51,7 @@ PHASES = {
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-def test_a_rank_that_is_killed_or_stopped_ends_the_run_with_its_name(phase, signum, checkpoint, tmp_path):
+def test_a_killed_or_stopped_rank_ends_the_run_and_is_named(phase, signum, checkpoint, tmp_path):
     task = write_task(tmp_path / "task")
     if phase == "reward":
         task["reward.py"].write_text(SLOW_REWARD)
@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_with_its_name(phase, sign
     os.kill(pids[1], signum)
     began = time.monotonic()
     output, _ = process.communicate(timeout=90)
-    assert time.monotonic() - began < 40, "30 s, and what one reward of each row takes"
+    assert time.monotonic() - began < 40, "at most 30 s, plus the time of one reward per row"
     assert process.returncode not in (0, None)
     expected = "was killed by signal 9" if signum == signal.SIGKILL else "stopped by a signal"
     assert "rank 1 of 2" in output
@@ -90,7 +90,7 @@ def test_workers_do_not_outlive_a_run_that_is_killed(checkpoint, tmp_path):
     assert none_left(pids)
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_in_another_layout(checkpoint, tmp_path):
+def test_ctrl_c_saves_and_the_run_resumes_in_another_layout(checkpoint, tmp_path):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     layout = ("--world-size", 2, "--tp-size", 2)
     process = start(
@@ -111,9 +111,9 @@ def test_ctrl_c_saves_and_the_run_goes_on_in_another_layout(checkpoint, tmp_path
     assert steps == list(range(done + 2))
 
 
-def test_an_adapter_learns_on_spread_layers_and_goes_on_in_one_process(checkpoint, tmp_path):
+def test_an_adapter_learns_with_tensor_parallelism_and_resumes_in_one_process(checkpoint, tmp_path):
     pytest.importorskip("peft")
-    task, found = write_task(tmp_path / "task"), {}
+    task, adapters = write_task(tmp_path / "task"), {}
     lora = ("--lora-rank", 4, "--kl-coef", "0.1", "--adam-eps", "1e-4", "--eager-decode")
     for name, layout in (("one", ()), ("spread", ("--world-size", 2, "--tp-size", 2))):
         run = tmp_path / name
@@ -122,14 +122,14 @@ def test_an_adapter_learns_on_spread_layers_and_goes_on_in_one_process(checkpoin
         resumed = areno("train", "--resume", run, "--max-steps", 3, "--world-size", 1, "--tp-size", 1)
         assert resumed.returncode == 0, resumed.stderr + resumed.stdout
         assert not list((run / "checkpoints" / "step_000003").glob("model*.safetensors"))
-        found[name] = load_file(run / "checkpoints" / "step_000003" / "adapter_model.safetensors")
-    assert found["one"].keys() == found["spread"].keys()
-    for name, tensor in found["one"].items():
-        assert (found["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+        adapters[name] = load_file(run / "checkpoints" / "step_000003" / "adapter_model.safetensors")
+    assert adapters["one"].keys() == adapters["spread"].keys()
+    for name, tensor in adapters["one"].items():
+        assert (adapters["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
 @pytest.mark.parametrize("algo", ["sft", "dpo", "ppo"])
-def test_runs_of_other_algorithms_on_two_ranks_learn_the_same(algo, checkpoint, tmp_path):
+def test_other_algorithms_learn_the_same_on_two_ranks(algo, checkpoint, tmp_path):
     task = write_task(tmp_path / "task")
     for name, layout in (("one", ()), ("two", RANKS)):
         run = tmp_path / name
@@ -154,15 +154,15 @@ def test_runs_of_other_algorithms_on_two_ranks_learn_the_same(algo, checkpoint, 
 
 
 def steps_with_the_same_samples(*runs):
-    """Of a random model: where two tokens are as likely as the other to the last digit, runs draw apart for good."""
+    """Steps before two runs diverge: where two tokens of a random model are equally likely, rounding decides."""
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
     pairs = [tuple(row.get("rollout/rewards_mean") for row in steps) for steps in zip(*rows, strict=True)]
     return next((index for index, (one, two) in enumerate(pairs) if one != two), len(pairs))
 
 
-def test_a_run_with_spread_weights_goes_on_in_one_process_and_back(checkpoint, tmp_path):
-    """What four steps of GRPO learn does not depend on where the weights were."""
-    task, found = write_task(tmp_path / "task"), {}
+def test_a_run_with_sharded_weights_resumes_in_one_process_and_back(checkpoint, tmp_path):
+    """What four steps of GRPO learn does not depend on how the weights were sharded."""
+    task, weights = write_task(tmp_path / "task"), {}
     courses = {
         "one": [(), (), ()],
         "spread": [(*RANKS, "--fsdp"), ("--world-size", 1, "--no-fsdp"), (*RANKS, "--fsdp")],
@@ -174,14 +174,14 @@ def test_a_run_with_spread_weights_goes_on_in_one_process_and_back(checkpoint, t
             done = areno(*arguments, *layout, "--max-steps", steps)
             assert done.returncode == 0, done.stderr + done.stdout
             arguments = ["train", "--resume", run]
-        found[name] = load_file(run / "checkpoints" / "step_000004" / "model.safetensors")
-    for name, tensor in found["one"].items():
-        assert (found["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+        weights[name] = load_file(run / "checkpoints" / "step_000004" / "model.safetensors")
+    for name, tensor in weights["one"].items():
+        assert (weights["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
 @pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["dp", "fsdp"])
 def test_an_agent_trains_on_two_ranks(layout, checkpoint, tmp_path):
-    """Agents talk to the server over an engine of several ranks, streaming included."""
+    """Agents talk to the server of an engine on several ranks, with streaming too."""
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     agent = tmp_path / "agent.py"
     agent.write_text(

@@ -1,4 +1,4 @@
-"""What only a pretrained chat model shows: its template, end tokens, alphabet, long context and near ties."""
+"""What only a pretrained chat model can show: its template, end tokens, alphabet, long context and near ties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASKS = (
     "Spell {}.",
 )
 THINGS = ("river", "bakery", "violin", "bicycle", "lighthouse", "tomato", "glacier", "library", "sparrow", "compass")
-# Of several bytes each, some of several characters that are drawn as one.
+# Characters of several bytes; some combine into one glyph.
 SCRIPTS = "naïve Ω ß 你好，世界 Привет مرحبا नमस्ते 🙂 👩‍👩‍👧 🇫🇷 e\u0301 \u200b … “so” 𝒳"
 
 
@@ -61,8 +61,8 @@ def next_logprobs(stock, tokens):
     return stock(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double().log_softmax(-1)
 
 
-def test_fifty_greedy_answers_are_those_of_transformers(engine, tokenizer, stock):
-    """Token by token; where they part, both tokens are as likely up to rounding."""
+def test_fifty_greedy_answers_equal_those_of_transformers(engine, tokenizer, stock):
+    """Token by token; where they diverge, both tokens are equally likely up to rounding."""
     prompts = [chat(tokenizer, task.format(thing)) for task, thing in itertools.product(TASKS, THINGS)]
     sampling = SamplingParams(greedy=True, max_new_tokens=32)
     answers = [one.result().sequences[0] for one in engine.submit([Request(p, sampling, [0]) for p in prompts])]
@@ -81,12 +81,12 @@ def test_fifty_greedy_answers_are_those_of_transformers(engine, tokenizer, stock
         assert answer.finish_reason == ("stop" if got[-1] == tokenizer.eos_token_id else "length")
     assert parted <= 2
     ended = [answer for answer in answers if answer.finish_reason == "stop"]
-    assert len(ended) >= 10, "short answers end with the token that the chat template ends a turn with"
+    assert len(ended) >= 10, "short answers end with the end-of-turn token of the chat template"
     assert all(tokenizer.decode(answer.resp_tokens).endswith("<|im_end|>") for answer in ended)
 
 
-def test_log_probs_of_sampling_are_those_of_training_and_of_transformers(engine, tokenizer, stock):
-    """Over about 10,000 tokens, each scored three times."""
+def test_log_probs_of_sampling_equal_those_of_training_and_of_transformers(engine, tokenizer, stock):
+    """About 10,000 sampled tokens against training, three of them against transformers."""
     prompts = [chat(tokenizer, f"Tell me a story about a {thing}.") for thing in THINGS]
     sampling = SamplingParams(temperature=1.0, max_new_tokens=128)
     results = engine.submit([Request(prompt, sampling, list(range(8))) for prompt in prompts])
@@ -108,7 +108,7 @@ def test_log_probs_of_sampling_are_those_of_training_and_of_transformers(engine,
         assert float(likely[sequence.resp_tokens[place]]) == pytest.approx(sequence.resp_logprobs[place], abs=1e-4)
 
 
-def test_a_prompt_near_the_end_of_the_context_is_read_as_by_transformers(engine, tokenizer, stock):
+def test_a_prompt_near_the_context_limit_is_continued_as_by_transformers(engine, tokenizer, stock):
     words = " ".join(f"{number} {thing}s," for number, thing in zip(range(2000), itertools.cycle(THINGS), strict=False))
     prompt = tokenizer(words)["input_ids"][:8160]
     sampling = SamplingParams(greedy=True, max_new_tokens=16)
@@ -124,7 +124,7 @@ def test_a_prompt_near_the_end_of_the_context_is_read_as_by_transformers(engine,
         assert float(row.max() - row[token]) < 1e-3
 
 
-def test_text_arrives_in_whole_characters(tokenizer):
+def test_streamed_text_consists_of_whole_characters(tokenizer):
     ids = tokenizer(SCRIPTS, add_special_tokens=False)["input_ids"]
     assert len(ids) > 1.5 * len(SCRIPTS.split()), "most characters take several tokens"
     pieces = IncrementalDetokenizer(tokenizer)
@@ -134,7 +134,7 @@ def test_text_arrives_in_whole_characters(tokenizer):
 
 
 def test_a_decode_step_is_compiled_in_bf16(folder, tokenizer, stock):
-    """It is compared with the model before it takes over: a trained model must not fail that by rounding."""
+    """It is validated against the model before it is used; rounding in a trained model must not fail this check."""
     made = Engine(folder, EngineConfig(dtype=torch.bfloat16, decode="compiled", kv_cache_tokens=4096))
     try:
         prompt = chat(tokenizer, "What is the capital of France?")
@@ -145,4 +145,4 @@ def test_a_decode_step_is_compiled_in_bf16(folder, tokenizer, stock):
     assert "Paris" in tokenizer.decode(sequence.resp_tokens)
     assert sequence.resp_logprobs[0] == pytest.approx(
         float(next_logprobs(stock, prompt).max()), abs=0.3
-    )  # three digits of a logit
+    )  # bf16 keeps three digits of a logit

@@ -38,7 +38,7 @@ def assert_same_run(whole: Path, resumed: Path) -> None:
 
 
 @pytest.mark.parametrize("algo", some_quick(["sft", "gspo"], "gspo"))
-def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_the_same(algo, tmp_path, tiny_checkpoint):
+def test_a_run_killed_at_random_moments_and_resumed_is_bit_for_bit_identical(algo, tmp_path, tiny_checkpoint):
     task = write_task(tmp_path / "task")
     common = ["--max-steps", STEPS, "--save-interval", 2, "--lr-decay-steps", 10, "--keep-checkpoints", 2]
     whole = areno(*task_arguments(algo, tiny_checkpoint, task, tmp_path / "whole"), *common)
@@ -58,7 +58,7 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_the_same(al
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_a_stop_signal_saves_the_last_step_and_says_how_to_go_on(signum, tmp_path, tiny_checkpoint):
+def test_a_stop_signal_saves_the_last_step_and_says_how_to_resume(signum, tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     process = start(
         *task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1000, "--max-steps", 500, "--ignore-eos"
@@ -78,7 +78,7 @@ def test_a_stop_signal_saves_the_last_step_and_says_how_to_go_on(signum, tmp_pat
     assert [m["step"] for m in metrics(run)] == list(range(done + 2))
 
 
-def test_resume_across_an_epoch_border_goes_on_with_the_next_epoch(tmp_path, tiny_checkpoint):
+def test_resuming_at_an_epoch_boundary_starts_the_next_epoch(tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task", rows=18), tmp_path / "run"
     arguments = task_arguments("sft", tiny_checkpoint, task, run)
     assert areno(*arguments, "--epochs", 1).returncode == 0

@@ -42,47 +42,47 @@ def pairs(tmp_path):
 
 
 def learn(folder, train, held_out, *further):
-    """Train on some pairs; returns the margins of the others, after checking them against what the run says."""
+    """Train on some pairs; return the margins of the others after comparing them with the run's metrics."""
     folder.mkdir(exist_ok=True)
     model = save_gsm8k_model(folder / "model", train, hidden=64)
     files = [write_rows(folder / f"{name}.jsonl", rows) for name, rows in (("train", train), ("held", held_out))]
     log = run("rm", model, folder / "run", files[0], "--eval-dataset-path", files[1], *LEARNING, *further)
     assert "stage=rm_dataset_filter skipped_invalid_or_long=0" in log
     scores = classifier_scores(last_checkpoint(folder / "run"), held_out)
-    found = [chosen - rejected for chosen, rejected in scores]
+    margins = [chosen - rejected for chosen, rejected in scores]
     before, after = metrics(folder / "run", "eval")
     assert (before["eval/accuracy"], before["eval/margin"]) == (0.0, 0.0), "a new head scores everything 0"
-    assert after["eval/margin"] == pytest.approx(sum(found) / len(found), abs=1e-4)
-    assert after["eval/chosen_score"] == pytest.approx(sum(chosen for chosen, _ in scores) / len(found), abs=1e-4)
-    assert after["eval/accuracy"] == pytest.approx(accuracy(found), abs=1.01 / len(found))
-    losses = -torch.nn.functional.logsigmoid(torch.tensor(found, dtype=torch.float64))
+    assert after["eval/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert after["eval/chosen_score"] == pytest.approx(sum(chosen for chosen, _ in scores) / len(margins), abs=1e-4)
+    assert after["eval/accuracy"] == pytest.approx(accuracy(margins), abs=1.01 / len(margins))
+    losses = -torch.nn.functional.logsigmoid(torch.tensor(margins, dtype=torch.float64))
     assert after["eval/loss"] == pytest.approx(float(losses.mean()), abs=1e-4)
-    return found
+    return margins
 
 
-def test_a_reward_model_prefers_right_solutions_that_it_has_not_seen(gsm8k, tmp_path):
-    """Half of the pairs teach, half are held out: 0.64 in seed 0, and 0.58 the other way round; guessing is 0.5, with a
-    standard error of 0.026."""
+def test_a_reward_model_prefers_unseen_correct_solutions(gsm8k, tmp_path):
+    """Half of the pairs are held out: accuracy is 0.64 with seed 0, and 0.58 with the halves swapped; guessing gives 0.5,
+    with a standard error of 0.026."""
     train, held_out = folds(gsm8k_pairs(gsm8k, questions=False), 2)[0]
-    found = learn(tmp_path / "half", train, held_out, "--max-steps", 8)
-    assert len(found) == 366
-    assert accuracy(found) > 0.5 + 3 * standard_error(366)
+    margins = learn(tmp_path / "half", train, held_out, "--max-steps", 8)
+    assert len(margins) == 366
+    assert accuracy(margins) > 0.5 + 3 * standard_error(366)
 
 
 @pytest.mark.long
-def test_a_reward_model_learns_from_whole_problems_to_prefer_right_solutions_that_it_has_not_seen(gsm8k, tmp_path):
-    """Seed 0 reaches 0.61."""
-    found = [
+def test_a_reward_model_learns_from_whole_problems_to_prefer_unseen_correct_solutions(gsm8k, tmp_path):
+    """Accuracy is 0.61 with seed 0."""
+    margins = [
         margin
         for index, (train, held_out) in enumerate(folds(gsm8k_pairs(gsm8k, questions=True), 4))
         for margin in learn(tmp_path / str(index), train, held_out, "--max-steps", 10)
     ]
-    assert len(found) == 731
-    assert accuracy(found) > 0.5 + 3 * standard_error(731)
+    assert len(margins) == 731
+    assert accuracy(margins) > 0.5 + 3 * standard_error(731)
 
 
 @pytest.mark.long
-def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same(tiny_checkpoint, pairs, tmp_path):
+def test_a_killed_and_resumed_run_is_bit_for_bit_identical(tiny_checkpoint, pairs, tmp_path):
     options = (*TINY, "--eval-dataset-path", pairs[1], "--eval-interval", 3, "--save-interval", 2)
     whole = areno(*arguments("rm", tiny_checkpoint, tmp_path / "whole", pairs[0], *options))
     assert whole.returncode == 0, whole.stderr
@@ -100,7 +100,7 @@ def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same(tiny_checkpoint, pai
         assert [without_times(m) for m in first] == [without_times(m) for m in second]
 
 
-def test_the_microbatch_size_changes_nothing(tiny_checkpoint, pairs, tmp_path):
+def test_the_microbatch_size_does_not_change_results(tiny_checkpoint, pairs, tmp_path):
     sizes = (2, 4, 16)
     for mini_bs in sizes:
         run("rm", tiny_checkpoint, tmp_path / str(mini_bs), pairs[0], *TINY, "--adam-eps", "1e-4", "--mini-bs", mini_bs)
@@ -113,7 +113,7 @@ def test_the_microbatch_size_changes_nothing(tiny_checkpoint, pairs, tmp_path):
 
 @pytest.mark.parametrize(("mini_bs", "accumulation", "updates"), [(2, 1, 6), (2, 3, 2), (16, 1, 1)])
 def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, updates, tiny_checkpoint, pairs, tmp_path):
-    """One step of the command against explicit calls of the SDK, an update each."""
+    """One step of the command against explicit SDK calls, one per update."""
     sizes = (*TINY, "--mini-bs", mini_bs, "--gradient-accumulation-steps", accumulation)
     run("rm", tiny_checkpoint, tmp_path / "run", pairs[0], *sizes, "--max-steps", 1, "--no-shuffle")
     optimizer = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -131,7 +131,7 @@ def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, update
     assert same_weights(tmp_path / "run", tmp_path / "sdk", 1e-5)
 
 
-def test_the_statistics_and_log_lines_of_a_step_and_the_checkpoint_of_its_end(tiny_checkpoint, pairs, tmp_path):
+def test_the_statistics_log_lines_and_final_checkpoint_of_a_run(tiny_checkpoint, pairs, tmp_path):
     log = run("rm", tiny_checkpoint, tmp_path / "run", pairs[0], *TINY, "--max-steps", 2)
     assert "epoch=0 step=1 role=policy stage=train_start pairs=6" in log
     names = ["rm_loss", "rm_accuracy", "rm_margin", "rm_chosen_score", "rm_rejected_score", "grad_norm", "lr", "loss"]

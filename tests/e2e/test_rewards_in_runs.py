@@ -1,6 +1,6 @@
-"""Rewards that fail, hang or say nothing, in whole runs: a clear end or a clear count, never a silent zero.
+"""Rewards that fail, hang or are all equal, in whole runs: a clear error, count or warning, never a silent zero.
 
-One run is a process of its own; the others go through the same entry point in this one, which saves its start-up.
+One run is a separate process; the others call the same entry point in this process, which saves start-up time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Done:
         return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
 
     def failure(self):
-        """The message of a run that ended with a failure of its reward."""
+        """The error message of a run that a failing reward has ended."""
         assert self.returncode == 1, self.stderr
         assert "Traceback" not in self.stderr
         return self.stderr[self.stderr.index("error: ") :]
@@ -109,7 +109,7 @@ def test_a_reward_that_is_not_a_number_is_an_error_and_not_a_zero(run):
     assert done.checkpoints() == []
 
 
-def test_a_reward_that_ends_its_process_is_named_with_the_record(run):
+def test_a_reward_that_ends_its_process_is_reported_with_the_record(run):
     message = run(EXITS).failure()
     assert "its worker process died (exit code 1)" in message
     assert "'What is 0 plus 3?'" in message
@@ -134,7 +134,7 @@ def test_a_step_without_any_usable_reward_ends_the_run(run):
     assert "all rewards of this step failed; first error: ZeroDivisionError" in message
 
 
-def test_equal_rewards_warn_and_give_exactly_no_gradient(run, tiny_checkpoint):
+def test_equal_rewards_warn_and_give_exactly_zero_gradients(run, tiny_checkpoint):
     done = run("def reward_fn(record):\n    return 0.1\n", "--weight-decay", 0, algo="gspo", steps=5)
     assert done.returncode == 0, done.stderr
     assert "all rewards are 0.1 for 5 steps: nothing can be learned" in done.stderr

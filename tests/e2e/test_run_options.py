@@ -1,4 +1,4 @@
-"""Further options of ``areno train`` in whole runs: restricted sampling with stop strings, and an algorithm of one's own."""
+"""Further options of ``areno train`` in whole runs: restricted sampling with stop strings, and a custom algorithm."""
 
 from __future__ import annotations
 
@@ -90,17 +90,17 @@ def train(tmp_path, tiny_checkpoint, capsys):
     return run
 
 
-def test_restricted_sampling_and_stop_strings_hold_in_a_run(train, tiny_checkpoint):
+def test_restricted_sampling_and_stop_strings_apply_in_a_run(train, tiny_checkpoint):
     restricted = ("--temperature", 0.7, "--top-k", 5, "--top-p", 0.9, "--stop", "e", "--stop", "a")
     run_dir = train("gspo", *restricted, "--max-new-tokens", 40, "--max-steps", 3)
     for record in metrics(run_dir):
-        # The log-probs are those of the whole scaled policy, so training can recompute them in spite of the cut.
+        # The log-probs are those of the scaled policy without top-k and top-p, so training can recompute them.
         assert record["train/logp_abs_diff_mean"] < 1e-5
         assert 0 < record["train/sampling_cut_mass"] < 1
-    found = samples(run_dir)
-    assert {sample["finish_reason"] for sample in found} == {"stop", "length"}
-    assert not any(stop in sample["completion"] for sample in found for stop in "ea")
-    assert AutoTokenizer.from_pretrained(tiny_checkpoint).eos_token not in "".join(s["completion"] for s in found)
+    recorded = samples(run_dir)
+    assert {sample["finish_reason"] for sample in recorded} == {"stop", "length"}
+    assert not any(stop in sample["completion"] for sample in recorded for stop in "ea")
+    assert AutoTokenizer.from_pretrained(tiny_checkpoint).eos_token not in "".join(s["completion"] for s in recorded)
 
 
 def test_ignoring_eos_generates_to_the_limit(train):
@@ -109,7 +109,7 @@ def test_ignoring_eos_generates_to_the_limit(train):
     assert [record["train/truncated_ratio"] for record in metrics(run_dir)] == [1.0, 1.0]
 
 
-def test_a_small_cache_and_few_running_sequences_change_no_result(train, tmp_path):
+def test_a_small_cache_and_few_running_sequences_do_not_change_results(train, tmp_path):
     whole = metrics(train("grpo", "--max-steps", 2, "--run-dir", tmp_path / "whole").parent / "whole")
     tight = ("--max-prompt-tokens", 30, "--kv-cache-tokens", 100, "--max-running-prompts", 3, "--drop-rollout-state")
     narrow = metrics(train("grpo", "--max-steps", 2, "--run-dir", tmp_path / "tight", *tight).parent / "tight")
@@ -138,25 +138,27 @@ def test_a_tracking_service_gets_the_metrics_too(tiny_checkpoint, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--track", "wandbb"], r"--track wandbb is unknown.*did you mean wandb"),
         (["--track", "wandb"], r"--track wandb is not logged in.*WANDB_API_KEY"),
         (["--track-project", "x"], r"--track-project x has no effect without a service"),
     ],
 )
-def test_services_are_looked_at_before_anything_is_loaded(words, said, tiny_checkpoint, tmp_path, monkeypatch, capsys):
+def test_tracking_services_are_checked_before_anything_is_loaded(
+    words, message, tiny_checkpoint, tmp_path, monkeypatch, capsys
+):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     task = write_task(tmp_path / "task")
-    given = map(str, task_arguments("sft", tiny_checkpoint, task, tmp_path / "run"))
-    assert main([*given, *words]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    arguments = map(str, task_arguments("sft", tiny_checkpoint, task, tmp_path / "run"))
+    assert main([*arguments, *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_resumed_run_goes_on_with_its_service(tiny_checkpoint, tmp_path, monkeypatch):
-    """Also where the evaluation of the step that it goes on from is told again."""
+def test_a_resumed_run_keeps_its_tracking_service(tiny_checkpoint, tmp_path, monkeypatch):
+    """Also if the evaluation of the step that it resumes from is reported again."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     task = write_task(tmp_path / "task")
     words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Examples on the stage: their agents talk to a real session, whose model says what an expert, or a fool, would say."""
+"""Scripted runs of the examples: agents talk to a real session whose model gives scripted answers, good or bad."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("tictactoe", "duelgrid", "shopping", "coding", "calculator")
 
 @functools.cache
 def module(path: Path) -> Any:
-    """A program of the examples as a module; always the same one, so that its classes are."""
+    """Import a program of the examples, always as the same module, so that its classes are the same too."""
     spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -59,21 +59,23 @@ def rewarded(function: Any, record: RewardRecord) -> float:
 
 
 def replayed(function: Any, data_row: dict[str, Any], messages: Sequence[Message]) -> float:
-    """The reward of a conversation that nobody has had."""
+    """The reward of a made-up conversation."""
     return rewarded(function, RewardRecord(messages=list(messages), source_record=data_row))
 
 
-def played(found: Course, seed: int) -> tuple[dict[str, Any], list[Message], list[dict[str, Any]]]:
+def played(expert_course: Course, seed: int) -> tuple[dict[str, Any], list[Message], list[dict[str, Any]]]:
     """A data row, the expert's conversation about it, and the tools."""
-    row, environment = found.draw(random.Random(seed)), found.make()
-    messages, tools = asyncio.run(demonstrate(environment, row, found.expert, max_turns=found.max_turns))
+    row, environment = expert_course.draw(random.Random(seed)), expert_course.make()
+    messages, tools = asyncio.run(
+        demonstrate(environment, row, expert_course.expert, max_turns=expert_course.max_turns)
+    )
     return dict(row), messages, tools
 
 
 def perform(
     trainer: Trainer, function: Any, row: dict[str, Any], lines: Sequence[str], max_new_tokens: int = 400
 ) -> AgentSample:
-    """Let an agent work on one row, while the model says the lines, one an answer."""
+    """Let an agent work on one row, while the model gives the lines as answers."""
     from areno import SamplingParams
     from areno.api.agentic import AgentBatch, LossMaskPolicy
     from areno.api.agentic.collect import AgentRunner
@@ -93,7 +95,7 @@ def perform(
         assert engine.submit is submit
         del engine.submit
     assert not collected.errors, collected.errors
-    assert not script.lines, "the agent asked less often than there are lines"
+    assert not script.lines, "the agent sent fewer requests than there are lines"
     return collected.samples[0]
 
 
@@ -102,14 +104,14 @@ def lines_of(trainer: Trainer, messages: Sequence[Message], tools: Sequence[dict
     return [row["response"] for row in demonstration_rows(trainer.get_tokenizer(), messages, tools)]
 
 
-def untrained(folder: Path, found: Course) -> Path:
+def untrained(folder: Path, expert_course: Course) -> Path:
     """The random model that a warm start begins with."""
-    module(FOLDER / "warm_start.py").write_start(folder, found, 96, 6, 0)
+    module(FOLDER / "warm_start.py").write_start(folder, expert_course, 96, 6, 0)
     return folder / "random"
 
 
 def plain(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
-    """Messages without what differs from run to run: ids of calls, and spaces in JSON."""
+    """Messages without what differs between runs: call ids, and spaces in JSON."""
     shown = []
     for message in messages:
         functions = [call["function"] for call in message.get("tool_calls") or []]

@@ -1,4 +1,4 @@
-"""The repair tasks: every one is broken as its row says, its right module repairs it, and tricks do not pay."""
+"""The repair tasks: each is broken as its row says, the correct module solves it, and cheating is not rewarded."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def reward(row, *answers):
     return scripted.replayed(scripted.reward("coding"), row, answers)
 
 
-def test_the_file_is_what_the_generator_writes(tmp_path):
+def test_the_file_equals_the_generators_output(tmp_path):
     generator = scripted.module(FOLDER / "dataset_generator.py")
     assert [generator.make_record(bug) for bug in BUGS] == ROWS
 
 
-def test_rows_have_what_they_need():
+def test_rows_are_complete():
     assert 10 <= len(ROWS) <= 20
     assert len({row["instance_id"] for row in ROWS}) == len(ROWS)
     for row in ROWS:
@@ -53,7 +53,7 @@ def test_rows_have_what_they_need():
         assert row["difficulty"] in ("easy", "medium", "hard")
 
 
-def test_the_right_module_repairs_every_task_and_the_wrong_one_none():
+def test_the_correct_module_solves_every_task_and_the_faulty_one_none():
     async def passing(bug, row, content):
         task = Repair()
         task.reset(row)
@@ -81,9 +81,12 @@ RIGHT = next(bug.right for bug in BUGS if bug.name == "roman")
     ("content", "expected"),
     [
         (RIGHT, 1.0),
-        (RIGHT.replace("(900, 'CM'), ", "").replace("(90, 'XC'),", "").replace("(9, 'IX'), ", ""), 0.5),  # fours alone
-        ("def to_roman(n):\n    return 'I'\n", -1.0),  # breaks what worked
-        ("def to_roman(n:\n", -1.0),  # no Python
+        (
+            RIGHT.replace("(900, 'CM'), ", "").replace("(90, 'XC'),", "").replace("(9, 'IX'), ", ""),
+            0.5,
+        ),  # nines still fail
+        ("def to_roman(n):\n    return 'I'\n", -1.0),  # breaks passing tests
+        ("def to_roman(n:\n", -1.0),  # syntax error
         ("while True: pass\n", -1.0),
         ("import os\nos._exit(0)\n", -1.0),
         ("import sys\nprint('OK')\nsys.exit(0)\n", -1.0),
@@ -91,8 +94,8 @@ RIGHT = next(bug.right for bug in BUGS if bug.name == "roman")
     ],
     ids=["right", "half", "worse", "syntax", "loop", "exit", "sys-exit", "forged"],
 )
-def test_a_module_is_worth_what_its_tests_say(content, expected, monkeypatch):
-    monkeypatch.setattr(sandbox, "Limits", partial(sandbox.Limits, seconds=3))  # ten, for a loop that never ends
+def test_a_module_is_rewarded_for_its_passing_tests(content, expected, monkeypatch):
+    monkeypatch.setattr(sandbox, "Limits", partial(sandbox.Limits, seconds=3))  # shorter, for the endless loop
     assert reward(ROMAN, write("roman.py", content)) == expected
 
 
@@ -121,10 +124,10 @@ def test_the_model_sees_why_a_test_fails():
     shown = call(ROMAN, "run_tests")
     assert "AssertionError" in shown
     assert "FAILED (failures=2)" in shown
-    assert "test_sums" not in shown.split("FAILED")[1], "the list of passed tests is not for the model"
+    assert "test_sums" not in shown.split("FAILED")[1], "the model must not see the list of passed tests"
 
 
-def test_a_conversation_ends_with_words_or_at_its_limit():
+def test_a_conversation_ends_with_a_text_answer_or_at_its_turn_limit():
     task = Repair()
     task.reset({**ROMAN, "max_turns": 3})
     from areno.api.agentic.environment import replay
@@ -136,7 +139,7 @@ def test_a_conversation_ends_with_words_or_at_its_limit():
 
 
 def test_without_a_sandbox_the_example_refuses_to_run(tmp_path):
-    # The programs, copied to where no method is known.
+    # Copies of the programs that know no method.
     import subprocess
 
     for name in ("bugs", "coding", "confine", "run_agent", "reward"):

@@ -1,4 +1,4 @@
-"""The sandbox of the coding example, by every method that this machine has: what a command can do, and what it cannot."""
+"""The sandbox of the coding example, with every method that works on this machine: what a command can and cannot do."""
 
 import asyncio
 import os
@@ -27,11 +27,11 @@ def box(request):
         pytest.skip(str(error))
 
 
-def run(box, program, files=None, given=""):
-    return asyncio.run(box.run(["python", "-c", program], files or {}, given))
+def run(box, program, files=None, stdin=""):
+    return asyncio.run(box.run(["python", "-c", program], files or {}, stdin))
 
 
-def test_some_method_works_here_or_the_rest_skips():
+def test_some_method_works_or_all_tests_are_skipped():
     try:
         assert Sandbox().method in METHODS
     except NoSandboxError as error:
@@ -47,7 +47,7 @@ def test_a_program_reads_its_files_and_input_and_writes_its_folder(box):
     assert (outcome.code, outcome.output, outcome.stopped) == (0, "file input n\n", "")
 
 
-def test_exit_codes_and_both_streams_come_back(box):
+def test_exit_codes_and_both_streams_are_returned(box):
     outcome = run(box, "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)")
     assert (outcome.code, outcome.output) == (3, "out\nerr\n")
 
@@ -117,7 +117,7 @@ print("done")
     assert run(box, program).output == "done\n"
 
 
-def test_the_environment_of_the_caller_is_unknown(box, monkeypatch):
+def test_the_callers_environment_variables_are_hidden(box, monkeypatch):
     monkeypatch.setenv("ARENO_TEST_SECRET", "SECRET")
     assert "SECRET" not in run(box, "import os; print(dict(os.environ))").output
 
@@ -147,8 +147,8 @@ print("done")
             server.accept()
 
 
-def test_a_fork_bomb_ends_and_leaves_nothing(box):
-    mark = f"bomb of {uuid.uuid4()}"  # other tests' sandboxes run beside this one
+def test_a_fork_bomb_is_killed_and_leaves_nothing(box):
+    mark = f"bomb of {uuid.uuid4()}"  # unique, because other sandboxes run concurrently
     program = f"# {mark}\nimport os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     began = time.monotonic()
     outcome = run(Sandbox(box.method, Limits(seconds=1)), program)
@@ -157,7 +157,7 @@ def test_a_fork_bomb_ends_and_leaves_nothing(box):
     assert _commands_with(mark) == []
 
 
-def test_processes_are_counted(box):
+def test_the_number_of_processes_is_limited(box):
     program = """
 import os, time
 made = 0
@@ -175,8 +175,8 @@ print(made)
     assert 5 < made < 64
 
 
-def test_what_a_command_leaves_running_ends_with_it(box):
-    mark = f"31.7{os.getpid()}"  # the same test may run beside, in another process and for another method
+def test_background_processes_end_with_their_command(box):
+    mark = f"31.7{os.getpid()}"  # unique: this test may run concurrently for another method
     program = f"""
 import os, time
 if os.fork() == 0:
@@ -191,12 +191,12 @@ print("left one")
     assert _commands_with(mark) == []
 
 
-def test_ten_gigabytes_are_refused(box):
+def test_allocating_ten_gigabytes_fails(box):
     outcome = run(box, "try:\n    bytearray(10 * 2**30)\nexcept MemoryError:\n    print('refused')")
     assert outcome.output == "refused\n"
 
 
-def test_many_processes_cannot_have_together_what_one_cannot(box):
+def test_the_memory_limit_applies_to_all_processes_together(box):
     # Each stays under its own limit.
     program = """
 import os, time
@@ -210,29 +210,29 @@ time.sleep(20)
     assert outcome.stopped == "memory"
 
 
-def test_endless_loops_are_ended(box):
+def test_endless_loops_are_stopped(box):
     began = time.monotonic()
     outcome = run(Sandbox(box.method, Limits(seconds=1)), "print('begun', flush=True)\nwhile True: pass")
     assert outcome.output == "begun\n"
-    assert outcome.stopped == "time" or outcome.code != 0  # the limit of CPU time may come first
+    assert outcome.stopped == "time" or outcome.code != 0  # the CPU time limit may be hit first
     assert time.monotonic() - began < 6
 
 
-def test_sleeping_and_ignoring_signals_do_not_help(box):
+def test_a_sleeping_command_that_ignores_signals_is_stopped(box):
     program = "import signal, time\nfor n in (1, 2, 15, 24): signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)"
     began = time.monotonic()
     assert run(Sandbox(box.method, Limits(seconds=1)), program).stopped == "time"
     assert time.monotonic() - began < 6
 
 
-def test_files_and_the_folder_have_a_size(box):
+def test_the_sizes_of_files_and_folder_are_limited(box):
     big = "try:\n    open('f', 'wb').write(bytes(64 * 2**20))\nexcept OSError as error:\n    print(error.errno)"
     assert run(box, f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{big}").output == "27\n"
     many = "for n in range(1000):\n    open(f'{n}', 'wb').write(bytes(2**20))\nimport time; time.sleep(20)"
     assert _refused_for_the_disk(box, run(box, many))
 
 
-def test_files_without_a_name_count_too(box):
+def test_deleted_files_that_are_still_open_count_too(box):
     program = """
 import os, time
 kept = []
@@ -247,7 +247,7 @@ time.sleep(20)
 
 
 def _refused_for_the_disk(box, outcome):
-    """In namespaces the folder has a size of its own, so the command itself is told."""
+    """With namespaces the folder's size is limited by its file system, so the command itself gets the error."""
     return "No space left on device" in outcome.output if box.method == "namespaces" else outcome.stopped == "disk"
 
 
@@ -271,7 +271,7 @@ print("done")
     assert run(box, program).output == "done\n"
 
 
-def test_output_is_cut(box):
+def test_output_is_truncated(box):
     outcome = run(box, "print('x' * 2**22)")
     assert (outcome.code, len(outcome.output)) == (0, box.limits.output_bytes)
 
@@ -296,7 +296,7 @@ print(ctypes.CDLL(None).ptrace(16, {victim.pid}, 0, 0))
         victim.wait()
 
 
-def test_rights_cannot_be_won_back(box):
+def test_privileges_cannot_be_regained(box):
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -307,7 +307,7 @@ print(libc.capget(header, held), list(held))
     assert run(box, program).output == f"True [-1, -1, -1]\n0 {[0] * 6}\n"
 
 
-def test_commands_run_side_by_side_and_know_nothing_of_each_other(box):
+def test_concurrent_commands_do_not_see_each_others_files(box):
     async def many():
         program = "import os; print(sorted(os.listdir('.')))"
         return await asyncio.gather(*(box.run(["python", "-c", program], {f"file{n}": ""}) for n in range(6)))
@@ -316,7 +316,7 @@ def test_commands_run_side_by_side_and_know_nothing_of_each_other(box):
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.5])
-def test_a_run_that_is_cancelled_leaves_nothing(box, after_s, tmp_path, monkeypatch):
+def test_a_cancelled_run_leaves_nothing(box, after_s, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _open_to_others(tmp_path)
     mark = f"cancelled {uuid.uuid4()}"
@@ -326,7 +326,7 @@ def test_a_run_that_is_cancelled_leaves_nothing(box, after_s, tmp_path, monkeypa
         await asyncio.sleep(after_s)
         running.cancel()
         await asyncio.sleep(0)
-        running.cancel()  # as when its event loop ends meanwhile
+        running.cancel()  # as if its event loop ended meanwhile
         with pytest.raises(asyncio.CancelledError):
             await running
 
@@ -335,7 +335,7 @@ def test_a_run_that_is_cancelled_leaves_nothing(box, after_s, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_ends_with_a_killed_trainer(box, tmp_path):
+def test_a_run_ends_when_the_trainer_is_killed(box, tmp_path):
     _open_to_others(tmp_path)
     mark = f"orphan {uuid.uuid4()}"
     command = f"import os, time  # {mark}\nos.fork() or os.setsid()\nprint('up', flush=True)\ntime.sleep(600)"
@@ -352,7 +352,7 @@ def test_a_run_ends_with_a_killed_trainer(box, tmp_path):
 
 
 def _open_to_others(folder):
-    """As root, commands run as another user."""
+    """As root, commands run as another user, who must be able to read the folder."""
     for place in (folder, *folder.parents):
         if place.stat().st_uid == os.getuid() and place != Path("/"):
             place.chmod(place.stat().st_mode | 0o055)
@@ -376,13 +376,13 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
 
 
 def _commands_with(text):
-    """Processes, zombies left out, whose program has a text in it."""
-    found = []
+    """Command lines of processes, without zombies, that contain a text."""
+    commands = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{entry}/cmdline").read_bytes()
         except OSError:
             continue
         if text.encode() in command and int(entry) != os.getpid():
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands

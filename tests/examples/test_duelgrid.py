@@ -1,4 +1,4 @@
-"""DuelGrid: rules by hand-made duels, the script, rewards, and the page in a real browser."""
+"""DuelGrid: rules in hand-made duels, the scripted player, rewards, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def do(*names):
     return [{"action": name} for name in names]
 
 
-def test_a_turn_moves_three_tiles_and_no_more():
+def test_a_turn_moves_at_most_three_tiles():
     game = duel()
     result = game.play_turn(move("right", "down", "down", "down"))
     assert (game.fighters["A"].tile, result.illegal, result.closer, result.unspent) == ((1, 2), True, 3, 0)
@@ -63,15 +63,15 @@ def test_a_turn_moves_three_tiles_and_no_more():
         (duel(u=(3, 0), walls={(2, 0)}), do("RANGED_ATTACK")),
         (duel(), do("PICKUP")),
         (duel(), do("SHIELD", "SHIELD")),
-        (duel(u=(4, 0)), do("RANGED_ATTACK", "RANGED_ATTACK")),  # four energy
+        (duel(u=(4, 0)), do("RANGED_ATTACK", "RANGED_ATTACK")),  # costs four energy
         (duel(), do("JUMP")),
         (duel(), [{}]),
     ],
 )
-def test_what_the_rules_forbid_ends_the_turn(game, action):
+def test_an_illegal_action_ends_the_turn(game, action):
     result = game.play_turn([*action, *move("down")])
     assert result.illegal
-    assert game.fighters["A"].y in (0, 10), "nothing after it was done"
+    assert game.fighters["A"].y in (0, 10), "later actions are ignored"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_hits_do_their_damage(game, action, health):
     assert (game.fighters["U"].health, result.dealt, result.illegal) == (health, 10 - health, False)
 
 
-def test_a_shield_takes_two_from_every_hit_until_the_own_next_turn():
+def test_a_shield_reduces_every_hit_by_two_until_the_players_next_turn():
     game = duel(u=(1, 0))
     game.play_turn(do("SHIELD"))
     game.play_turn(do("ATTACK", "RANGED_ATTACK"))
@@ -104,7 +104,7 @@ def test_pickups_help_once_and_energy_is_kept():
     first = game.play_turn([*move("right"), *do("PICKUP"), *move("right"), *do("PICKUP")])
     assert (first.pickups, game.fighters["A"].health, game.pickups) == (2, 10, {})
     assert first.unspent == 3  # 3 + 2 - 2
-    assert game.fighters["A"].energy == 0  # the rest is below a turn's own 3
+    assert game.fighters["A"].energy == 0  # only what exceeds a turn's own 3 is kept
     game = duel(pickups={(0, 0): "energy"})
     game.play_turn(do("PICKUP", "WAIT"))
     assert game.fighters["A"].energy == 2
@@ -119,7 +119,7 @@ def test_traps_hurt_and_may_end_the_game():
     assert (result.taken, game.winner, game.fighters["A"].tile) == (2, "U", (1, 0))
 
 
-def test_after_the_last_turn_the_healthier_wins():
+def test_after_the_last_turn_the_healthier_player_wins():
     for health, winner in ((10, "draw"), (9, "U")):
         game = duel(turns_left=1)
         game.fighters["A"].health = health
@@ -136,14 +136,14 @@ def test_states_survive_json():
         assert from_json(state) == game
 
 
-def test_the_script_plays_by_the_rules_and_ends_games():
+def test_the_scripted_player_obeys_the_rules_and_finishes_games():
     winners = Counter()
     for seed in range(60):
         game, rng = draw_duel(SCENARIOS[seed % 3], seed), random.Random(seed)
         while game.winner is None:
             before = copy.deepcopy(game)
             actions = scripted_turn(game, rng if seed % 2 else None)
-            assert game == before, "choosing changes nothing"
+            assert game == before, "choosing actions does not change the game"
             assert not game.play_turn(actions).illegal
             assert all(0 <= value <= 10 for fighter in game.fighters.values() for value in fighter.tile)
             assert not {fighter.tile for fighter in game.fighters.values()} & game.walls
@@ -160,7 +160,7 @@ def test_scenarios_differ_in_walls_and_traps():
     }
 
 
-def test_a_turn_is_worth_the_sum_of_what_happened():
+def test_a_turns_reward_is_the_sum_of_its_events():
     mine = TurnResult(dealt=3, taken=2, pickups=1, waits=1, illegal=True, unspent=2, closer=-1)
     theirs = TurnResult(dealt=4)
     expected = 0.10 * 3 - 0.08 * (2 + 4) - 0.01 + 0.10 - 0.02 - 0.30 - 0.05 * 2
@@ -180,7 +180,7 @@ def act(actions):
     return calls(("choose_action", {"actions": actions}))
 
 
-def test_winning_is_worth_one_and_a_silent_turn_is_an_illegal_one():
+def test_winning_is_worth_one_and_a_turn_without_a_call_counts_as_illegal():
     near = record(u=(1, 0))
     near["state"]["fighters"]["U"]["health"] = 3
     assert reward(near, act(do("ATTACK"))) == pytest.approx(1.0 + 0.3 - 0.05 * 2)
@@ -190,8 +190,8 @@ def test_winning_is_worth_one_and_a_silent_turn_is_an_illegal_one():
     assert illegal == silent
 
 
-def test_experts_win_more_than_fools():
-    found = scripted.course("duelgrid")
+def test_the_expert_earns_more_than_a_bad_player():
+    course = scripted.course("duelgrid")
 
     def mean(choose):
         rows = [draw_record(random.Random(seed)) for seed in range(150)]
@@ -205,10 +205,10 @@ def test_experts_win_more_than_fools():
         return sum(values) / len(values)
 
     def expert(task):
-        call = found.expert(task)["tool_calls"][0]["function"]
+        call = course.expert(task)["tool_calls"][0]["function"]
         return json.loads(call["arguments"])["actions"]
 
-    # The script plays as well but for one turn in four; the first move is worth little.
+    # The opponent plays equally well except in one turn of four; moving first is worth little.
     assert mean(expert) > 0.3
     assert mean(lambda task: move("up")) < -1.5
 
@@ -244,7 +244,7 @@ def new_match(**options):
     return scripted.module(FOLDER / "web_ui.py").Match(**options)
 
 
-def test_a_game_is_played_by_requests_and_can_be_replayed():
+def test_a_game_can_be_played_by_requests_and_replayed():
     with page(new_match()) as url:
         status, state = ask(f"{url}/api/new", {"scenario": "traps", "seed": 4})
         assert status == 200
@@ -272,7 +272,7 @@ def test_a_game_is_played_by_requests_and_can_be_replayed():
         ("/api/new", [], "send a JSON object"),
     ],
 )
-def test_wrong_requests_are_answered(path, body, message):
+def test_wrong_requests_get_an_error(path, body, message):
     with page(new_match()) as url:
         status, answer = ask(url + path, body)
         assert (status, message in answer["error"]) == (400, True)
@@ -286,10 +286,10 @@ def test_other_pages_cannot_send_commands():
 
 
 def chromium():
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
         pytest.skip("chromium is not installed")
-    return found
+    return program
 
 
 def browse(url, folder, *options):
@@ -318,11 +318,11 @@ def test_a_browser_replays_a_recorded_match(tmp_path):
     assert "3 / 6" in dom
     events = [event for frame in frames[1:4] for event in frame["events"]]
     assert all(event in dom for event in events)
-    assert (tmp_path / "page.png").stat().st_size > 20_000  # a white page has a tenth of it
+    assert (tmp_path / "page.png").stat().st_size > 20_000  # a blank page has a tenth of it
 
 
 def test_a_browser_plays_a_turn_with_its_buttons(tmp_path):
-    # What a person does, by a script behind the page's own: choose an action, play it.
+    # A script appended to the page acts like a user: it chooses an action and plays it.
     match = new_match()
     match.start("open", 2)
     match.act("A", None)
@@ -343,5 +343,5 @@ def test_a_browser_plays_a_turn_with_its_buttons(tmp_path):
         thread.join()
     frames = match.to_json()["frames"]
     assert frames[2]["events"][0].startswith("U ")
-    assert len(frames) == 4, "the page lets A answer"
+    assert len(frames) == 4, "the page also plays A's turn"
     assert "3 / 3" in dom

@@ -1,4 +1,4 @@
-"""Agents of other people's frameworks: each plays a problem over the real server, and is trained on what it said."""
+"""Agents of third-party frameworks: each solves a problem through the real server, and its tokens become a training row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AGENTS = {"openai_agents_sdk": "agents", "langchain_agent": "langchain_openai", 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     folder = scripted.untrained(tmp_path_factory.mktemp("model"), scripted.course("calculator"))
-    with open_trainer(folder) as found:
-        yield found
+    with open_trainer(folder) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("name", list(AGENTS))
-def test_a_problem_is_solved_and_every_word_is_kept(name, trainer):
+def test_an_agent_solves_a_problem_and_all_its_tokens_are_recorded(name, trainer):
     pytest.importorskip(AGENTS[name])
     agent = load_hook(str(FOLDER / f"{name}.py"), AGENT_HOOK)
     row, messages, tools = scripted.played(scripted.course("calculator"), 5)
@@ -28,6 +28,6 @@ def test_a_problem_is_solved_and_every_word_is_kept(name, trainer):
     assert scripted.plain(sample.record.messages) == scripted.plain(messages)
     assert sample.forks == []
     [trained] = sample.rows
-    said = [token for turn in sample.turns for token in turn.tokens]
-    assert [token for token, own in zip(trained.tokens, trained.sampled, strict=True) if own] == said
+    tokens = [token for turn in sample.turns for token in turn.tokens]
+    assert [token for token, own in zip(trained.tokens, trained.sampled, strict=True) if own] == tokens
     assert scripted.rewarded(scripted.reward("calculator"), sample.record) == 1.0

@@ -66,7 +66,7 @@ def test_last_box_respects_braces(text, expected):
     assert _module().last_boxed(text) == expected
 
 
-def test_every_real_row_has_a_number_and_no_calculator_notes(gsm8k):
+def test_every_real_row_has_a_number_and_no_calculator_annotations(gsm8k):
     rows = load_training_dataset(str(gsm8k / "train.jsonl"), _loader())
     assert len(rows) == len(load_rows(str(gsm8k / "train.jsonl"))) == 7473
     for row in rows:
@@ -99,13 +99,13 @@ def test_reward_without_a_reference_is_an_error():
         ("It is 8.\n#### 8", 1.0, 0.0),
         ("#### 1200 is the result.", 0.5, 1.0),  # not alone on a line
         ("Left: 3.\n#### 1200 pens", 0.5, 1.0),
-        ("#### 3\n#### 1200", 0.5, 1.0),  # said twice
+        ("#### 3\n#### 1200", 0.5, 1.0),  # two results
         ("The result is 1200.", 0.0, 0.0),
         ("#### none", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
 )
-def test_form_and_result_of_a_gsm8k_answer_are_parts_of_their_own(text, form, right):
+def test_form_and_result_of_a_gsm8k_answer_are_separate_reward_parts(text, form, right):
     parts = _module("answer_format").reward_fn(RewardRecord(completion=text, answer=["1,200"]))
     assert parts == {"form": form, "right": right}
 

@@ -45,7 +45,7 @@ def test_ready_rows_pass_unchanged(row, tmp_path):
     assert _load(tmp_path, row) == [json.loads(row)]
 
 
-def test_unknown_rows_are_refused_with_what_they_have(tmp_path):
+def test_unknown_rows_are_refused_with_the_reason(tmp_path):
     with pytest.raises(UsageError, match="this one has question"):
         _load(tmp_path, '{"question": "a"}')
     with pytest.raises(UsageError, match="must hold transcripts"):

@@ -1,4 +1,4 @@
-"""The SDK programs: those in examples/sdk, and, where the documentation is at hand, those that it prints."""
+"""The SDK programs: those in examples/sdk, and those in the documentation if it is available."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(program, *arguments, cwd, **how):
 def test_the_rollout_example_prints_an_answer_and_how_it_ended(tiny_checkpoint, tmp_path):
     out = run(
         EXAMPLES / "rollout.py", "--model", tiny_checkpoint, cwd=tmp_path, fresh=True
-    )  # all that it needs, it imports
+    )  # in a fresh process, to show that it imports all it needs
     assert re.search(r"\((\d+) tokens, ended by (stop|length)\)", out)
 
 
@@ -54,10 +54,10 @@ def check_statistics(out):
 def printed_programs():
     """The complete programs of the page: from their imports to ``asyncio.run(main())``."""
     if not PAGE.is_file():
-        pytest.skip(f"the documentation is not here ({PAGE}); set ARENO_TEST_SPEC")
-    found = re.findall(r"^import asyncio\n.*?^asyncio\.run\(main\(\)\)$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
-    return found
+        pytest.skip(f"the documentation is missing ({PAGE}); set ARENO_TEST_SPEC")
+    programs = re.findall(r"^import asyncio\n.*?^asyncio\.run\(main\(\)\)$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    return programs
 
 
 def test_the_first_printed_program_runs(tiny_checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""Free text to JSON: the data, the reward's parts, the judgment by transformers, and the README's training command."""
+"""Free text to JSON: the data, the reward's parts, the evaluation with transformers, and the README's training command."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def order(row):
     return row["prompt"][-1]["content"]
 
 
-def test_equal_seeds_give_equal_files_and_longer_ones_begin_like_shorter_ones(data, tmp_path, capsys):
+def test_equal_seeds_give_equal_files_and_longer_ones_extend_shorter_ones(data, tmp_path, capsys):
     for folder, count, seed in (("a", 40, 0), ("b", 40, 0), ("long", 60, 0), ("other", 40, 1)):
         words = ("--output", tmp_path / folder, "--train-rows", count, "--held-out-rows", count, "--seed", seed)
         data.main(list(map(str, words)))
@@ -106,7 +106,7 @@ def test_forms_differ_and_name_all_values_once(data):
         ('{"a":' + "9" * 10_000 + "}", (0, 0, 0, 0)),
     ],
 )
-def test_the_parts_of_hand_made_answers(reward, completion, expected):
+def test_the_reward_parts_of_hand_written_answers(reward, completion, expected):
     parts = reward.reward_fn(RewardRecord(completion=completion, answer=[RIGHT]))
     assert tuple(parts[name] for name in ("json", "keys", "types", "values")) == expected
     assert parts["exact"] == (expected == (1, 1, 1, 1))
@@ -118,7 +118,7 @@ def test_a_row_without_a_solution_is_refused(reward):
         reward.reward_fn(RewardRecord(completion=RIGHT))
 
 
-def test_evaluation_answers_as_transformers_does_row_by_row_and_prints_both_columns(
+def test_evaluation_answers_equal_those_of_transformers_and_both_columns_are_printed(
     data, tiny_checkpoint, tmp_path, capsys
 ):
     evaluate = module(FOLDER / "evaluate.py")
@@ -164,7 +164,7 @@ def command():
 @pytest.mark.parametrize(
     ("completion", "worth"), [(RIGHT, 1.0), ('{"name":"Ann","count":9}', 0.55), ("{}", 0.1), ("", 0)]
 )
-def test_the_readme_weights_give_one_for_an_exact_answer_only(reward, command, completion, worth):
+def test_only_an_exact_answer_earns_one_with_the_readme_weights(reward, command, completion, worth):
     weighted = RewardParts(command[command.index("--reward-weights") + 1])
     parts = reward.reward_fn(RewardRecord(completion=completion, answer=[RIGHT]))
     assert weighted.weigh(parts) == pytest.approx(worth)

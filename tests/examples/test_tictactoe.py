@@ -19,7 +19,7 @@ import tictactoe as game
 
 @cache
 def outcome(board: tuple[str, ...], player: str) -> int:
-    """Value for X of a board with `player` to move, written down once more: plain minimax without any shortcut."""
+    """Value for X of a board with `player` to move: a second implementation, as plain minimax."""
     rows = [board[0:3], board[3:6], board[6:9], board[0::3], board[1::3], board[2::3], board[0::4], board[2:7:2]]
     for mark, value in (("X", 1), ("O", -1)):
         if (mark,) * 3 in rows:
@@ -33,21 +33,21 @@ def outcome(board: tuple[str, ...], player: str) -> int:
 
 
 def every_board() -> list[str]:
-    """All boards that can be reached and on which somebody is to move."""
-    found, waiting = set(), ["." * 9]
+    """All reachable boards on which the game is not over."""
+    seen, waiting = set(), ["." * 9]
     while waiting:
         board = waiting.pop()
-        if board not in found and not game.is_over(board):
-            found.add(board)
+        if board not in seen and not game.is_over(board):
+            seen.add(board)
             waiting += [game.play(board, square) for square in game.empty_squares(board)]
-    return sorted(found)
+    return sorted(seen)
 
 
-def test_there_are_as_many_boards_as_is_known():
-    assert len(every_board()) == 4520  # of 5478, 958 are final
+def test_the_number_of_boards_is_the_known_one():
+    assert len(every_board()) == 4520  # 5478 boards, of which 958 are final
 
 
-def test_best_squares_are_those_of_brute_force():
+def test_best_squares_equal_those_of_brute_force():
     for board in every_board():
         player = game.to_move(board)
         sign, other = (1, "O") if player == "X" else (-1, "X")
@@ -61,11 +61,11 @@ def test_best_squares_are_those_of_brute_force():
     ("board", "square", "score"),
     [
         ("XX.OO....", 3, 1.0),  # wins
-        ("XX.OO....", 6, 0.0),  # legal: stops O, but leaves the win
+        ("XX.OO....", 6, 0.0),  # legal: blocks O, but misses the win
         ("XX.OO....", 1, -1.0),  # taken
         ("XX.OO....", None, -1.0),
         ("X...O....", 9, 0.8),
-        ("XX..O....", 3, 0.8),  # O must block, and nothing else draws
+        ("XX..O....", 3, 0.8),  # O must block; no other move draws
         ("XX..O....", 7, 0.0),
     ],
 )
@@ -98,7 +98,7 @@ def choose(*squares):
         (says("3"), -1.0),
     ],
 )
-def test_a_call_is_worth_its_move(answer, expected):
+def test_a_call_earns_the_score_of_its_move(answer, expected):
     assert reward(record("XX.OO...."), answer) == expected
 
 
@@ -115,32 +115,32 @@ def test_a_call_is_worth_its_move(answer, expected):
         ("", -1.0),
     ],
 )
-def test_a_written_move_is_worth_the_same(text, expected):
+def test_a_written_move_earns_the_same_score(text, expected):
     assert reward(record("XX.OO...."), says(text), text=True) == expected
 
 
-def test_after_the_move_nothing_counts_any_more():
+def test_only_the_first_move_counts():
     assert reward(record("XX.OO...."), choose(6), choose(3)) == 0.0
 
 
-def test_whole_games_end_with_their_result():
+def test_whole_games_are_scored_by_their_result():
     won = record("XX.OO....", whole_game=True)
     assert reward(won, choose(3)) == 1.0
-    assert reward(record("XOXXOOO.X", whole_game=True), choose(8)) == 0.8  # the last square, and nobody has a line
+    assert reward(record("XOXXOOO.X", whole_game=True), choose(8)) == 0.8  # a draw on the last square
     assert reward(record("XX.OO....", whole_game=True), choose(1)) == -1.0
-    # One move into the game there is no result yet, and giving up is worth nothing.
+    # After one move there is no result yet, and giving up earns 0.
     assert reward(record("." * 9, whole_game=True), choose(5)) == 0.0
 
 
-def test_perfect_play_never_loses_a_whole_game_and_illegal_moves_end_one():
-    found = scripted.course("tictactoe", "WHOLE_GAMES")
+def test_perfect_play_wins_or_draws_most_whole_games():
+    course = scripted.course("tictactoe", "WHOLE_GAMES")
     results = []
     for seed in range(60):
-        row, messages, _ = scripted.played(found, seed)
+        row, messages, _ = scripted.played(course, seed)
         assert row["whole_game"]
         results.append(scripted.replayed(scripted.reward("tictactoe"), row, messages))
-        assert scripted.played(found, seed)[1] == messages, "the opponent depends on the record alone"
-    # From a board that a random player has spoiled even perfect play may lose.
+        assert scripted.played(course, seed)[1] == messages, "the opponent depends only on the record"
+    # On a board that random moves have spoiled, even perfect play may lose.
     assert {1.0, 0.8} <= set(results)
     assert sum(results) / len(results) > 0.7
 

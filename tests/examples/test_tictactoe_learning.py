@@ -1,4 +1,4 @@
-"""Tic-tac-toe is learned: from a model that reads a board and calls the tool to one that plays on boards it has never seen."""
+"""Tic-tac-toe is learned: a model that only reads boards and calls the tool learns to play on unseen boards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 60
 
 
 def held_out_reward(checkpoint):
-    """Mean reward of a sampled move on 1,024 boards that no training file has."""
+    """Mean reward of a sampled move on 1,024 held-out boards."""
     from areno import SamplingParams
     from areno.api.agentic import AgentBatch, LossMaskPolicy
     from areno.api.agentic.collect import AgentRunner

@@ -1,4 +1,4 @@
-"""An agent as a user has it: the client of OpenAI, two turns, a reward from what the model said."""
+"""An agent as users write it: the OpenAI client, two turns, a reward computed from the last answer."""
 
 from __future__ import annotations
 

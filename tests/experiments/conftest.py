@@ -1,4 +1,4 @@
-"""One real engine for the tests that change no weights, and small runs of PPO whose engine is in the process of the test."""
+"""A real engine for tests that change no weights, and small PPO runs whose rollout engine lives in the test process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.experiments.stage import LoopEngine, open_engine
-from tests.experiments.trainer_stage import HereTrainer, RolloutRun, settings_of_kind
+from tests.experiments.trainer_stage import InProcessTrainer, RolloutRun, settings_of_kind
 
 
 @pytest.fixture(scope="session")
@@ -20,18 +20,18 @@ def engine(tiny_checkpoint: Path) -> Iterator[LoopEngine]:
 
 @pytest.fixture
 def rl(tiny_checkpoint, tmp_path) -> Callable[..., RolloutRun]:
-    """Runs PPO; settings are dotted names."""
+    """Runs PPO with settings by dotted name."""
     numbers = iter(range(1000))
 
     def run(
         changes: dict[str, Any] | None = None,
-        watch: Callable[[HereTrainer], None] | None = None,
+        watch: Callable[[InProcessTrainer], None] | None = None,
         workflow: Any = None,
         **more: Any,
     ) -> RolloutRun:
         root = tmp_path / str(next(numbers))
         config = settings_of_kind("rl", tiny_checkpoint, root, {"total_train_steps": 1, **(changes or {}), **more})
-        with HereTrainer(config) as trainer:
+        with InProcessTrainer(config) as trainer:
             batches: list[Any] = []
             prepare = trainer.dispatcher.prepare_batch
             trainer.dispatcher.prepare_batch = lambda *given: batches.append(prepare(*given)) or batches[-1]  # type: ignore[method-assign]

@@ -9,12 +9,12 @@ from typing import Any
 
 
 def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Differs between answers, and is the same for the same answer."""
+    """Differs between answers, and is equal for equal answers."""
     return sum(completion_ids) % 7 / 7
 
 
 def in_parts(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> Any:
-    """The same, and how short the answer is."""
+    """The reward of ``letters``, and the negative length of the answer."""
     return {"letters": letters(prompt, completions, prompt_ids, completion_ids), "short": -len(completion_ids)}
 
 
@@ -24,7 +24,7 @@ def nothing(prompt: str, completions: str, prompt_ids: list[int], completion_ids
 
 
 def broken(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Reads what no row has."""
+    """Reads a column that no row has."""
     return float(data["no such column"])
 
 
@@ -39,7 +39,7 @@ def solved(trajectory: dict[str, Any]) -> bool:
 
 
 def late(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Tells that it was called, and never answers."""
+    """Records the call as a file, and does not return in time."""
     folder = Path(data["folder"])
     (folder / f"{time.time_ns()}-{os.getpid()}").touch()
     time.sleep(1000)
@@ -47,11 +47,11 @@ def late(prompt: str, completions: str, prompt_ids: list[int], completion_ids: l
 
 
 def slow(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Tells which process answers."""
+    """Returns the id of its process."""
     time.sleep(0.05)
     return float(os.getpid())
 
 
 def specials(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """How many special tokens are in the text."""
+    """Number of special tokens in the text."""
     return float(completions.count("<|"))

@@ -1,4 +1,4 @@
-"""Experiments as users start them, in processes of their own that a test may kill: a task, a run, and what it has told."""
+"""Experiments as users start them, in separate processes that a test can kill: a task, a run, and its outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.cli import Process, environment, start_program
 from tests.support.processes import alive
 
 RATE = 0.003
-"""Of each optimizer step."""
+"""Learning rate of each optimizer step."""
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "examples/experiments/toy.py"
@@ -31,7 +31,7 @@ _MARK = "ARENO_TEST_RUN"
 
 @dataclass(frozen=True)
 class Task:
-    """A toy model and rows whose prompts all differ, so that each row can be told from what was said about it."""
+    """A toy model and rows whose prompts all differ, so that a prompt identifies its row."""
 
     model: Path
     rows: Path
@@ -51,7 +51,7 @@ def make_task(folder: Path, count: int = 48) -> Task:
 
 
 def settings(task: Task, fileroot: Path, **changes: Any) -> list[str]:
-    """A run of GRPO as ``key=value``, with what the test changes (``__`` for a dot)."""
+    """A GRPO run as ``key=value``, with the changes of the test (``__`` stands for a dot)."""
     values: dict[str, Any] = {
         "experiment_name": "toy",
         "trial_name": "t",
@@ -85,13 +85,13 @@ def _written(value: Any) -> str:
 
 @dataclass
 class Run:
-    """One command, to be started again and again; its processes are known by a variable in their environment.
+    """A command that can be started repeatedly; a variable in the environment identifies its processes.
 
     Attributes:
-        folder: gets ``file.yaml`` and ``output.txt`` of all attempts.
+        folder: holds ``file.yaml``, and ``output.txt`` of all attempts.
         arguments: ``key=value``.
-        program: what is run with them.
-        forked: from the process that has all imports done; its processes share a session with others then.
+        program: program that gets the arguments.
+        forked: fork from a process that has imported everything; its processes then share a session with others.
     """
 
     folder: Path
@@ -137,24 +137,24 @@ class Run:
         return [line["step"] for line in self.lines("metrics.jsonl")]
 
     def logged_steps(self) -> list[int]:
-        """Global steps of the tables in ``main.log``, counted from 1, without those that a recovery says are done again."""
+        """Global steps of the tables in ``main.log``, counted from 1, without those that a recovery repeats."""
         found: list[int] = []
         for line in self.log.splitlines():
             if "no checkpoint in" in line:
                 found = []
             elif back := re.search(r"resumed from \S+: (\d+) steps are done", line):
                 found = [step for step in found if step <= int(back[1])]
-            elif told := re.search(r"Epoch \d+/\d+ step \d+/\d+ global step (\d+) ", line):
-                found.append(int(told[1]))
+            elif table := re.search(r"Epoch \d+/\d+ step \d+/\d+ global step (\d+) ", line):
+                found.append(int(table[1]))
         return found
 
-    def points(self) -> list[Path]:
+    def recovery_checkpoints(self) -> list[Path]:
         return sorted(
             path for path in self.checkpoints.glob("recover/step_*") if (path / "trainer_state/state.json").exists()
         )
 
     def rollout_state(self) -> dict[str, Any]:
-        return plain_objects.load(self.points()[-1] / "rollout.pt")
+        return plain_objects.load(self.recovery_checkpoints()[-1] / "rollout.pt")
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Run:
         return self
 
     def pids(self) -> list[int]:
-        """All processes of this run, the first one included: by a variable, or where forked, by where they write to."""
+        """All processes of this run, the first included, identified by a variable or, if forked, by the file they write to."""
         wanted = f"{_MARK}={self.mark}".encode()
         return [
             pid
@@ -199,18 +199,18 @@ class Run:
         return self.process.wait(timeout)
 
     def finish(self, timeout: float = 300) -> Run:
-        """Start it, and wait for its good end."""
+        """Start the command, and wait until it exits with status 0."""
         assert self.start().wait(timeout) == 0, self.output[-6000:]
         return self
 
     def until(self, condition: Callable[[], Any], timeout: float = 120, interval: float = 0.005) -> bool:
-        """Wait for something while the run goes on; whether it came before the run's end."""
+        """Wait for a condition while the run continues; returns whether it held before the run ended."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while not condition():
             if self.process.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, f"it has not come to that in time\n{self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"the condition did not become true in time\n{self.output[-3000:]}"
             time.sleep(interval)
         return True
 
@@ -218,7 +218,7 @@ class Run:
         return self.until(lambda: max(self.steps(), default=-1) >= step)
 
     def kill(self, *, group: bool = True) -> None:
-        """SIGKILL of all processes of the session, or of the first one alone."""
+        """Send SIGKILL to all processes of the session, or only to the first one."""
         assert self.process is not None
         first = self.process.pid
         if group and not self.forked:
@@ -237,13 +237,13 @@ class Run:
         return not self.pids()
 
     def end(self) -> None:
-        """Whatever has happened: leave nothing running."""
+        """Kill all processes that are still running."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
 
 
 def _errors_of(pid: int) -> Path:
-    """Where a process writes errors to."""
+    """File to which a process writes errors."""
     try:
         return Path(os.readlink(f"/proc/{pid}/fd/2"))
     except OSError:
@@ -258,7 +258,7 @@ def _bytes(pid: int, name: str) -> bytes:
 
 
 def used_rows(run: Run) -> Iterator[tuple[int, int, str]]:
-    """Step, episode and prompt of every group that a batch has used, as ``samples.jsonl`` tells them."""
+    """Step, episode and prompt of every group that a batch has used, from ``samples.jsonl``."""
     seen = set()
     for line in run.lines("samples.jsonl"):
         key = line["step"], line["prompt_index"]
@@ -268,7 +268,7 @@ def used_rows(run: Run) -> Iterator[tuple[int, int, str]]:
 
 
 def check_rows(run: Run, task: Task, steps: int, batch: int = 4) -> None:
-    """Each step is told once, and each row is in exactly one batch, or waits for one in the last recovery checkpoint."""
+    """Each step is reported once, and each row is in exactly one batch, or waits for one in the last recovery checkpoint."""
     assert run.steps() == list(range(steps))
     assert run.logged_steps() == list(range(1, steps + 1))
     used = list(used_rows(run))
@@ -279,7 +279,7 @@ def check_rows(run: Run, task: Task, steps: int, batch: int = 4) -> None:
     state = run.rollout_state()
     left = [kept["id"] for kept in (*state["waiting"], *state["finished"])]
     assert sorted([episode for _, episode, _ in used] + left) == list(range(state["next_id"]))
-    # Episodes are numbered as rows are read, so each stretch of as many episodes as there are rows is one epoch.
+    # Episodes are numbered as rows are read, so every len(task.prompts) consecutive episodes are one epoch.
     prompts = {episode: next(p for p in task.prompts if p in prompt) for _, episode, prompt in used}
     prompts |= {kept["id"]: kept["data"]["prompt"] for kept in (*state["waiting"], *state["finished"])}
     for first in range(0, state["next_id"], len(task.prompts)):

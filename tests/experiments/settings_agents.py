@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Talker:
-    """Three turns; reward 1, or what ``how`` says."""
+    """Talks for three turns; the reward is 1 unless ``how`` says otherwise."""
 
     def __init__(self, how: str = "number", turns: int = 3) -> None:
         self.how, self.turns = how, turns
@@ -25,20 +25,20 @@ class Talker:
                 body = {"model": "mine" if self.how == "named" else "default", "messages": messages}
                 answer = await http.post("/v1/chat/completions", json=body)
                 answer.raise_for_status()
-                said = answer.json()["choices"][0]["message"]
+                message = answer.json()["choices"][0]["message"]
                 messages += [
-                    {"role": "assistant", "content": said["content"]},
+                    {"role": "assistant", "content": message["content"]},
                     {"role": "user", "content": f"Again, {turn}."},
                 ]
             if self.how == "late":
-                self.late = asyncio.get_running_loop().create_task(_tell(base_url, headers))
+                self.late = asyncio.get_running_loop().create_task(_set_reward_late(base_url, headers))
                 return None
             if self.how == "sleeps":
                 await asyncio.sleep(1000)
         return 1.0
 
 
-async def _tell(base_url: str, headers: dict[str, str]) -> None:
+async def _set_reward_late(base_url: str, headers: dict[str, str]) -> None:
     import httpx
 
     await asyncio.sleep(0.4)
@@ -47,7 +47,7 @@ async def _tell(base_url: str, headers: dict[str, str]) -> None:
 
 
 class Streamer:
-    """One answer, read as it comes."""
+    """One streamed answer."""
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
         import httpx
@@ -63,7 +63,7 @@ class Streamer:
 
 
 class Process:
-    """Says in which process it ran."""
+    """The reward is the id of its process."""
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
         import httpx

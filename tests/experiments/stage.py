@@ -1,4 +1,4 @@
-"""What tests of episodes share: settings, a real engine, and an engine whose clock is the test's."""
+"""Shared by tests of episodes: settings, a real engine, and a simulated engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areno.types import Request, RolloutResult, RolloutSequence
 
 @dataclass
 class Generation:
-    """Fields of `gconfig`, with small numbers."""
+    """Fields of `gconfig`, with small values."""
 
     n_samples: int = 1
     max_new_tokens: int = 8
@@ -39,7 +39,7 @@ class Generation:
 
 
 class LoopEngine:
-    """A real engine with the version of its rollout loop, as a process that only generates has it."""
+    """A real engine that reports the version of its rollout loop, as a process that only generates does."""
 
     def __init__(self, engine: Engine) -> None:
         self.inner = engine
@@ -72,9 +72,9 @@ class _Running:
 
 
 class TickEngine:
-    """Makes one token per tick for each request; a request's first prompt token says how many it needs.
+    """Generates one token per tick for each request; a request's first prompt token says how many.
 
-    A thread ticks as fast as it can, so that the order of events is the machine's and their number the test's.
+    A thread ticks as fast as possible: the test sets the number of events, their order depends on the machine.
     """
 
     class _Tokenizer:
@@ -135,6 +135,6 @@ class TickEngine:
                 self._answer(one, "length")
 
     def _answer(self, one: _Running, finish: Any) -> None:
-        said = len(one.versions)
-        sequence = RolloutSequence([7] * said, [-1.0] * said, finish, versions=list(one.versions))
+        length = len(one.versions)
+        sequence = RolloutSequence([7] * length, [-1.0] * length, finish, versions=list(one.versions))
         one.future.set_result(RolloutResult([sequence]))

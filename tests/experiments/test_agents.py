@@ -1,4 +1,4 @@
-"""Agents through the real server with the real clients, in this process and in processes that are really killed."""
+"""Agents that query the real server with real clients, in this process and in processes that are killed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Talker:
 
 
 class Reader:
-    """Finds address and key in the environment, as programs do that know nothing of training."""
+    """Finds address and key in the environment, like programs that know nothing about training."""
 
     async def run(self, data: dict[str, Any]) -> float:
         import anthropic
@@ -77,7 +77,7 @@ class Reader:
 
 
 class Blocker:
-    """Blocks its process for ever, and leaves a program behind."""
+    """Blocks its process forever, and leaves a child process running."""
 
     async def run(self, data: dict[str, Any]) -> float:
         import subprocess
@@ -101,12 +101,12 @@ def run(engine: Any, agent: Any, data: dict[str, Any] = ROW, **options: Any) -> 
     return asyncio.run(main())
 
 
-def test_every_answer_is_a_sample_behind_its_own_prompt(engine):
+def test_every_answer_is_a_sample_with_its_own_prompt(engine):
     found = list(run(engine, Talker(), turn_discount=0.5).values())
     assert [one.reward for one in found] == [0.25, 0.5, 1.0]
     assert [sum(one.row.trained) for one in found] == [6, 6, 6]
     for one, after in itertools.pairwise(found):
-        assert after.row.tokens[: len(one.row.tokens)] == one.row.tokens  # goes on from the very tokens
+        assert after.row.tokens[: len(one.row.tokens)] == one.row.tokens  # extends the same tokens
         assert not any(after.row.trained[: len(one.row.tokens)])
     assert found[-1].messages[0]["content"] == ROW["prompt"]
     trajectory = as_trajectory(run(engine, Talker()), check=True)
@@ -182,7 +182,7 @@ def test_a_subprocess_finds_the_model_in_its_environment(engine):
     assert found[-1].reward == 0.5
 
 
-def test_a_subprocess_that_blocks_is_killed_with_what_it_started(engine, tmp_path: Path):
+def test_a_blocked_subprocess_is_killed_with_its_children(engine, tmp_path: Path):
     pids = tmp_path / "pids"
     with pytest.raises(AgentError, match=r"did not end within 4 s"):
         run(engine, Blocker(), {"pids": str(pids)}, mode="subproc", session_timeout_seconds=4)
@@ -190,7 +190,7 @@ def test_a_subprocess_that_blocks_is_killed_with_what_it_started(engine, tmp_pat
 
 
 @pytest.mark.parametrize("answer", ["garbage", '["value", "good"]', '["error", 5]', '{"value": 1}'])
-def test_a_process_that_answers_out_of_form_costs_one_episode_and_is_replaced(answer):
+def test_a_process_that_violates_the_protocol_costs_one_episode_and_is_replaced(answer):
     class Forger:
         async def run(self, data: dict[str, Any]) -> float:
             import gc
@@ -241,7 +241,7 @@ def test_batches_of_agents_keep_groups(engine):
         check_trajectory(trajectory)
         first, second = (row["input_ids"] for row in samples_of(trajectory))
         assert first[:5] == second[:5]
-        assert first != second  # each sample has draws of its own
+        assert first != second  # each sample has its own seed
 
 
 def test_an_agent_that_always_fails_stops_the_run(engine):

@@ -1,4 +1,4 @@
-"""What a configuration names is looked up before a model is loaded, and all that is wrong is said at once."""
+"""Files and functions that a configuration names are checked before a model is loaded, and all errors are reported together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "make_engine", load)
 
 
-def test_all_that_is_missing_is_named_at_once(tmp_path, no_model):
+def test_all_errors_are_reported_together(tmp_path, no_model):
     (tmp_path / "mine.py").write_text("threshold = 3\ndef broken(:\n")
     (tmp_path / "filters.py").write_text("threshold = 3\n")
     config = rl(
@@ -85,7 +85,7 @@ NEEDED |= dict.fromkeys(("rw", "dpo"), "must contain `chosen`")
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_first_row_without_what_is_needed_is_refused_before_a_model_is_loaded(
+def test_a_first_row_without_the_required_columns_is_refused_before_a_model_is_loaded(
     tmp_path, tiny_checkpoint, no_model, kind
 ):
     rows = tmp_path / "mine.jsonl"
@@ -96,15 +96,15 @@ def test_a_first_row_without_what_is_needed_is_refused_before_a_model_is_loaded(
     assert "train_dataset" in str(caught.value)
 
 
-def test_rows_of_a_workflow_of_ones_own_may_have_any_keys(tmp_path, tiny_checkpoint, no_model):
+def test_rows_of_a_custom_workflow_may_have_any_keys(tmp_path, tiny_checkpoint, no_model):
     rows = tmp_path / "mine.jsonl"
     rows.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(8)))
     config = settings_of_kind("rl", tiny_checkpoint, tmp_path, {"train_dataset.path": str(rows)})
     with pytest.raises(AssertionError, match="a model is loaded"):
-        trainer_class(config)(config)  # its workflow comes with train()
+        trainer_class(config)(config)  # the workflow is passed to train()
 
 
-def test_a_login_that_is_missing_is_found_without_the_service(tmp_path, monkeypatch):
+def test_a_missing_login_is_detected_without_the_service(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -116,7 +116,9 @@ def test_a_login_that_is_missing_is_found_without_the_service(tmp_path, monkeypa
     assert has_wandb_login("https://wandb.example.org")
 
 
-def test_a_service_that_refuses_is_found_before_a_model_is_loaded(tmp_path, tiny_checkpoint, no_model, monkeypatch):
+def test_a_missing_tracking_package_is_reported_before_a_model_is_loaded(
+    tmp_path, tiny_checkpoint, no_model, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     changes = {"stats_logger.wandb.mode": "online"}
     with pytest.raises(UsageError, match=r"wandb\.mode=online needs the package wandb"):
@@ -127,8 +129,8 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"total_train_epochs": 3, "total_train_steps": None})
     (tmp_path / "file.yaml").write_text(config_text(config), encoding="utf-8")
     assert cli(["run", str(tmp_path / "file.yaml"), "--dry-run", "launcher.inference_server_cpus_per_gpu=2"]) == 0
-    told = capsys.readouterr().out
-    shown, _, rest = told.partition("train_dataset: 12 rows")
+    output = capsys.readouterr().out
+    shown, _, rest = output.partition("train_dataset: 12 rows")
     assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
     assert "the scheduler of this machine needs no launcher" in shown
     assert "steps: 9; 3 per epoch" in rest
@@ -137,7 +139,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
 
 
 @pytest.mark.parametrize(("kind", "row"), [("dpo", '{"question": "x"}'), ("rl", '{"text": "x"}')])
-def test_a_dry_run_looks_at_rows(tmp_path, tiny_checkpoint, capsys, kind, row):
+def test_a_dry_run_checks_rows(tmp_path, tiny_checkpoint, capsys, kind, row):
     config = settings_of_kind(kind, tiny_checkpoint, tmp_path, {})
     (tmp_path / "file.yaml").write_text(config_text(config), encoding="utf-8")
     (tmp_path / f"{kind}.jsonl").write_text(f"{row}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""From settings to what a scheduler is asked for: needs of roles, commands of Slurm, checks before Ray is asked."""
+"""From settings to scheduler requests: needs of roles, Slurm commands, and checks before Ray is asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(**values):
     return [{"cpu": None, **values}]
 
 
-def test_what_workers_need_is_what_their_specs_say():
+def test_worker_needs_follow_the_scheduling_specs():
     given = {
         "gpu": 2,
         "mem": 16,
@@ -46,7 +46,7 @@ def test_what_workers_need_is_what_their_specs_say():
     actor, rollout = needs_of(config, gpus=True).values()
     assert (actor.workers, actor.together, rollout.workers, rollout.together) == (4, 1, 4, 2)
     assert (actor.cpu, actor.gpu, actor.mem, actor.env_vars) == (6, 2, 16, {"A": "1"})
-    assert (rollout.cpu, rollout.gpu, rollout.mem) == (8, 1, None)  # 8 cores for each GPU; memory is the node's matter
+    assert (rollout.cpu, rollout.gpu, rollout.mem) == (8, 1, None)  # 8 cores for each GPU; no memory is requested
     assert (actor.nodelist, actor.exclude, actor.ray_placement_strategy) == ("n[1-2]", "n3", "separate")
     command = actor.command(TASK)
     assert command[:2] == ["bash", "-c"]
@@ -59,8 +59,8 @@ def test_what_workers_need_is_what_their_specs_say():
 
 
 @pytest.mark.parametrize("cmd", ["python3 -m another.rpc_server", "python -m x", None])
-def test_the_worker_of_another_program_is_replaced_by_our_own(cmd):
-    """As most published files name it."""
+def test_the_worker_command_of_another_program_is_replaced(cmd):
+    """Most published configurations name one."""
     assert RoleNeed(cmd=cmd).command(TASK) == [*python_command(), "-m", "some.module"]
 
 
@@ -70,7 +70,7 @@ def test_servers_take_the_devices_of_all_their_ranks():
     assert (need.workers, need.together, need.gpu, need.cpu) == (2, 1, 4, 32)
 
 
-def test_colocated_roles_share_places():
+def test_colocated_roles_share_their_placement():
     strategy = {"type": "colocation", "target": "actor"}
     config = rl(**SLURM, rollout__scheduling_strategy=strategy, rollout__backend="areno:d2", actor__backend="fsdp:d2")
     needs = needs_of(config, gpus=True)
@@ -79,7 +79,7 @@ def test_colocated_roles_share_places():
     assert placed == {"actor": ["a", "b"], "rollout": ["a", "b"]}
     assert most_on_a_node(needs, placed) == (16, 1)
     assert "--overlap" in step_command(needs["rollout"], "s", "a")
-    config.rollout.scheduling_strategy.fork = False  # one engine in turn
+    config.rollout.scheduling_strategy.fork = False  # one engine that trains and generates in turn
     assert list(needs_of(config, gpus=True)) == ["actor"]
 
 
@@ -94,7 +94,7 @@ def test_workers_are_spread_over_nodes():
         place_workers(cpus, ["a"], 0)
 
 
-def test_a_step_of_slurm(monkeypatch):
+def test_the_command_of_a_slurm_step(monkeypatch):
     monkeypatch.setenv("PWD", "/some where")
     need = RoleNeed(cpu=4, gpu=2, mem=16, srun_additional_args="--unbuffered --mpi=pmi2 -K --chdir '$PWD'")
     words = step_command(need, "rollout-0-x", "n1")
@@ -104,7 +104,7 @@ def test_a_step_of_slurm(monkeypatch):
     assert expected | {"--chdir", "/some where"} == set(words[1:])
 
 
-def test_the_script_of_a_job():
+def test_the_batch_script_of_a_slurm_job():
     more = {
         "actor__backend": "fsdp:d8",
         "rollout__backend": "areno:d8",
@@ -124,7 +124,7 @@ def test_the_script_of_a_job():
     assert "#SBATCH --no-requeue" in script
 
 
-def test_ray_is_not_asked_for_what_it_cannot_give():
+def test_impossible_requests_are_refused_before_ray_is_asked():
     nodes = {"10.0.0.1": {"CPU": 8.0, "memory": 2.0**33}, "10.0.0.2": {"CPU": 4.0}}
     refuse_impossible({"actor": RoleNeed(workers=3, cpu=4)}, nodes)
     for need, words in (
@@ -142,7 +142,7 @@ def test_ray_is_not_asked_for_what_it_cannot_give():
     refuse_impossible(shared, {"10.0.0.1": {"CPU": 8.0, "GPU": 2.0}})
 
 
-def test_names_lie_below_the_shared_folder_unless_another_is_given(tmp_path):
+def test_names_are_stored_below_fileroot_unless_another_folder_is_set(tmp_path):
     config = rl(scheduler__type="ray", cluster__fileroot=str(tmp_path))
     assert Path(name_options(config).nfs_record_root) == tmp_path / "name_resolve"
     config = rl(scheduler__type="ray", cluster__name_resolve={"nfs_record_root": "/shared/names"})
@@ -152,7 +152,7 @@ def test_names_lie_below_the_shared_folder_unless_another_is_given(tmp_path):
     assert (options.type, options.etcd3_addr, options.ray_actor_name) == ("etcd3", "h:1", "kv")
 
 
-def test_settings_of_clusters_are_listed_as_idle_elsewhere():
+def test_cluster_settings_are_listed_as_unused_where_they_have_no_effect():
     given = {"actor__scheduling_spec": spec(nodelist="n1", exclude="n2", ray_placement_strategy="separate")}
     here, ray, slurm = (notice(rl(**given, **kind)) for kind in ({}, {"scheduler__type": "ray"}, SLURM))
     assert all(name in here for name in ("nodelist", "exclude", "ray_placement_strategy"))
@@ -162,7 +162,7 @@ def test_settings_of_clusters_are_listed_as_idle_elsewhere():
     assert "nodelist" not in slurm
 
 
-def test_launch_shows_and_starts_nothing(tmp_path, capsys):
+def test_launch_shows_the_job_and_starts_nothing(tmp_path, capsys):
     example = str(Path(__file__).parents[2] / "examples/experiments/grpo.yaml")
     words = ["launch", example, f"cluster.fileroot={tmp_path}"]
     assert main([*words, "scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=0"]) == 0

@@ -1,4 +1,4 @@
-"""Batches over an engine whose clock is the test's: real threads, no model."""
+"""Batches from a simulated engine: real threads, no model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.examples import examples
 
 
 class Ticking(RolloutWorkflow):
-    """As many tokens as the row says; the row also says what becomes of them."""
+    """Generates as many tokens as the row says; the row's ``fate`` is the outcome."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -45,8 +45,8 @@ class Ticking(RolloutWorkflow):
         return make_trajectory([(completion_row(answer.input_tokens, answer.sequence), float(data["row"]))])
 
 
-class Books:
-    """A second bookkeeping, from what the dispatcher tells its listener."""
+class EpisodeCounts:
+    """Independent counts, from the events that the dispatcher sends its listener."""
 
     def __init__(self, batch: int, eta: int, most: int, dynamic: bool) -> None:
         self.batch, self.eta, self.most, self.dynamic = batch, eta, most, dynamic
@@ -54,7 +54,7 @@ class Books:
         self.violations: list[str] = []
         self._lock = threading.Lock()
 
-    def hear(self, task_id: int, status: str, reason: str) -> None:
+    def on_event(self, task_id: int, status: str, reason: str) -> None:
         with self._lock:
             if status == "running":
                 self.running += 1
@@ -108,13 +108,13 @@ def dispatching(
     ticks=st.lists(st.integers(1, 12), min_size=1, max_size=7),
 )
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_whatever_happens_the_bounds_hold(batch, eta, most, dynamic, bound, on_stale, fates, ticks):
-    books = Books(batch, eta, most, dynamic)
-    options = {"max_staleness": bound, "on_stale": on_stale, "listener": books.hear}
+def test_the_bounds_hold_for_any_outcome_of_episodes(batch, eta, most, dynamic, bound, on_stale, fates, ticks):
+    counts = EpisodeCounts(batch, eta, most, dynamic)
+    options = {"max_staleness": bound, "on_stale": on_stale, "listener": counts.on_event}
     options |= {
         "max_errors_in_a_row": 10**6,
         "max_rejections_in_a_row": 10**6,
-    }  # by chance many may end one after another
+    }  # by chance, many may fail in a row
     with dispatching(batch, eta, most, dynamic, **options) as (dispatcher, engine):
         rows, workflow, used = rows_of(fates, ticks), Ticking(), []
         for version in range(6):
@@ -129,14 +129,14 @@ def test_whatever_happens_the_bounds_hold(batch, eta, most, dynamic, bound, on_s
                 assert versions == sorted(versions)
                 assert bound is None or staleness <= bound
                 assert eta > 0 or staleness == 0
-            books.version = version + 1
+            counts.version = version + 1
             engine.set_version(version + 1)
             dispatcher.set_version(version + 1)
-        assert books.violations == []
+        assert counts.violations == []
         assert max(Counter(used).values(), default=0) <= 1
 
 
-def test_eta_zero_begins_nothing_before_the_update():
+def test_with_eta_zero_no_episode_starts_before_the_update():
     with dispatching(batch=3, eta=0, most=100) as (dispatcher, _):
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
         time.sleep(0.05)
@@ -155,8 +155,8 @@ def test_generation_goes_on_while_nobody_waits():
         assert dispatcher.staleness.stat.accepted == 8
 
 
-def test_the_oldest_begun_come_first_and_not_the_shortest():
-    """Row 0 takes long. When it has ended, eleven short ones have ended before it, and it is used before all of them."""
+def test_episodes_are_used_in_the_order_in_which_they_started():
+    """Row 0 takes long: eleven short rows end before it, but the next batch uses it before those that are left."""
     with dispatching(batch=2, eta=5, most=12) as (dispatcher, engine):
         rows, workflow = ({"row": row, "ticks": 300 if row == 0 else 1} for row in itertools.count()), Ticking()
         first = sorted(row_numbers(dispatcher.prepare_batch(rows, workflow)))
@@ -207,7 +207,7 @@ def test_the_filter_sees_the_whole_group_and_rejected_rows_are_replaced():
         assert dispatcher.statistics()["failed"] == 0
 
 
-def test_pause_begins_nothing_and_lets_run_what_runs():
+def test_no_episode_starts_during_a_pause():
     with dispatching(batch=2, eta=1, most=2) as (dispatcher, _):
         timer = threading.Timer(0.15, dispatcher.resume)
         dispatcher.pause()
@@ -229,13 +229,13 @@ def test_a_run_whose_episodes_all_raise_stops_with_the_first_exception():
         assert dispatcher.statistics()["failed"] <= 7
 
 
-def test_a_run_that_the_filter_empties_stops_and_says_so():
+def test_a_run_whose_filter_rejects_everything_stops_and_says_so():
     refused = pytest.raises(RolloutStoppedError, match=r"9 was rejected by the filter.*check the filter")
     with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _), refused:
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
 
 
-def test_errors_between_accepted_episodes_stop_nothing():
+def test_errors_between_accepted_episodes_do_not_stop_the_run():
     with dispatching(batch=20, max_errors_in_a_row=2, max_rejections_in_a_row=2, most=1) as (dispatcher, _):
         found = dispatcher.prepare_batch(rows_of(["", "raise"], [1]), Ticking())
         assert sorted(row_numbers(found)) == list(range(0, 40, 2))
@@ -252,12 +252,12 @@ def test_a_filter_that_raises_is_counted_like_a_workflow_that_does():
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), broken)
 
 
-def test_rows_that_end_are_an_error_and_no_hang():
+def test_running_out_of_rows_is_an_error_and_not_a_hang():
     with dispatching(batch=4) as (dispatcher, _), pytest.raises(DataError, match="ended with 3 of 4 episodes"):
         dispatcher.prepare_batch(itertools.islice(rows_of([""], [1]), 3), Ticking())
 
 
-def test_a_forgotten_version_is_an_error_and_no_hang():
+def test_a_missing_set_version_is_an_error_and_not_a_hang():
     with dispatching(batch=2) as (dispatcher, _):
         rows, workflow = rows_of([""], [1]), Ticking()
         dispatcher.prepare_batch(rows, workflow)
@@ -278,7 +278,7 @@ def test_a_stalled_wait_says_what_it_waits_for(caplog):
     assert "the oldest is episode 0" in caplog.text
 
 
-def test_another_workflow_holds_for_all_that_the_call_returns():
+def test_a_new_workflow_applies_to_the_whole_batch_that_the_call_returns():
     class Named(Ticking):
         async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> Any:
             trajectory = await super().arun_episode(engine, data)
@@ -290,7 +290,7 @@ def test_another_workflow_holds_for_all_that_the_call_returns():
         used = row_numbers(dispatcher.prepare_batch(rows, first))
         deadline = time.monotonic() + 10
         while dispatcher.staleness.stat.accepted < 4 and time.monotonic() < deadline:
-            time.sleep(0.002)  # some are finished, some run
+            time.sleep(0.002)  # some have finished, some are running
         for version in (1, 2):
             engine.set_version(version)
             dispatcher.set_version(version)
@@ -306,7 +306,7 @@ def test_another_workflow_holds_for_all_that_the_call_returns():
 @given(seed=st.integers(0, 2**32), eta=st.integers(0, 3), crash_after=st.integers(1, 4), dynamic=st.booleans())
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_after_a_crash_every_row_is_in_one_accepted_batch(seed, eta, crash_after, dynamic):
-    """The data source continues where it was; what was read, ran or had ended comes back from the saved state."""
+    """The data source continues where it was; rows that waited, ran or had finished are restored from the saved state."""
     import torch
 
     draw = random.Random(seed)
@@ -342,7 +342,7 @@ def test_after_a_crash_every_row_is_in_one_accepted_batch(seed, eta, crash_after
 
 
 def test_a_row_that_was_running_when_the_state_was_saved_keeps_its_place_in_the_batch():
-    """Row 4 takes long, rows 5 to 7 have ended. A batch is shuffled from the order in which its rows began."""
+    """Row 4 takes long, rows 5 to 7 have finished. A batch is shuffled from the order in which its rows started."""
 
     def second_batch(crash: bool) -> list[int]:
         rows = ({"row": row, "ticks": 300 if row == 4 else 1} for row in itertools.count())
@@ -358,7 +358,7 @@ def test_a_row_that_was_running_when_the_state_was_saved_keeps_its_place_in_the_
                 return row_numbers(dispatcher.prepare_batch(rows, workflow))
         with dispatching(batch=4, seed=3) as (dispatcher, _):
             dispatcher.load_state(state)
-            state = dispatcher.export_state()  # as if it were stopped before anything began
+            state = dispatcher.export_state()  # as if stopped before any episode started
         with dispatching(batch=4, seed=3) as (dispatcher, engine):
             dispatcher.load_state(state)
             engine.set_version(1)
@@ -369,7 +369,7 @@ def test_a_row_that_was_running_when_the_state_was_saved_keeps_its_place_in_the_
     assert second_batch(crash=True) == whole
 
 
-def test_state_comes_before_the_first_batch():
+def test_state_must_be_loaded_before_the_first_batch():
     with dispatching(batch=1) as (dispatcher, _):
         state = dispatcher.export_state()
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
@@ -388,7 +388,7 @@ def test_an_evaluation_runs_all_rows_in_their_order():
 
 def test_close_cancels_what_runs_in_the_engine():
     with dispatching(batch=2) as (dispatcher, engine):
-        thread = threading.Thread(target=_ignore, args=(dispatcher, rows_of([""], [10**6])))
+        thread = threading.Thread(target=_expect_closed, args=(dispatcher, rows_of([""], [10**6])))
         thread.start()
         deadline = time.monotonic() + 10
         while engine.load().running < 2 and time.monotonic() < deadline:
@@ -398,10 +398,10 @@ def test_close_cancels_what_runs_in_the_engine():
         thread.join(10)
         assert not thread.is_alive()
         assert engine.load().running == 0
-        assert not [t for t in threading.enumerate() if t.name == "areno-episodes" and t.is_alive() and t is thread]
+        assert not [t for t in threading.enumerate() if t.name == "areno-episodes"]
 
 
-def _ignore(dispatcher: BatchDispatcher, rows: Iterator[dict[str, Any]]) -> None:
+def _expect_closed(dispatcher: BatchDispatcher, rows: Iterator[dict[str, Any]]) -> None:
     with pytest.raises(EngineError, match="closed"):
         dispatcher.prepare_batch(rows, Ticking())
 

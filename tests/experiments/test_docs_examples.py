@@ -1,4 +1,4 @@
-"""The programs of docs/workflows.md and docs/async.md run as they stand there."""
+"""The programs of docs/workflows.md and docs/async.md run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as the documentation has them: the quickstart's command, agents over a fleet, tracking services and traces."""
+"""Documented runs: the quickstart's command, agents over a fleet, tracking services and traces."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def boba(prompt: str, number: int) -> dict[str, Any]:
     return {"prompt": prompt, "query_id": f"q{number}", "solutions": [f"\\boxed{{{number}}}"], "task": "math"}
 
 
-def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, runs):
+def test_the_quickstart_command_runs_and_reports_its_statistics(task, tmp_path, runs):
     rows = [boba(prompt, number) for number, prompt in enumerate(task.prompts[:24])]
     run = quickstart(task, tmp_path, rows)
     runs.append(run.finish())
@@ -104,9 +104,9 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
     ]
     for line in metrics:
         assert [name for name in wanted if name not in line] == []
-        assert "timeperf/checkpoint_for_recover" in line or line["step"] == 0  # told with the step that follows
+        assert "timeperf/checkpoint_for_recover" in line or line["step"] == 0  # reported with the next step
         assert line["ppo_actor/n_seqs"] == 32
-        assert line["ppo_actor/task_reward/avg"] == 0.0  # letters are no right answers
+        assert line["ppo_actor/task_reward/avg"] == 0.0  # letters are not right answers
         assert line["ppo_actor/update/version_stats/v_theta"] == line["step"] + 1
     for sample in run.lines("samples.jsonl"):
         number = next(row["query_id"][1:] for row in rows if row["prompt"] in sample["prompt"])
@@ -118,7 +118,7 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
 
 
 @pytest.mark.long
-def test_the_quickstarts_success_band_leaves_prompts_out(task, tmp_path, runs):
+def test_the_success_band_of_the_quickstart_filters_prompts(task, tmp_path, runs):
     rows = [{**boba(prompt, 0), "letter": prompt[4]} for prompt in task.prompts]
     band = (
         "success_rate_lb=0.05",
@@ -138,7 +138,7 @@ def test_the_quickstarts_success_band_leaves_prompts_out(task, tmp_path, runs):
     outside = [episode for episode, rate in rates.items() if not 0.05 <= rate <= 0.3]
     assert outside
     assert run.lines("metrics.jsonl")[-1]["rollout/filtered"] > 0
-    assert run.points()
+    assert run.recovery_checkpoints()
 
 
 def test_the_synchronous_program_lists_its_keys():
@@ -153,8 +153,8 @@ def test_the_synchronous_program_lists_its_keys():
     assert [key for key in keys if not re.search(rf"^  {re.escape(key)}( |$)", found, re.MULTILINE)] == []
 
 
-def test_configuration_errors_come_before_torch(task, tmp_path):
-    """Wrong settings are told by a program that has not loaded torch yet, through each entry point."""
+def test_configuration_errors_are_reported_before_torch_is_imported(task, tmp_path):
+    """Each entry point reports wrong settings before it imports torch."""
     wrong = settings(task, tmp_path, actor__optimizer__lr="fast", gconfig__n_sample=3)
     (tmp_path / "file.yaml").write_text("{}\n")
     spy = (
@@ -194,8 +194,8 @@ LONG = {
 
 
 @pytest.mark.long
-def test_services_and_traces_have_what_was_measured_and_nothing_holds_generation_up(task, tmp_path, runs):
-    """Evaluation and saving fall into the middle of answers: spans of generation go on through them."""
+def test_services_and_traces_record_the_metrics_and_nothing_blocks_generation(task, tmp_path, runs):
+    """Evaluation and saving happen during answers: spans of generation continue through them."""
     lines = task.rows.read_text().splitlines(keepends=True)
     (tmp_path / "valid.jsonl").write_text("".join(lines[:8]))
     more = {
@@ -231,7 +231,7 @@ def test_services_and_traces_have_what_was_measured_and_nothing_holds_generation
         held = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["name"] == name and e["ph"] == "X"]
         through = [one for one in held if any(begin < one[0] and one[1] < end for begin, end in spans)]
         begun = [one for one in held if any(one[0] < begin < one[1] for begin, _ in spans)]
-        assert through or begun, f"no generation went on beside {name}"
+        assert through or begun, f"no generation ran during {name}"
 
 
 def check_services(run: Run, metrics: list[dict[str, Any]], folder: Path) -> None:
@@ -239,14 +239,14 @@ def check_services(run: Run, metrics: list[dict[str, Any]], folder: Path) -> Non
 
     (events,) = (folder / "tensorboard").rglob("events.out.*")
     found = EventAccumulator(str(events), {"scalars": 0}).Reload()
-    told = [(event.step, event.value) for event in found.Scalars("ppo_actor/task_reward/avg")]
-    assert told == [(line["step"], pytest.approx(line["ppo_actor/task_reward/avg"], rel=1e-6)) for line in metrics]
+    logged = [(event.step, event.value) for event in found.Scalars("ppo_actor/task_reward/avg")]
+    assert logged == [(line["step"], pytest.approx(line["ppo_actor/task_reward/avg"], rel=1e-6)) for line in metrics]
     (offline,) = run.logs.rglob("run-*.wandb")
     assert b"ppo_actor/task_reward/avg" in offline.read_bytes()
 
 
 @pytest.mark.parametrize("mode", ["inline", pytest.param("subproc", marks=pytest.mark.long)])
-def test_an_agent_over_several_replicas(task, tmp_path, runs, mode):
+def test_an_agent_runs_over_several_replicas(task, tmp_path, runs, mode):
     pids = tmp_path / "pids"
     changes = {
         **LONG,
@@ -256,8 +256,8 @@ def test_an_agent_over_several_replicas(task, tmp_path, runs, mode):
     }
     if mode == "subproc":
         changes["rollout__agent__subproc_max_workers"] = 2
-    told = {"ARENO_TEST_PIDS": str(pids)}
-    run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment=told, forked=True)
+    environment = {"ARENO_TEST_PIDS": str(pids)}
+    run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment=environment, forked=True)
     runs.append(run.start())
     assert run.until(lambda: len(run.pids()) >= 3)  # the trainer and two replicas
     assert run.wait() == 0, run.output[-6000:]

@@ -1,7 +1,7 @@
-"""Every file of examples/experiments runs through the command line; in the long form the learning ones learn.
+"""Every file of examples/experiments runs from the command line; the long tests check that it learns.
 
-The short form takes two small steps and asks whether the run ended well, said what it should and changed the weights. The
-long form takes the file as it is.
+The short tests take two small steps and check that the run succeeds, reports its statistics and changes the weights. The
+long tests use the file unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areno.cli.main import main
 from areno.experiments.folders import ExperimentFolders
 from areno.experiments.trainers import PPOTrainer
 from examples.experiments import toy
-from tests.experiments.trainer_stage import HereTrainer
+from tests.experiments.trainer_stage import InProcessTrainer
 from tests.support.examples import some_quick
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -38,14 +38,14 @@ REWARD = "ppo_actor/task_reward/avg"
 
 @dataclass(frozen=True)
 class Example:
-    """What a file promises.
+    """What a run of a file must show.
 
     Attributes:
         statistics: names that its steps report, besides those of its kind.
-        measure: what improves in 20 steps: a statistic; with ``below``, one that falls.
-        start: where it begins, at most (at least, with ``below``).
-        end: what its last three steps reach in the mean.
-        changes: settings of the short form, besides the usual ones.
+        measure: statistic that rises in 20 steps, or falls with ``below``.
+        start: its first value, at most (at least, with ``below``).
+        end: bound that the mean of its last three steps reaches.
+        changes: settings of the short test, besides the usual ones.
     """
 
     statistics: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Example:
 UPDATE = "ppo_actor/update/"
 STALE = (f"{UPDATE}behave_imp_weight/avg", f"{UPDATE}behave_approx_kl/avg", "ppo_actor/rs_upper")
 EVALUATED = ("evaluator.freq_steps=1",)
-PAIRS: Any = {"start": 0.5, "end": 0.9, "changes": EVALUATED}  # a policy that is its own reference calls no pair right
+PAIRS: Any = {"start": 0.5, "end": 0.9, "changes": EVALUATED}  # a policy that is its own reference ranks no pair right
 TABLE = {
     "ppo": Example(("ppo_critic/critic_loss/avg", "timeperf/critic_train_step")),
     "grpo": Example(("eval-rollout/reward/avg",), changes=("evaluator.freq_steps=2",)),
@@ -111,7 +111,7 @@ def test_every_file_is_known_and_every_algorithm_has_one() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_file_begins_with_what_is_special_and_the_command(name: str) -> None:
+def test_a_file_begins_with_its_topic_and_its_command(name: str) -> None:
     special, command, rest = file_of(name).read_text(encoding="utf-8").split("\n", 2)
     assert special.startswith("# ")
     assert command.startswith(f"# areno run examples/experiments/{name}.yaml")
@@ -120,7 +120,7 @@ def test_a_file_begins_with_what_is_special_and_the_command(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy; the runs' files are in the same folder."""
+    """The toy task; runs write to the same folder."""
     made = tmp_path_factory.mktemp("toy")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _as_from_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Commands are written for the repository's folder; a run sets the number of threads for its process."""
+    """Commands are written for the repository root; a run sets the number of threads of its process."""
     monkeypatch.chdir(ROOT)
     threads = torch.get_num_threads()
     yield
@@ -161,7 +161,7 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
-    """Whether training has moved weights; an adapter begins with B = 0."""
+    """Whether training has changed weights; an adapter starts with B = 0."""
     adapter = {name: tensor for name, tensor in after.items() if "lora_B" in name}
     if adapter:
         return any(bool(tensor.any()) for tensor in adapter.values())
@@ -179,15 +179,15 @@ SHORT = {
 
 QUICK = ("ppo", "grpo", "dapo", "icepop", "distillation", "multi_turn", "agent", "lora", "sft", "ipo", "reward_model")
 IN_PROCESSES = ("grpo", "agent", "lora")
-"""Those whose short form starts a rollout process; for the others the engine that generates lives in the test's process."""
+"""Files whose short test starts a rollout process; for the others, the rollout engine lives in the test process."""
 
 
 @pytest.mark.parametrize("name", some_quick([name for name in TABLE if name != "gsm8k_grpo"], *QUICK))
-def test_two_steps_report_and_change_the_weights(
+def test_two_steps_report_statistics_and_change_the_weights(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name not in IN_PROCESSES:
-        monkeypatch.setattr(PPOTrainer, "_start_fleet", HereTrainer._start_fleet)
+        monkeypatch.setattr(PPOTrainer, "_start_fleet", InProcessTrainer._start_fleet)
     for path in folder.iterdir():
         if path.name not in ("logs", "checkpoints"):
             (tmp_path / path.name).symlink_to(path)
@@ -206,7 +206,7 @@ def test_two_steps_report_and_change_the_weights(
         assert "trained on" in capsys.readouterr().out
 
 
-def test_the_real_task_runs_with_what_the_command_line_names(gsm8k: Path, tmp_path: Path) -> None:
+def test_gsm8k_runs_with_the_paths_of_the_command_line(gsm8k: Path, tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "model")
     rows = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -217,11 +217,11 @@ def test_the_real_task_runs_with_what_the_command_line_names(gsm8k: Path, tmp_pa
     assert not [one for one in (*KINDS["rl"], *STALE) if not ran.series(one)]
 
 
-def test_the_real_task_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_says_which_paths_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(file_of("gsm8k_grpo")), f"cluster.fileroot={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert "train_dataset.path" in said
-    assert "actor.path" in said
+    message = capsys.readouterr().err
+    assert "train_dataset.path" in message
+    assert "actor.path" in message
 
 
 @pytest.mark.long

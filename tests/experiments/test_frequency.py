@@ -1,4 +1,4 @@
-"""Rhythms: three independent counters, whose sum of events agrees with counting by hand."""
+"""Frequencies: three independent counters, checked against counting by hand."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def test_epochs_and_steps_count_independently(per_epoch, total, epochs, every, l
     assert due_steps(control, per_epoch, total) == sorted(expected)
 
 
-def test_seconds_are_counted_from_when_they_last_came_due():
+def test_seconds_are_counted_from_the_last_time_they_were_due():
     clock = Clock()
     control = FrequencyControl(Frequency(seconds=25), clock)
     assert due_steps(control, 100, 10, clock, seconds=10) == [3, 6, 9]
 
 
-def test_steps_that_come_due_do_not_set_the_seconds_back():
+def test_steps_that_are_due_do_not_reset_the_seconds():
     clock = Clock()
     control = FrequencyControl(Frequency(steps=2, seconds=50), clock)
     assert due_steps(control, 100, 11, clock, seconds=10) == [2, 4, 5, 6, 8, 10]
 
 
-def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
+def test_counters_survive_a_recovery_and_downtime_does_not_count():
     clock = Clock()
     first = FrequencyControl(Frequency(steps=3, seconds=100), clock)
     clock.now = 60.0
@@ -87,15 +87,15 @@ def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
     clock.now += 39
     assert not second.check(at)
     clock.now += 1
-    assert second.check(at.next())  # 100 s in all, and the third step
+    assert second.check(at.next())  # 100 s in total, and the third step
     assert not second.check(at.next().next())
 
 
-def test_before_training_is_due_before_the_first_step_and_once():
+def test_before_training_is_due_once_before_the_first_step():
     control = FrequencyControl(Frequency(steps=2, first=True))
     assert control.due_before_training()
     assert not control.due_before_training()
-    assert due_steps(control, 10, 5) == [2, 4]  # and shifts nothing
+    assert due_steps(control, 10, 5) == [2, 4]  # not shifted
 
 
 def test_a_recovered_run_does_not_evaluate_before_training_again():
@@ -106,7 +106,7 @@ def test_a_recovered_run_does_not_evaluate_before_training_again():
     assert not second.due_before_training()
 
 
-def test_without_a_frequency_nothing_is_due_but_the_end_where_it_is_asked_for():
+def test_without_a_frequency_only_the_end_is_due_and_only_on_request():
     assert not Frequency().given
     assert due_steps(FrequencyControl(Frequency()), 2, 6) == []
     assert due_steps(FrequencyControl(Frequency(last=True)), 2, 6) == [6]

@@ -1,4 +1,4 @@
-"""An evaluation measures held-out rows: the split that is named, and an error before any model where there is none."""
+"""Evaluations use held-out rows: the named split, or an error before a model is loaded if there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
 from areno.experiments.run_experiment import trainer_class
 from areno.experiments.trainers import experiment
-from tests.experiments.trainer_stage import CLASSES, ROWS, HereTrainer, settings_of_kind
+from tests.experiments.trainer_stage import CLASSES, ROWS, InProcessTrainer, settings_of_kind
 
 EACH_STEP = {"evaluator.freq_steps": 1}
 
@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def with_both(kind: str, folder: Path, form: str) -> Path:
-    """Twelve rows to train on and five others to hold out, in one place."""
+    """Twelve training rows and a test split of five, in one folder."""
     train, held_out = ROWS[kind], ROWS[kind][:5]
     if form == "saved":
         parts = {"train": datasets.Dataset.from_list(train), "test": datasets.Dataset.from_list(held_out)}
@@ -49,7 +49,7 @@ def test_every_trainer_evaluates_on_the_test_split(tiny_checkpoint, tmp_path, ki
     data = with_both(kind, tmp_path, form)
     config = configured(kind, tiny_checkpoint, tmp_path, data, data)
     check_inputs(config)
-    trainer = HereTrainer if kind == "rl" else trainer_class(config)
+    trainer = InProcessTrainer if kind == "rl" else trainer_class(config)
     with trainer(config) as made:
         assert len(made.rows.rows) == 12
         assert len(made.eval_rows) == 5
@@ -64,7 +64,7 @@ def no_model(monkeypatch):
 
 
 def refused(config: Any) -> str:
-    """What both ways in say, from a file and from a program."""
+    """The error of both entry points, from a file and from a program."""
     with pytest.raises(UsageError) as first:
         check_inputs(config)
     with pytest.raises(UsageError) as second:
@@ -77,21 +77,21 @@ def refused(config: Any) -> str:
 def test_without_the_split_no_model_is_loaded(no_model, tmp_path, tiny_checkpoint, kind):
     data = with_both(kind, tmp_path, "files")
     next(data.glob("test*")).unlink()
-    said = refused(configured(kind, tiny_checkpoint, tmp_path, data, data))
-    assert "valid_dataset.path" in said
-    assert "no files of the split test; it has train" in said
+    message = refused(configured(kind, tiny_checkpoint, tmp_path, data, data))
+    assert "valid_dataset.path" in message
+    assert "no files of the split test; it has train" in message
 
 
-def test_a_named_split_is_taken_and_a_missing_one_refused(no_model, tmp_path, tiny_checkpoint):
+def test_a_named_split_is_used_and_a_missing_one_refused(no_model, tmp_path, tiny_checkpoint):
     data = with_both("sft", tmp_path, "saved")
-    said = refused(configured("sft", tiny_checkpoint, tmp_path, data, data, valid_dataset__split="dev"))
-    assert "no split dev; it has train, test" in said
+    message = refused(configured("sft", tiny_checkpoint, tmp_path, data, data, valid_dataset__split="dev"))
+    assert "no split dev; it has train, test" in message
     files = with_both("sft", tmp_path / "files", "files")
     next(files.glob("test*")).rename(files / "val.jsonl")
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, files, files, valid_dataset__split="validation"))
 
 
-def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, caplog, monkeypatch):
+def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, caplog, monkeypatch):
     """One file for both, the file of a folder, and a hub reference that names its split itself."""
     data = with_both("sft", tmp_path, "files")
     file, link = data / "train.jsonl", tmp_path / "link.jsonl"

@@ -1,4 +1,4 @@
-"""A run that is killed again and again reports, saves and computes what a run that nobody kills does."""
+"""A run that is killed repeatedly reports, saves and computes the same as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPOCHS, PER_EPOCH = 3, 13
 
 
 class Toy:
-    """A trainer whose weights depend on all that recovery must bring back: data, random state, schedule, unused samples."""
+    """A trainer whose weights depend on all that recovery must restore: data, random state, schedule, unused samples."""
 
     def __init__(self):
         self.weights, self.lr, self.position, self.unused = 0.0, 1.0, 0, [0.5]
@@ -91,7 +91,7 @@ def run(root):
         at = at.next()
 
 
-def told(root):
+def results_of(root):
     folders = ExperimentFolders(root, "toy", "killed", user="me")
     metrics = [(record["step"], record["sft/loss/avg"]) for record in folders.run_dir.read_metrics()]
     models = {path.parent.name: path.read_text() for path in folders.checkpoints.glob("default/epoch*/model.json")}
@@ -104,24 +104,24 @@ def start(root):
     return process
 
 
-def test_a_run_killed_at_random_moments_ends_like_one_that_is_not(tmp_path):
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path):
     whole = start(tmp_path / "whole")
     whole.join()
     assert whole.exitcode == 0
     rng, kills, process = random.Random(1), 0, None
     while process is None or process.exitcode != 0:
         process = start(tmp_path / "killed")
-        process.join(0.03 + rng.random() * 0.1 * (1 + kills / 20))  # a busy machine gets there too
+        process.join(0.03 + rng.random() * 0.1 * (1 + kills / 20))  # longer each time, for busy machines
         if process.exitcode is None:
             process.kill()
             process.join()
             kills += 1
         assert kills < 300
     assert kills >= 3
-    metrics, models = told(tmp_path / "whole")
+    metrics, models = results_of(tmp_path / "whole")
     assert [step for step, _ in metrics] == list(range(EPOCHS * PER_EPOCH))
     assert sorted(models) == sorted(
         f"epoch{g // PER_EPOCH}epochstep{g % PER_EPOCH}globalstep{g}" for g in (4, 9, 12, 14, 19, 24, 25, 29, 34, 38)
     )
-    assert told(tmp_path / "killed") == (metrics, models)
+    assert results_of(tmp_path / "killed") == (metrics, models)
     assert not [name for name in os.listdir(tmp_path / "killed/checkpoints/me/toy/killed/default") if name[0] == "."]

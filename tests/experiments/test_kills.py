@@ -1,4 +1,4 @@
-"""Asynchronous runs whose processes are really killed: each step is told once, each row is trained on once, nothing stays."""
+"""Asynchronous runs whose processes are killed: each step is reported once, each row is trained on once, no process is left."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def make_run(task: Task, tmp_path: Path) -> Iterator[Any]:
 
 
 def partial(folder: Path) -> bool:
-    """Whether something is being written there."""
+    """Whether something is being written to a folder."""
     return folder.is_dir() and any(name.startswith(".partial") for name in os.listdir(folder))
 
 
 def killed_until_done(run: Run, moments: Any, most: int = 60) -> int:
-    """Start the same command again and again; ``moments`` waits for the next kill and says who dies (False: nobody)."""
+    """Start the same command until it completes; ``moments`` waits and kills it, or returns False to let it run."""
     for kills in range(most):
         run.start()
         if not moments(run, kills):
             assert run.wait() == 0, run.output[-6000:]
             return kills
         assert run.none_left(), run.pids()
-    raise AssertionError("the run has not come to its end")
+    raise AssertionError("the run has not completed")
 
 
-def test_a_killed_run_goes_on_where_it_was(make_run, task):
-    """All processes at once, in the middle of the run."""
+def test_a_killed_run_resumes_where_it_stopped(make_run, task):
+    """All processes are killed at once, in the middle of the run."""
     run = make_run(forked=True).start()
     assert run.until_step(4)
     assert len(run.pids()) >= 2
@@ -92,7 +92,7 @@ def test_kills_at_random_moments(make_run, task, group):
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["default", "recover"])
-def test_kills_while_a_model_or_a_restart_point_is_written(make_run, task, where):
+def test_kills_while_a_model_or_a_recovery_checkpoint_is_written(make_run, task, where):
     hit = []
 
     def moment(run: Run, kills: int) -> bool:
@@ -109,7 +109,7 @@ def test_kills_while_a_model_or_a_restart_point_is_written(make_run, task, where
     run = make_run(saver__freq_steps=1, saver__mode="sync", total_train_steps=24)
     kills = killed_until_done(run, moment)
     assert kills >= 3
-    assert sum(hit) >= 1, "no kill has fallen into a write"
+    assert sum(hit) >= 1, "no kill has interrupted a write"
     check_rows(run, task, 24)
     models = {path.name: load_file(path / "model.safetensors") for path in (run.checkpoints / "default").glob("epoch*")}
     assert len(models) == 24
@@ -131,8 +131,8 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(make_run, task)
 
 
 @pytest.mark.long
-def test_the_only_rollout_worker_is_killed_again_and_again(make_run, task):
-    """Also while weights are on their way, and before the first restart has ended."""
+def test_the_run_survives_repeated_kills_of_its_only_rollout_worker(make_run, task):
+    """At random times, also during weight updates."""
     run = make_run(total_train_steps=30).start()
     draws = random.Random(2)
     killed = set()
@@ -149,7 +149,7 @@ def test_the_only_rollout_worker_is_killed_again_and_again(make_run, task):
 
 
 @pytest.mark.long
-def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
+def test_a_rollout_worker_that_always_dies_ends_the_run_and_is_named(make_run):
     run = make_run(total_train_steps=100000, recover__retries=0).start()
     assert run.until_step(1)
     known = set()
@@ -169,7 +169,7 @@ def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["any", "default", "recover"])
-def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(make_run, task, moment):
+def test_a_killed_trainer_rank_ends_the_run_with_an_error_and_the_next_start_resumes(make_run, task, moment):
     run = make_run(actor__backend="fsdp:d2", saver__freq_steps=1, recover__retries=0).start()
     assert run.until_step(3)
     ranks = run.workers(rollout=False)
@@ -189,7 +189,7 @@ def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(m
 
 @pytest.mark.long
 def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, task):
-    """Rows, tokens, optimizer, schedule and random state: one that is off by one shows in the weights."""
+    """Rows, tokens, optimizer, schedule and random state: an error of one step in any of them changes the weights."""
     same = {
         "rollout__max_head_offpolicyness": 0,
         "actor__optimizer__lr_scheduler_type": "cosine",
@@ -209,19 +209,19 @@ def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, tas
 
     assert killed_until_done(run, moment) == 3
     check_rows(run, task, STEPS)
-    assert said(run) == said(whole)
+    assert recorded_samples(run) == recorded_samples(whole)
     start = load_file(task.model / "model.safetensors")
     for name in ("epoch0epochstep5globalstep5", "epoch0epochstep11globalstep11"):
         mine = load_file(run.checkpoints / "default" / name / "model.safetensors")
         theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
         for tensor, value in theirs.items():
-            # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill; where a
-            # gradient is nearly zero, Adam makes up to a whole step of the rate out of it, so single entries say nothing. A
-            # schedule or a moment that is off by one step changes a hundredth of the whole update.
+            # Rounding of log-probs depends on what is decoded together, which differs after a kill. Adam can amplify a
+            # gradient near zero to a full step, so single entries say nothing. A schedule or a moment that is off by one
+            # step changes the whole update by a hundredth.
             difference = (mine[tensor] - value).norm() / (value - start[tensor]).norm()
             assert difference < 1e-3, (name, tensor, float(difference))
 
 
-def said(run: Run) -> list[tuple[Any, ...]]:
+def recorded_samples(run: Run) -> list[tuple[Any, ...]]:
     names = ("step", "prompt_index", "sample_index", "prompt", "completion", "reward")
     return [tuple(line[name] for name in names) for line in run.lines("samples.jsonl")]

@@ -1,4 +1,4 @@
-"""An experiment without agents runs where the packages of a server are missing."""
+"""Experiments without agents do not need the packages of a server."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ import areno.experiments.run_experiment
 """
 
 
-def test_trainers_are_imported_without_a_servers_packages() -> None:
+def test_trainers_are_imported_without_server_packages() -> None:
     done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The memory plan of experiments: against that of `areno train` for the same sizes, and as the command prints it."""
+"""The memory plan of experiments, compared with that of `areno train` for the same sizes, and as the command prints it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GIB = 2**30
             {
                 "algo": "sft",
                 "activation_checkpointing": True,
-                "explicit": frozenset({"activation_checkpointing"}),  # given, not left to the machine
+                "explicit": frozenset({"activation_checkpointing"}),  # set, not chosen for the machine
                 "adam_8bit": True,
                 "lora_rank": 4,
                 "lora_target_modules": "q_proj",
@@ -61,7 +61,7 @@ def test_the_same_sizes_have_the_same_plan_in_both_front_ends(tiny_checkpoint, t
     assert plan.actor == make_plan(run, GIB)
 
 
-def test_rollout_in_turn_is_planned_like_a_run_of_areno_train(tiny_checkpoint, tmp_path):
+def test_rollout_in_turn_with_training_is_planned_as_by_areno_train(tiny_checkpoint, tmp_path):
     config = settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | SHARED | {"rollout.backend": "areno:d1"})
     config.actor.mb_spec.max_tokens_per_mb = None
     run = TrainOptions(
@@ -76,7 +76,7 @@ def test_rollout_in_turn_is_planned_like_a_run_of_areno_train(tiny_checkpoint, t
     assert plan.actor == dataclasses.replace(make_plan(run, GIB), cache_wanted=plan.actor.cache_wanted)
 
 
-def test_replicas_are_planned_beside_the_engine_that_trains(tiny_checkpoint, tmp_path):
+def test_replicas_are_planned_in_addition_to_the_training_engine(tiny_checkpoint, tmp_path):
     more = {"ref": {}, "actor.kl_ctl": 0.1, "critic.optimizer": {}, "critic.mb_spec.max_tokens_per_mb": 64}
     plan = plan_experiment(settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | more), GIB)
     weights = sum(t.nbytes for t in load_file(tiny_checkpoint / "model.safetensors").values())
@@ -97,9 +97,7 @@ def test_replicas_are_planned_beside_the_engine_that_trains(tiny_checkpoint, tmp
     )  # its reference is the actor without adapter
 
 
-def test_the_command_prints_each_engine_and_settings_with_which_it_would_fit(
-    tiny_checkpoint, tmp_path, capsys, monkeypatch
-):
+def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpoint, tmp_path, capsys, monkeypatch):
     tree = {
         "experiment_name": "toy",
         "trial_name": "t",

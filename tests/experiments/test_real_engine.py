@@ -1,4 +1,4 @@
-"""Episodes over a real model: tokens, log-probs and versions as the engine made them, also while its weights change."""
+"""Episodes with a real model: tokens, log-probs and versions are those of the engine, also while its weights change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_carry_logprobs_and_versions(engine, tiny_checkpoint):
     assert answer.ttft == answer.latency > 0
 
 
-def test_each_token_has_the_version_that_made_it_when_weights_change_in_the_middle(tiny_checkpoint):
+def test_each_token_has_the_version_that_sampled_it_when_weights_change_during_an_episode(tiny_checkpoint):
     """Each token's log-prob is checked against the weights of the version that it claims."""
     with open_engine(tiny_checkpoint) as engine:
         model = engine.inner.actor.model.module
@@ -96,11 +96,11 @@ def test_each_token_has_the_version_that_made_it_when_weights_change_in_the_midd
             )
             index = [ids[: len(row.tokens)].tolist() for ids in trajectory["input_ids"]].index(row.tokens)
             versions = trajectory["versions"][index][: len(row.tokens)].tolist()
-            said = [version for version in versions if version >= 0]
-            assert said == sorted(said)
-            versions_seen |= set(said)
-            mixed += len(set(said)) > 1
-            for version in set(said):
+            sampled = [version for version in versions if version >= 0]
+            assert sampled == sorted(sampled)
+            versions_seen |= set(sampled)
+            mixed += len(set(sampled)) > 1
+            for version in set(sampled):
                 wanted = stock_logprobs(tiny_checkpoint, row.tokens, 1.0, kept[version])
                 for place, stamped in enumerate(versions):
                     if stamped == version:
@@ -115,8 +115,8 @@ def test_groups_share_one_prompt_and_differ_in_their_draws(engine):
         for trajectory in found.trajectories:
             assert trajectory["input_ids"].shape[0] == trajectory["rewards"].shape[0] == 3
             pairs = zip(trajectory["input_ids"], trajectory["attention_mask"], strict=True)
-            said = [tuple(ids[keep].tolist()) for ids, keep in pairs]
-            assert len(set(said)) == 3
+            samples = [tuple(ids[keep].tolist()) for ids, keep in pairs]
+            assert len(set(samples)) == 3
 
 
 def test_equal_seeds_give_equal_trajectories(engine):
@@ -140,8 +140,8 @@ class one_batch:  # noqa: N801  (reads as a function)
         self.dispatcher.close()
 
 
-def test_truncation_is_told_by_the_engine_and_not_by_padding(engine):
-    """Of two equally long answers one ends at a stop token and one at the limit; only the second is truncated."""
+def test_truncation_comes_from_the_engine_and_not_from_padding(engine):
+    """One answer ends at the limit and one at a stop token; only the first is truncated."""
 
     async def ask(gconfig: Generation, seed: int) -> Any:
         workflow = RLVRWorkflow(AsyncReward(one), gconfig, engine.tokenizer)
@@ -161,20 +161,22 @@ def test_truncation_is_told_by_the_engine_and_not_by_padding(engine):
     assert len(rows[1].tokens) == len(rows[0].tokens) - (5 - first_place)
 
 
-def test_least_length_keeps_stop_tokens_away(engine):
-    """Every token is a stop token, so without a least length the first one ends the answer."""
+def test_stop_tokens_are_masked_before_the_minimum_length(engine):
+    """All tokens but one are stop tokens, so without a minimum length the first token ends the answer."""
 
-    async def lengths(least: int) -> list[int]:
+    async def lengths(minimum: int) -> list[int]:
         vocab = engine.inner.vocab_size
-        # All but one token stop; before the least length only that one can be said.
-        gconfig = Generation(max_new_tokens=9, min_new_tokens=least, stop_token_ids=[t for t in range(vocab) if t != 7])
+        # Before the minimum length, only token 7 can be sampled.
+        gconfig = Generation(
+            max_new_tokens=9, min_new_tokens=minimum, stop_token_ids=[t for t in range(vocab) if t != 7]
+        )
         answers = await EngineClient(engine).agenerate_group(ModelRequest([5, 6], gconfig), 4)
-        assert all(answer.output_tokens[:least] == [7] * least for answer in answers)
+        assert all(answer.output_tokens[:minimum] == [7] * minimum for answer in answers)
         assert all(math.isfinite(logprob) for answer in answers for logprob in answer.output_logprobs)
         return [len(answer.output_tokens) for answer in answers]
 
     assert asyncio.run(lengths(0)) == [1] * 4
-    assert min(asyncio.run(lengths(5))) == 6  # and no longer than that
+    assert min(asyncio.run(lengths(5))) == 6  # and the sixth token ends it
 
 
 def test_cancelling_a_coroutine_frees_the_engine(engine):
@@ -203,7 +205,7 @@ def test_a_late_request_is_an_error_that_names_the_option(engine):
 
 
 def test_an_aborted_request_is_sent_again(engine):
-    """Somebody else ends all requests once; the answer that arrives in the end is whole."""
+    """All requests are cancelled once from outside; the final answer is complete."""
 
     async def main() -> Any:
         client = EngineClient(engine, request_retries=2)
@@ -225,7 +227,7 @@ def test_an_aborted_request_is_sent_again(engine):
         ({"max_new_tokens": 5, "max_tokens": 400}, 10, 32, 5),
     ],
 )
-def test_the_room_of_an_answer(changes, prompt, context, wanted):
+def test_the_token_limit_of_an_answer(changes, prompt, context, wanted):
     assert sampling_params(Generation(**changes), prompt, context).max_new_tokens == wanted
 
 
@@ -238,7 +240,7 @@ def test_sampling_settings_reach_the_engine():
     assert sampling_params(Generation(), 4).top_k == -1
 
 
-def test_what_has_no_effect_or_no_room_is_refused():
+def test_settings_without_effect_and_prompts_without_room_are_refused():
     with pytest.raises(UsageError, match="use_beam_search=True"):
         sampling_params(Generation(use_beam_search=True), 4)
     with pytest.raises(DataError, match="a prompt of 300 tokens leaves no room for an answer within 256"):

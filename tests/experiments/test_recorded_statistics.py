@@ -1,4 +1,4 @@
-"""Every statistic of the documentation is recorded by a run that has what it is about."""
+"""Every documented statistic is recorded by a run that uses its feature."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def records(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each run has told, with an evaluation after each step."""
+    """Metrics of each run, with an evaluation after each step."""
     found = {}
     for name, (kind, given) in RUNS.items():
         root = tmp_path_factory.mktemp(name)
@@ -59,7 +59,7 @@ def test_every_documented_name_is_recorded(records):
     assert [name for name in MEANS if name not in recorded] == []
 
 
-def test_numbers_of_the_logits_and_of_the_pairs_are_in_their_order(records):
+def test_minimum_mean_and_maximum_of_statistics_are_ordered(records):
     for run in records.values():
         for record in run:
             for name in (name.removesuffix("/avg") for name in record if name.endswith("/avg")):

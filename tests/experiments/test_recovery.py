@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, whatever is killed when; and everything that went in comes out."""
+"""Checkpoints are complete or absent, whenever a process is killed, and restore everything that was saved."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_everything_comes_back(tmp_path):
+def test_everything_is_restored(tmp_path):
     queue = [{"tokens": torch.arange(4), "versions": [0, 0, 1, 1], "reward": 0.5}]
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     state = RunState(
@@ -96,33 +96,33 @@ def test_everything_comes_back(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
 
 
-def test_the_newest_two_are_kept_and_the_newest_is_taken(tmp_path):
+def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
     for step in range(1, 5):
         dump(tmp_path, step)
     assert names(tmp_path) == ["step_000003", "step_000004"]
     assert check(checkpoints(tmp_path).find()) == 4
 
 
-def test_checkpoints_are_due_in_their_frequency_which_a_resumed_run_continues(tmp_path):
+def test_checkpoints_are_due_at_their_frequency_also_in_a_resumed_run(tmp_path):
     first, again = checkpoints(tmp_path, steps=3), checkpoints(tmp_path, steps=3)
     assert [step for step in range(7) if first.due(at_step(step))] == [2, 5]
     again.frequency.load_state_dict(first.frequency.state_dict())
     assert [step for step in range(7, 10) if again.due(at_step(step))] == [8]
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_started(tmp_path):
     class Huge(Parts):
         def checkpoint_bytes(self):
             return 2**60
 
-    points = checkpoints(tmp_path, remedy="save less often")
+    full = checkpoints(tmp_path, remedy="save less often")
     message = r"a checkpoint needs 1\d{12}\.\d MiB plus a reserve of 64 MiB, but .*save less often"
     with pytest.raises(CheckpointError, match=message):
-        points.save(RunState(step=1), Huge(1))
+        full.save(RunState(step=1), Huge(1))
     assert names(tmp_path) == []
 
 
-def test_off_neither_writes_nor_looks(tmp_path):
+def test_disabled_checkpoints_are_neither_written_nor_read(tmp_path):
     dump(tmp_path, 1)
     off = checkpoints(tmp_path, enabled=False)
     assert off.find() is None
@@ -142,16 +142,16 @@ def flip(path):
 
 
 DAMAGES = {
-    "missing": lambda point: (point / "part1").unlink(),
-    "short": lambda point: os.truncate(point / "part2", 100),
-    "flipped weights": lambda point: flip(point / "part3"),
-    "flipped queue": lambda point: flip(point / "rollout.pt"),
-    "torn state": lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2, "ep'),
-    "poor state": lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2, "at": 3}'),
-    "changed state": lambda point: change(point / "trainer_state" / "state.json", '"position": 14', '"position": 8'),
-    "no state": lambda point: (point / "trainer_state" / "state.json").unlink(),
-    "no manifest": lambda point: (point / "trainer_state" / "manifest.json").unlink(),
-    "torn manifest": lambda point: os.truncate(point / "trainer_state" / "manifest.json", 100),
+    "missing": lambda folder: (folder / "part1").unlink(),
+    "short": lambda folder: os.truncate(folder / "part2", 100),
+    "flipped weights": lambda folder: flip(folder / "part3"),
+    "flipped queue": lambda folder: flip(folder / "rollout.pt"),
+    "torn state": lambda folder: (folder / "trainer_state" / "state.json").write_text('{"step": 2, "ep'),
+    "poor state": lambda folder: (folder / "trainer_state" / "state.json").write_text('{"step": 2, "at": 3}'),
+    "changed state": lambda folder: change(folder / "trainer_state" / "state.json", '"position": 14', '"position": 8'),
+    "no state": lambda folder: (folder / "trainer_state" / "state.json").unlink(),
+    "no manifest": lambda folder: (folder / "trainer_state" / "manifest.json").unlink(),
+    "torn manifest": lambda folder: os.truncate(folder / "trainer_state" / "manifest.json", 100),
 }
 
 
@@ -162,7 +162,7 @@ def change(path, old, new):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_point_is_set_aside_and_the_one_before_it_is_taken(tmp_path, damage, caplog):
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(tmp_path, damage, caplog):
     dump(tmp_path, 1), dump(tmp_path, 2)
     DAMAGES[damage](tmp_path / "step_000002")
     left = [path.name for path in (tmp_path / "step_000002").rglob("*")]
@@ -177,17 +177,17 @@ def test_a_damaged_point_is_set_aside_and_the_one_before_it_is_taken(tmp_path, d
     assert names(tmp_path) == [".damaged-step_000002", ".damaged-step_000002-2", "step_000001"]
 
 
-def test_with_all_points_damaged_the_run_does_not_begin_anew(tmp_path):
+def test_with_all_checkpoints_damaged_the_run_does_not_start_from_scratch(tmp_path):
     dump(tmp_path, 1), dump(tmp_path, 2)
     for name in ("step_000001", "step_000002"):
         flip(tmp_path / name / "part0")
-    for _ in range(2):  # and not at the second attempt either
+    for _ in range(2):  # nor at the second attempt
         with pytest.raises(CheckpointError, match=r"step_000002/part0.*step_000001/part0.*copy"):
             checkpoints(tmp_path).find()
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-def test_points_that_the_disk_does_not_give_end_the_run_and_stay(tmp_path):
+def test_unreadable_checkpoints_end_the_run_and_are_kept(tmp_path):
     dump(tmp_path, 1), dump(tmp_path, 2)
     state = tmp_path / "step_000002" / "trainer_state" / "state.json"
     state.unlink()
@@ -197,7 +197,7 @@ def test_points_that_the_disk_does_not_give_end_the_run_and_stay(tmp_path):
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-def test_a_planted_queue_runs_no_code(tmp_path):
+def test_a_malicious_queue_runs_no_code(tmp_path):
     dump(tmp_path, 1)
     queue = tmp_path / "step_000001" / "rollout.pt"
     torch.save(Planted(str(tmp_path / "planted")), queue)
@@ -207,7 +207,7 @@ def test_a_planted_queue_runs_no_code(tmp_path):
 
 
 class Planted:
-    """Makes a folder where something unpickles it."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -217,7 +217,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_points_that_everybody_can_write_to_are_refused(tmp_path, mode):
+def test_world_writable_checkpoints_are_refused(tmp_path, mode):
     dump(tmp_path / "recover", 1)
     (tmp_path / "recover").chmod(mode)
     with pytest.raises(CheckpointError, match=r"recover can be written to by every user.*chmod"):
@@ -226,14 +226,14 @@ def test_points_that_everybody_can_write_to_are_refused(tmp_path, mode):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("place", [".", "step_000001/rollout.pt"])
-def test_points_of_another_user_are_refused(tmp_path, place):
+def test_checkpoints_of_another_user_are_refused(tmp_path, place):
     dump(tmp_path, 1)
     os.chown(tmp_path / place, 12345, 12345)
     with pytest.raises(CheckpointError, match="belongs to user 12345"):
         checkpoints(tmp_path).find()
 
 
-def test_rows_come_back_with_the_types_that_files_of_rows_have(tmp_path):
+def test_rows_keep_the_types_that_data_files_can_have(tmp_path):
     row = {
         "text": "é",
         "score": 0.1,
@@ -256,7 +256,7 @@ def test_rows_come_back_with_the_types_that_files_of_rows_have(tmp_path):
 
 
 @pytest.mark.parametrize("thing", [object(), lambda: 1, random.Random(0), print])
-def test_a_row_that_cannot_be_kept_is_refused_when_it_is_written(tmp_path, thing):
+def test_a_row_that_cannot_be_stored_is_refused(tmp_path, thing):
     with pytest.raises(UsageError, match=r"checkpoint cannot store.*file path"):
         plain_objects.check({"row": thing})
 
@@ -278,19 +278,19 @@ def dump_in_a_loop(root, first, done):
         dump(root, step, size=20_000)
         done.value = step
         if step % 3 == 0:
-            dump(root, step, size=20_000)  # the same step again, as by a run that was resumed
+            dump(root, step, size=20_000)  # the same step again, as in a resumed run
         step += 1
 
 
-def test_a_kill_at_any_moment_leaves_the_newest_whole_point(tmp_path):
-    """35 times a process that writes points is killed; a point that was finished is never lost, and each is whole."""
+def test_a_kill_at_any_moment_leaves_the_newest_complete_checkpoint(tmp_path):
+    """A process that writes checkpoints is killed 35 times; no finished checkpoint is lost, and each is complete."""
     context, rng = multiprocessing.get_context("fork"), random.Random(0)
     first, torn = 1, 0
     for kill in range(35):
         done = context.Value("q", first - 1)
         process = context.Process(target=dump_in_a_loop, args=(tmp_path, first, done))
         process.start()
-        while kill >= 5 and done.value < first:  # the first kills may fall before any point
+        while kill >= 5 and done.value < first:  # the first kills may come before any checkpoint
             time.sleep(0.001)
         time.sleep(rng.random() * 0.05)
         process.kill()
@@ -304,7 +304,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole_point(tmp_path):
         step = check(found, size=20_000)
         assert step in (done.value, done.value + 1)
         assert all(name.startswith("step_") for name in names(tmp_path))
-        assert len(names(tmp_path)) <= 3  # a kill may fall between a new point and the removal of the oldest
+        assert len(names(tmp_path)) <= 3  # a kill may come between writing a checkpoint and removing the oldest
         first = step + 1
-    assert first >= 30  # each of the other kills had a point of its own before it
-    assert torn  # or the test has not hit what it is for
+    assert first >= 30  # each of the other kills came after a new checkpoint
+    assert torn  # some kills interrupted a write

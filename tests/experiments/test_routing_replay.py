@@ -13,7 +13,7 @@ from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.conversation.trajectory_rows import build_rows, completion_row
 from areno.rollouts.trajectory import make_trajectory, samples_of, stack, train_sequences
 from areno.types import RolloutSequence
-from tests.experiments.trainer_stage import HereTrainer, run_kind, settings_of_kind, trainer_of
+from tests.experiments.trainer_stage import InProcessTrainer, run_kind, settings_of_kind, trainer_of
 from tests.support.tiny import save_tiny_checkpoint
 
 NOTHING = 255
@@ -37,7 +37,7 @@ def answered(tokens, seed=None):
     )
 
 
-def test_records_travel_through_trajectories_beside_rows_of_other_lengths_and_without_one():
+def test_trajectories_keep_records_next_to_rows_of_other_lengths_and_without_a_record():
     rows = [answered(4, seed=1), answered(2), answered(6, seed=2)]
     trajectory = stack([make_trajectory([(row, 1.0)]) for row in rows])
     assert trajectory["routed_experts"].dtype == torch.uint8
@@ -53,11 +53,11 @@ def test_records_travel_through_trajectories_beside_rows_of_other_lengths_and_wi
 
 
 def test_tokens_of_a_conversation_keep_the_record_of_the_request_that_read_them_first():
-    told = {"context_text": "", "anchor": "", "prompt_text": "", "messages": [], "tools": []}
-    said = {"tokens": [3, 4], "logprobs": [-1.0] * 2, "versions": [0] * 2}
-    first = Turn("a", None, [1, 2], **told, **said, routed_experts=record(3, 1))
-    second = Turn("b", first, [5], **told, **said, routed_experts=record(6, 2))
-    third = Turn("c", second, [6], **told, **said)
+    texts = {"context_text": "", "anchor": "", "prompt_text": "", "messages": [], "tools": []}
+    sampled = {"tokens": [3, 4], "logprobs": [-1.0] * 2, "versions": [0] * 2}
+    first = Turn("a", None, [1, 2], **texts, **sampled, routed_experts=record(3, 1))
+    second = Turn("b", first, [5], **texts, **sampled, routed_experts=record(6, 2))
+    third = Turn("c", second, [6], **texts, **sampled)
     expected = [record(3, 1), record(6, 2)[3:], np.full((1, 2, 2), NOTHING)]
     for turns, missing in (([first, second], 0), ([first, second, third], 3)):
         (row,) = build_rows(turns, LossMaskPolicy(), None)
@@ -80,7 +80,7 @@ WAYS = {"plain": {}, "scored": {"actor.recompute_logprob": True}, "turns": MULTI
 
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_run_whose_weights_are_those_of_the_rollout_has_no_other_choice(checkpoint, tmp_path, changes):
+def test_with_equal_weights_training_and_rollout_choose_the_same_experts(checkpoint, tmp_path, changes):
     found = run_kind("rl", checkpoint, tmp_path, {**ON, **changes})
     assert found.column(CHANGED) == [0.0, 0.0]
     assert len(found.column("ppo_actor/update/logp_abs_diff_mean")) == 2
@@ -90,8 +90,8 @@ def test_without_the_setting_nothing_is_recorded(checkpoint, tmp_path):
     assert not run_kind("rl", checkpoint, tmp_path).column(CHANGED)
 
 
-class Perturbed(HereTrainer):
-    """Routers of the replica have other weights than those of the trainer."""
+class Perturbed(InProcessTrainer):
+    """The replica's routers have other weights than the trainer's."""
 
     def _start_fleet(self):
         fleet = super()._start_fleet()

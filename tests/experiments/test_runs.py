@@ -1,4 +1,4 @@
-"""Whole experiments with real rollout processes: what is trained on, how old it is, and that it equals a plain loop."""
+"""Whole experiments with real rollout processes: training rows, their staleness, and equality with a plain loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 class Watched(PPOTrainer):
-    """Keeps its batches, and what its dispatcher told of episodes."""
+    """Keeps its batches, and the episode events of its dispatcher."""
 
     def __init__(self, *arguments: Any) -> None:
         self.batches: list[Any] = []
@@ -89,13 +89,13 @@ def loss(pack: Any, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def plain_loop(task: Task, folder: Path) -> list[list[tuple[int, list[int]]]]:
-    """Generate, judge, train, in one process and in this order; returns episode and tokens of each row of each step.
+    """Generate, reward, train, in one process and in this order; returns episode and tokens of each row of each step.
 
-    Adam's eps is far above rounding, so that it does not blow up the last bits of gradients that are nearly 0.
+    Adam's eps is far above rounding errors, so that it does not amplify those of gradients near 0.
     """
     optimizer = OptimizerOptions(lr=0.003, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0, grad_clip_norm=1.0)
     engine = Engine(str(task.model), EngineConfig(optimizer=optimizer, decode="eager", kv_cache_tokens=8192))
-    rows, said = rows_of(task), []
+    rows, steps = rows_of(task), []
     for step in range(EQUAL_STEPS):
         episodes = list(range(4 * step, 4 * step + 4))
         groups = {}
@@ -106,10 +106,10 @@ def plain_loop(task: Task, folder: Path) -> list[list[tuple[int, list[int]]]]:
             answers = engine.submit([Request(prompt, SamplingParams(max_new_tokens=8), seeds)])[0].result(60).sequences
             groups[episode] = (prompt, row, answers)
         random.Random(derive_seed(1, step)).shuffle(episodes)
-        batch, told = [], []
+        batch, samples = [], []
         for group, episode in enumerate(episodes):
             prompt, row, answers = groups[episode]
-            rewards = [judged(engine.tokenizer, row, answer) for answer in answers]
+            rewards = [reward_of(engine.tokenizer, row, answer) for answer in answers]
             for answer, reward in zip(answers, rewards, strict=True):
                 tokens = [*prompt, *answer.resp_tokens]
                 advantage = reward - sum(rewards) / len(rewards)
@@ -123,15 +123,15 @@ def plain_loop(task: Task, folder: Path) -> list[list[tuple[int, list[int]]]]:
                         group=group,
                     )
                 )
-                told.append((episode, tokens))
-        said.append(told)
+                samples.append((episode, tokens))
+        steps.append(samples)
         engine.train(batch, loss, len(batch))
     engine.save_model(folder)
     engine.close()
-    return said
+    return steps
 
 
-def judged(tokenizer: Any, row: dict[str, str], answer: Any) -> float:
+def reward_of(tokenizer: Any, row: dict[str, str], answer: Any) -> float:
     tokens = answer.resp_tokens[:-1] if answer.finish_reason == "stop" else answer.resp_tokens
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return letter_reward(row["prompt"], text, [], [], letter=row["letter"])
@@ -146,8 +146,8 @@ def judged(tokenizer: Any, row: dict[str, str], answer: Any) -> float:
         ),
     ],
 )
-def test_without_staleness_it_is_the_same_as_a_plain_loop(task, train, tmp_path, rollout):
-    """Rows, tokens, rewards and weights, against a loop written here with advantages by hand."""
+def test_without_staleness_a_run_equals_a_plain_loop(task, train, tmp_path, rollout):
+    """Rows, tokens and weights equal those of ``plain_loop``, which computes advantages by hand."""
     trainer = train(
         **{f"rollout__{name}": value for name, value in rollout.items()},
         seed=1,
@@ -160,20 +160,20 @@ def test_without_staleness_it_is_the_same_as_a_plain_loop(task, train, tmp_path,
         actor__optimizer__beta2=0.999,
         actor__optimizer__eps=1e-3,
     )
-    said = plain_loop(task, tmp_path / "plain")
+    expected = plain_loop(task, tmp_path / "plain")
     mine = []
     for step, batch in enumerate(trainer.batches):
         assert batch.version == step
         assert batch.staleness == [0] * 4
-        told = []
+        samples = []
         for episode, trajectory in zip(batch.task_ids, batch.trajectories, strict=True):
             for ids, keep, versions in zip(
                 trajectory["input_ids"], trajectory["attention_mask"], trajectory["versions"], strict=True
             ):
-                told.append((episode, ids[keep].tolist()))
+                samples.append((episode, ids[keep].tolist()))
                 assert {v for v in versions.tolist() if v >= 0} == {step}
-        mine.append(told)
-    assert mine == said
+        mine.append(samples)
+    assert mine == expected
     last = f"epoch0epochstep{EQUAL_STEPS - 1}globalstep{EQUAL_STEPS - 1}"
     trained = load_file(trainer.folders.checkpoints / "default" / last / "model.safetensors")
     plain, initial = load_file(tmp_path / "plain/model.safetensors"), load_file(task.model / "model.safetensors")
@@ -210,8 +210,8 @@ LONG = {
 }
 
 
-def test_each_token_has_the_version_whose_weights_made_it(task, train):
-    """Weights are swapped in the middle of answers; every log-prob is recomputed from the checkpoint of its version."""
+def test_each_token_has_the_version_whose_weights_sampled_it(task, train):
+    """Weights change during answers; every log-prob is recomputed from the checkpoint of its version."""
     trainer = train(**LONG, saver__freq_steps=1, rollout__backend="areno:d2")
     weights, samples = weights_of(trainer, task), []
     for batch in trainer.batches:
@@ -220,11 +220,11 @@ def test_each_token_has_the_version_whose_weights_made_it(task, train):
                 row = {name: trajectory[name][index].tolist() for name in ("input_ids", "versions", "logprobs")}
                 samples.append((batch.version, row))
     mixed = [row for _, row in samples if len({v for v in row["versions"] if v >= 0}) > 1]
-    assert len(mixed) >= 4, "no answer lived through an update"
+    assert len(mixed) >= 4, "no answer spans an update"
     for version, row in samples:
-        said = [v for v in row["versions"] if v >= 0]
-        assert said == sorted(said)
-        assert said[-1] <= version
+        sampled = [v for v in row["versions"] if v >= 0]
+        assert sampled == sorted(sampled)
+        assert sampled[-1] <= version
     for version, path in weights.items():
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
         for row in [row for _, row in samples if version in row["versions"]][:24]:
@@ -235,7 +235,7 @@ def test_each_token_has_the_version_whose_weights_made_it(task, train):
 
 
 def check_capacity(trainer: Watched, eta: int, limit: int, batch: int = 4) -> None:
-    """Count episodes from what was told about each, and hold the counts against the formula at every beginning."""
+    """Count episodes from their events, and check the counts against the formula whenever an episode starts."""
     state = trainer.loaded or {"version": 0, "finished": []}
     running, accepted = 0, state["version"] * batch + len(state["finished"])
     for _, status, _, version in trainer.events:

@@ -1,4 +1,4 @@
-"""Saved models: the documented paths, a rhythm per role, whole folders, and no waiting beyond a copy."""
+"""Saved models: documented paths, a frequency per role, complete folders, and no waiting except for a copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_experiments_lie_where_the_documentation_says_and_asking_makes_nothing(tmp_path):
+def test_experiment_folders_are_as_documented_and_reading_their_paths_creates_nothing(tmp_path):
     folders = ExperimentFolders(tmp_path / "root", "exp", "trial", user="me")
     assert folders.logs == tmp_path / "root/logs/me/exp/trial"
     assert folders.checkpoints == tmp_path / "root/checkpoints/me/exp/trial"
@@ -56,8 +56,8 @@ def test_a_fileroot_that_cannot_be_used_is_named(tmp_path):
         ExperimentFolders(tmp_path / "file", "e", "t").create()
 
 
-def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
-    """One counter for both would save the critic at each step, and the actor never."""
+def test_each_role_is_saved_at_its_own_frequency(tmp_path):
+    """A shared counter would save the critic at each step, and the actor never."""
     saver = Saver(tmp_path, every(2), roles=("default", "critic"))
     at, saved = StepInfo(0, 0, 0, 10, 5), {"default": [], "critic": []}
     for _ in range(5):
@@ -73,7 +73,7 @@ def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
     )
 
 
-def test_counters_of_a_recovered_saver_go_on(tmp_path):
+def test_counters_of_a_recovered_saver_continue(tmp_path):
     first = Saver(tmp_path, every(2))
     assert first.save_if_due("default", StepInfo(0, 0, 0, 9, 9), writer()) is None
     second = Saver(tmp_path, every(2), roles=("default", "critic"))
@@ -83,7 +83,7 @@ def test_counters_of_a_recovered_saver_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["async", "auto"])
-def test_asynchronous_saving_holds_up_for_the_copy_only_and_writes_what_was_copied(tmp_path, mode):
+def test_asynchronous_saving_blocks_only_for_the_copy_and_writes_the_copy(tmp_path, mode):
     weights, may_write = ["old"], threading.Event()
 
     def stage():
@@ -112,7 +112,7 @@ def test_what_cannot_be_copied_is_written_before_training_goes_on(tmp_path, capl
     assert ("training waits" in caplog.text) is warns
 
 
-def test_an_asynchronous_save_that_failed_is_told_at_the_next_one(tmp_path):
+def test_a_failed_asynchronous_save_is_reported_at_the_next_one(tmp_path):
     def fail(folder):
         raise OSError("no space left on device")
 
@@ -124,7 +124,7 @@ def test_an_asynchronous_save_that_failed_is_told_at_the_next_one(tmp_path):
     assert names(tmp_path / "default") == []
 
 
-def test_a_save_that_is_killed_between_copy_and_name_leaves_no_model_and_its_rest_is_cleared(tmp_path):
+def test_a_save_killed_before_its_rename_leaves_no_model_and_its_files_are_removed_later(tmp_path):
     child = os.fork()
     if child == 0:
 
@@ -142,7 +142,7 @@ def test_a_save_that_is_killed_between_copy_and_name_leaves_no_model_and_its_res
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_copied_model_is_written_as_it_was_while_the_real_one_is_trained(tmp_path, tiny_checkpoint, tied):
+def test_a_copied_model_is_written_unchanged_while_the_original_is_trained(tmp_path, tiny_checkpoint, tied):
     import torch
 
     from areno.engine.model.loading import LoadOptions
@@ -170,7 +170,7 @@ def test_a_copied_model_is_written_as_it_was_while_the_real_one_is_trained(tmp_p
         assert (path / file).read_bytes() == (tmp_path / "before" / file).read_bytes(), file
 
 
-def test_an_unknown_mode_and_a_full_disk_are_said_with_their_remedy(tmp_path, monkeypatch):
+def test_errors_of_an_unknown_mode_and_a_full_disk_name_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"saver\.mode='fast'.*auto, sync, async"):
         Saver(tmp_path, every(1), mode="fast")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
@@ -197,7 +197,7 @@ def test_a_trial_is_run_by_one_process_at_a_time(tmp_path):
         pass
 
 
-def test_checkpoints_of_a_root_of_their_own_are_locked_too(tmp_path):
+def test_checkpoints_in_a_separate_root_are_locked_too(tmp_path):
     first, second = (experiment(tmp_path / name, **{"recover.fileroot": str(tmp_path / "all")}) for name in "ab")
     with open_log(first):
         active, LoggingSetup.active = LoggingSetup.active, None  # as in another process
@@ -206,7 +206,7 @@ def test_checkpoints_of_a_root_of_their_own_are_locked_too(tmp_path):
         LoggingSetup.active = active
 
 
-def test_the_default_root_is_the_user_s_alone(tmp_path, monkeypatch):
+def test_only_the_user_can_access_the_default_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = config_from(SFT, SFTConfig)
     run_dir = ExperimentFolders(config.cluster.fileroot, "e", "t", user="me").create()

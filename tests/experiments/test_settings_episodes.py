@@ -1,4 +1,4 @@
-"""Settings of agents and of session traces, shown by what small runs do."""
+"""Effects of the settings of agents and session traces in small runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from areno.errors import UsageError
 from areno.rollouts.tasks import RolloutStoppedError
-from tests.experiments.trainer_stage import HereTrainer, RolloutRun
+from tests.experiments.trainer_stage import InProcessTrainer, RolloutRun
 
 AGENTS = "tests.experiments.settings_agents."
 
@@ -32,7 +32,7 @@ def agent(**more: Any) -> dict[str, Any]:
     return AGENT | {f"rollout.agent.{name}": value for name, value in more.items()}
 
 
-def test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation(rl):
+def test_an_agent_yields_a_row_per_turn_or_per_conversation(rl):
     each = rl(agent(turn_discount=0.5))
     assert [row["rewards"] for row in each.samples] == [0.25, 0.5, 1.0]
     assert [row["rewards"] for row in rl(agent()).samples] == [1.0, 1.0, 1.0]
@@ -41,14 +41,14 @@ def test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation(rl):
     assert len(one.answers()[0]) == sum(map(len, each.answers()))
 
 
-def test_a_conversation_has_at_most_so_many_tokens(rl):
+def test_engine_max_tokens_limits_a_conversation(rl):
     endless = {"gconfig.ignore_eos": True}
     longest = max(len(row["input_ids"]) for row in rl(agent() | endless).samples)
     cut = rl(agent(engine_max_tokens=longest - 3) | endless)
     assert max(len(row["input_ids"]) for row in cut.samples) == longest - 3
 
 
-def test_an_agent_has_so_long(rl):
+def test_an_agent_is_stopped_at_its_session_timeout(rl):
     with pytest.raises(RolloutStoppedError, match=r"1 s.*agent\.session_timeout_seconds"):
         given = {"workflow.kwargs": {"how": "sleeps", "turns": 1}, "workflow.path": "agent"}
         rl(agent(session_timeout_seconds=1) | given | {"train_dataset.batch_size": 4})
@@ -56,10 +56,10 @@ def test_an_agent_has_so_long(rl):
 
 def test_rewards_may_come_after_the_agent_has_ended(rl):
     def run(seconds: float) -> RolloutRun:
-        def late(trainer: HereTrainer) -> None:
+        def late(trainer: InProcessTrainer) -> None:
             from tests.experiments.settings_agents import Talker
 
-            trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="late", turns=1))  # type: ignore[method-assign]
+            trainer.train = lambda *_: InProcessTrainer.train(trainer, Talker(how="late", turns=1))  # type: ignore[method-assign]
 
         plain = {
             name: value for name, value in agent(set_reward_finish_timeout=seconds).items() if "cls_path" not in name
@@ -71,7 +71,7 @@ def test_rewards_may_come_after_the_agent_has_ended(rl):
         run(0.0)
 
 
-def test_agents_run_here_or_in_so_many_processes(rl):
+def test_agents_run_inline_or_in_the_configured_number_of_processes(rl):
     given = {"rollout.agent.agent_cls_path": AGENTS + "Process", "gconfig.n_samples": 2}
     here = rl(agent() | given)
     assert {row["rewards"] for row in here.samples} == {float(torch.tensor(float(os.getpid())))}
@@ -83,7 +83,7 @@ def test_agents_run_here_or_in_so_many_processes(rl):
 
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
-def test_a_parser_that_is_unknown_is_named(rl, name):
+def test_an_unknown_parser_is_named(rl, name):
     with pytest.raises(UsageError, match=rf"rollout\.agent\.{name} 'nonesuch' is unknown.*choose auto, "):
         rl({f"rollout.agent.{name}": "nonesuch"})  # also without an agent
 
@@ -91,10 +91,10 @@ def test_a_parser_that_is_unknown_is_named(rl, name):
 def test_an_adapter_is_served_under_its_name(rl):
     pytest.importorskip("peft")
 
-    def named(trainer: HereTrainer) -> None:
+    def named(trainer: InProcessTrainer) -> None:
         from tests.experiments.settings_agents import Talker
 
-        trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="named", turns=1))  # type: ignore[method-assign]
+        trainer.train = lambda *_: InProcessTrainer.train(trainer, Talker(how="named", turns=1))  # type: ignore[method-assign]
 
     plain = {name: value for name, value in AGENT.items() if "cls_path" not in name}
     assert rl({**plain, "actor.use_lora": True, "gconfig.lora_name": "mine"}, watch=named).steps == 1
@@ -130,10 +130,10 @@ def test_sessions_of_agents_have_what_the_server_generated_for_them(rl, agent, a
 
 
 @pytest.mark.parametrize(("threshold", "written"), [(1, True), (1000, False)])
-def test_sessions_are_written_after_so_many(rl, threshold, written):
+def test_sessions_are_written_at_the_flush_threshold(rl, threshold, written):
     found: list[bool] = []
 
-    def look(trainer: HereTrainer) -> None:
+    def look(trainer: InProcessTrainer) -> None:
         update = trainer._update
 
         def seen(*given: Any) -> Any:

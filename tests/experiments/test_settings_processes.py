@@ -1,4 +1,4 @@
-"""Settings of processes: replicas and ranks that are really started."""
+"""Effects of the settings of processes, with real replicas and ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def environment_of(engine: Any) -> str | None:
     return os.environ.get("ARENO_TEST_MARK")
 
 
-def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tiny_checkpoint, tmp_path):
-    """Two of them find the variable; what they were sent by disk is what the trainer has."""
+def test_replicas_are_separate_processes_that_get_weights_from_the_trainer(tiny_checkpoint, tmp_path):
+    """Both have the environment variable, and weights are sent as files."""
     given: dict[str, Any] = {
         "rollout.backend": "areno:d2",
         "rollout.scheduling_spec.0.env_vars": {"ARENO_TEST_MARK": "a"},
@@ -43,12 +43,12 @@ def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tin
         assert len({os.getpid(), *pids}) == 3
         update = trainer.fleet.update_weights  # type: ignore[union-attr]
 
-        def told(*args: Any) -> Any:
+        def recorded(*args: Any) -> Any:
             report = update(*args)
             sent.extend(trainer.folders.checkpoints.rglob("*.safetensors"))
             return report
 
-        trainer.fleet.update_weights = told  # type: ignore[union-attr,method-assign]
+        trainer.fleet.update_weights = recorded  # type: ignore[union-attr,method-assign]
         trainer.train()
         assert sent
         versions = [record["ppo_actor/update/version_stats/v_theta"] for record in trainer.run_dir.read_metrics()]
@@ -60,14 +60,14 @@ def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tin
     ("kind", "changes"),
     [("rl", {"rollout.setup_timeout": 0.05}), ("sft", {"actor.backend": "fsdp:d2", "actor.setup_timeout": 0.05})],
 )
-def test_whoever_starts_too_slowly_is_named(tiny_checkpoint, tmp_path, kind, changes):
+def test_a_start_fails_at_the_setup_timeout(tiny_checkpoint, tmp_path, kind, changes):
     config = settings_of_kind(kind, tiny_checkpoint, tmp_path, changes)
     with pytest.raises(ArenoError, match=r"0\.05 s"):
         trainer_class(config)(config)
 
 
 def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path, monkeypatch):
-    """And a rank that is stuck for longer than ``request_timeout``, on a clock that is put forward, ends both."""
+    """And without progress for ``request_timeout``, on a clock that is set forward, the ranks are ended."""
     alone = run_kind("sft", tiny_checkpoint, tmp_path / "1", {"saver.freq_steps": 2})
     given = {"actor.backend": "fsdp:d2", "actor.request_timeout": 90, "saver.freq_steps": 2}
     with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path / "2", given)) as trainer:

@@ -1,4 +1,4 @@
-"""Settings of generation, rollout, rewards, workflows and agents, shown by what small runs do."""
+"""Effects of the settings of generation, rollout, rewards and workflows in small runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import Request, SamplingParams
 from tests.config.experiment.samples import rl as example
-from tests.experiments.trainer_stage import HereTrainer, RolloutRun, Run, settings_of_kind
+from tests.experiments.trainer_stage import InProcessTrainer, RolloutRun, Run, settings_of_kind
 from tests.support.loops import save_classifier
 
 REWARDS = "tests.experiments.plain_rewards."
@@ -44,10 +44,10 @@ GREEDY: dict[str, Any] = {"greedy": True, "max_new_tokens": 90, "ignore_eos": Tr
 
 
 def asked_for(rl: Any, gconfig: dict[str, Any], **more: Any) -> tuple[RolloutRun, list[Request]]:
-    """A run, and what its engine was asked for."""
+    """A run, and the requests that its engine received."""
     asked: list[Request] = []
 
-    def watch(trainer: HereTrainer) -> None:
+    def watch(trainer: InProcessTrainer) -> None:
         fleet: Any = trainer.fleet
         submit = fleet.submit
         fleet.submit = lambda requests: asked.extend(requests) or submit(requests)
@@ -57,11 +57,11 @@ def asked_for(rl: Any, gconfig: dict[str, Any], **more: Any) -> tuple[RolloutRun
     return run, asked
 
 
-def test_the_engine_is_asked_to_sample_as_the_settings_say(rl):
-    """What each of them does to answers is shown with the engine."""
+def test_sampling_settings_reach_the_engine_of_a_run(rl):
+    """Tests of the engine show what each setting does to answers."""
     run, asked = asked_for(rl, SAMPLED)
     assert all(request.sampling == SamplingParams(**SAMPLED) for request in asked)
-    assert {len(answer) for answer in run.answers()} <= {5, 6}  # nearly every token stops, but not before the fifth
+    assert {len(answer) for answer in run.answers()} <= {5, 6}  # nearly all tokens stop, but not before the fifth
     run, asked = asked_for(rl, {**GREEDY, "max_tokens": 40}, **ALONE)
     for request in asked:
         assert request.sampling == SamplingParams(**{**GREEDY, "max_new_tokens": 40 - len(request.prompt_tokens)})
@@ -90,7 +90,7 @@ def test_rewards_see_special_tokens_when_asked_for(rl):
     assert seen(False) > seen(True) == 0
 
 
-def test_an_evaluation_samples_by_its_own_settings(rl, tmp_path):
+def test_an_evaluation_samples_with_its_own_settings(rl, tmp_path):
     given = {
         "valid_dataset.path": "${train_dataset.path}",
         "valid_dataset.split": "train",
@@ -108,18 +108,18 @@ def test_an_evaluation_samples_by_its_own_settings(rl, tmp_path):
 # -- how far rollout runs ahead --------------------------------------------------------------------------------------
 
 
-def peaks(trainer: HereTrainer) -> dict[str, int]:
-    """Most episodes that ran, and that waited, at once."""
+def peaks(trainer: InProcessTrainer) -> dict[str, int]:
+    """Maximum numbers of episodes that ran, and that waited, at once."""
     found = {"running": 0, "enqueued": 0}
     manager = trainer.dispatcher.staleness
     add = manager._add
 
-    def told(**changes: int) -> None:
+    def recorded(**changes: int) -> None:
         add(**changes)
         for name in found:
             found[name] = max(found[name], getattr(manager.stat, name))
 
-    manager._add = told  # type: ignore[method-assign]
+    manager._add = recorded  # type: ignore[method-assign]
     return found
 
 
@@ -132,13 +132,13 @@ def peaks(trainer: HereTrainer) -> dict[str, int]:
         ({"rollout.max_head_offpolicyness": 3, "rollout.queue_size": 7}, "enqueued", 7),
     ],
 )
-def test_so_many_episodes_run_and_wait(rl, changes, name, most):
+def test_running_and_waiting_episodes_reach_their_limits(rl, changes, name, most):
     found: list[dict[str, int]] = []
     rl({**changes, "total_train_steps": 3}, watch=lambda trainer: found.append(peaks(trainer)))
     assert found[0][name] == most
 
 
-def test_rollout_runs_ahead_as_far_as_it_may(rl):
+def test_rollout_runs_ahead_as_far_as_allowed(rl):
     steps = {"total_train_steps": 4, "total_train_epochs": 2}
     behind = {
         ahead: rl({**steps, "rollout.max_head_offpolicyness": ahead}).column("rollout/staleness/max")
@@ -148,7 +148,7 @@ def test_rollout_runs_ahead_as_far_as_it_may(rl):
     assert 0 < max(behind[2]) <= 2
 
 
-def test_what_is_too_old_is_dropped_or_run_again(rl):
+def test_stale_trajectories_are_dropped_or_regenerated(rl):
     steps = {"total_train_steps": 4, "total_train_epochs": 2, "rollout.max_head_offpolicyness": 3}
     repeats = {}
     for how in ("drop", "regenerate"):
@@ -168,25 +168,25 @@ def test_requests_are_logged_when_asked_for(rl, caplog):
         assert any(record.message.startswith("request ") for record in caplog.records) == on
 
 
-class Greedy(RLVRWorkflow):
-    """Says that prompts are to be trained on."""
+class TrainsOnPrompts(RLVRWorkflow):
+    """Marks prompt tokens as trained on."""
 
     async def arun_group(self, engine: Any, data: dict[str, Any], samples: int) -> Any:
         found = await super().arun_group(engine, data, samples)
         return [{**t, "loss_mask": torch.ones_like(t["loss_mask"])} for t in found]
 
 
-def built_in(trainer: HereTrainer) -> dict[str, Any]:
-    """Arguments of the workflows that come with areno."""
+def built_in(trainer: InProcessTrainer) -> dict[str, Any]:
+    """Arguments of the built-in workflows."""
     reward = _reward_call(trainer.config)
     return {"reward_fn": reward, "gconfig": trainer.config.gconfig, "tokenizer": trainer.engine.tokenizer}
 
 
 def test_trajectories_are_checked_when_asked_for(rl):
     def run(check: bool) -> RolloutRun:
-        def own(trainer: HereTrainer) -> None:
+        def own(trainer: InProcessTrainer) -> None:
             train = trainer.train
-            workflow = Greedy(**built_in(trainer))
+            workflow = TrainsOnPrompts(**built_in(trainer))
             trainer.train = lambda *_: train(workflow)  # type: ignore[method-assign]
 
         return rl({"rollout.check_trajectory_format": check}, watch=own)
@@ -207,7 +207,7 @@ def test_trajectories_are_written_when_asked_for(rl):
     assert sorted(line["reward"] for line in lines) == sorted(row["rewards"] for row in run.samples)
 
 
-def test_a_request_has_a_deadline_and_further_tries(rl, caplog):
+def test_a_request_has_a_deadline_and_retries(rl, caplog):
     endless = {"gconfig.max_new_tokens": 4000, "gconfig.max_tokens": 4090, "gconfig.ignore_eos": True, **ALONE}
     endless["train_dataset.batch_size"] = 1
     tries = {}
@@ -215,8 +215,8 @@ def test_a_request_has_a_deadline_and_further_tries(rl, caplog):
         caplog.clear()
         with pytest.raises(ArenoError, match=r"rollout\.request_timeout"):
             rl({**endless, "rollout.request_timeout": 0.03, "rollout.request_retries": retries})
-        said = [record.message for record in caplog.records if "retrying request" in record.message]
-        tries[retries] = max((int(text.partition("(")[2].partition(" of")[0]) for text in said), default=0)
+        messages = [record.message for record in caplog.records if "retrying request" in record.message]
+        tries[retries] = max((int(text.partition("(")[2].partition(" of")[0]) for text in messages), default=0)
     assert tries == {0: 0, 2: 2}
 
 
@@ -232,7 +232,7 @@ def test_prompts_outside_of_the_success_band_are_left_out(rl):
     assert {row["rewards"] for row in rl({**judged, "success_rate_ub": 0.5}).samples} == {0.0}
 
 
-def test_the_named_filter_says_which_groups_are_trained_on(rl):
+def test_the_named_filter_selects_the_groups_to_train_on(rl):
     judged = {"reward.fn": REWARDS + "by_row", "actor.reward_norm": None}
     solved = rl({**judged, "workflow.dynamic_filter_fn": REWARDS + "solved"})
     assert {row["rewards"] for row in solved.samples} == {1.0}
@@ -241,7 +241,7 @@ def test_the_named_filter_says_which_groups_are_trained_on(rl):
         rl({"workflow.dynamic_filter_fn": REWARDS + "unsolved"})
 
 
-def test_a_dynamic_batch_counts_what_was_left_out(rl):
+def test_a_dynamic_batch_counts_filtered_groups(rl):
     judged = {
         "reward.fn": REWARDS + "by_row",
         "actor.reward_norm": None,
@@ -282,10 +282,10 @@ def test_parts_of_a_reward_are_weighted(rl):
     dumped = [json.loads(line) for path in (run.folder / "rollout").rglob("*.jsonl") for line in path.open()]
     for one in (*kept, *dumped):
         assert one["reward"] == pytest.approx(one["reward_parts"]["letters"] + 0.25 * one["reward_parts"]["short"])
-    assert len(dumped) >= len(run.samples)  # some are rolled out for the next step
+    assert len(dumped) >= len(run.samples)  # some belong to the next step
 
 
-def test_a_reward_model_judges_finished_answers_in_training_and_evaluation(rl, tiny_checkpoint, tmp_path):
+def test_a_reward_model_scores_finished_answers_in_training_and_evaluation(rl, tiny_checkpoint, tmp_path):
     judge = save_classifier(tmp_path / "judge", tiny_checkpoint)
     run = rl({
         **{"reward.fn": "", "reward.max_workers": None, "reward.path": str(judge), "evaluator.freq_steps": 1},
@@ -301,17 +301,17 @@ def test_a_reward_model_judges_finished_answers_in_training_and_evaluation(rl, t
     assert run.column("eval-rollout/reward/min")[0] < run.column("eval-rollout/reward/max")[0]
 
 
-def test_a_failing_reward_stops_the_run_where_it_shall(rl):
+def test_a_failing_reward_stops_the_run_if_configured(rl):
     with pytest.raises(RolloutStoppedError, match=r"stops at the first RewardError: .*KeyError"):
         rl({"reward.fn": REWARDS + "broken", "reward.on_error": "stop"})
 
 
-def test_a_late_reward_is_called_again(tiny_checkpoint, tmp_path):
+def test_a_reward_that_times_out_is_retried(tiny_checkpoint, tmp_path):
     for retries, timeout in ((0, 0.2), (2, 0.2)):
         calls = tmp_path / f"calls{retries}"
         calls.mkdir()
         given = {"reward.fn": REWARDS + "late", "reward.timeout_seconds": timeout, "reward.max_retries": retries}
-        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / str(retries), given)) as trainer:
+        with InProcessTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / str(retries), given)) as trainer:
             reward = built_in(trainer)["reward_fn"]
             with pytest.raises(RewardError, match=rf"{timeout:g} s"):
                 asyncio.run(reward("p", "c", [1], [2], folder=str(calls)))
@@ -319,13 +319,13 @@ def test_a_late_reward_is_called_again(tiny_checkpoint, tmp_path):
         assert len(list(calls.iterdir())) == retries + 1
 
 
-def test_rewards_are_computed_by_so_many_processes(rl):
+def test_rewards_are_computed_by_the_configured_number_of_processes(rl):
     for workers in (1, 2):
         run = rl({"reward.fn": REWARDS + "slow", "reward.max_workers": workers, "gconfig.n_samples": 4})
         assert len({row["rewards"] for row in run.samples}) == workers
 
 
-def test_the_workflow_and_its_arguments(rl):
+def test_the_named_workflow_gets_its_arguments(rl):
     def answers(**kwargs: Any) -> float:
         given = {"workflow.path": "multi_turn", "workflow.kwargs": kwargs, "reward.fn": REWARDS + "nothing"}
         given |= {"actor.reward_norm": None, "gconfig.ignore_eos": True, "gconfig.max_tokens": 2048}
@@ -336,19 +336,19 @@ def test_the_workflow_and_its_arguments(rl):
     assert answers(max_turns=3) == 3 * alone
 
 
-class Telling(RLVRWorkflow):
-    """Returns a number of its own with each sample."""
+class Reporting(RLVRWorkflow):
+    """Adds its own statistic to each sample."""
 
     async def arun_group(self, engine: Any, data: dict[str, Any], samples: int) -> Any:
         found = await super().arun_group(engine, data, samples)
         return [{**t, "tools": torch.tensor([float(i)])} for i, t in enumerate(found)]
 
 
-def test_numbers_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_path):
+def test_statistics_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_path):
     def run(name: str, **actor: Any) -> Run:
         given = {f"actor.{key}": value for key, value in actor.items()} | {"total_train_steps": 1}
-        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / name, given)) as trainer:
-            trainer.train(Telling, workflow_kwargs=built_in(trainer))
+        with InProcessTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / name, given)) as trainer:
+            trainer.train(Reporting, workflow_kwargs=built_in(trainer))
             return Run(trainer)
 
     assert run("on", log_agent_stats=True, log_agent_stats_keys=["tools"]).column("rollout/agent/tools/avg") == [0.5]
@@ -357,7 +357,7 @@ def test_numbers_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_p
         run("wrong", log_agent_stats=True, log_agent_stats_keys=["hammers"])
 
 
-# -- places ----------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------------------------
 
 
 def test_rollout_has_devices_of_its_own_unless_it_shares_the_actor_s():

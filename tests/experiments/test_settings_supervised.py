@@ -1,4 +1,4 @@
-"""Settings that every experiment has, shown by what small SFT, DPO and reward-model runs do."""
+"""Effects of the settings that every experiment has, in small SFT runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, set
 
 @pytest.fixture
 def sft(tiny_checkpoint, tmp_path):
-    """Runs SFT; settings are dotted names."""
+    """Runs SFT with settings by dotted name."""
     numbers = iter(range(1000))
 
     def run(changes: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -30,7 +30,7 @@ def sft(tiny_checkpoint, tmp_path):
 
 
 def loader(path: str, split: str, rows: int = 12) -> list[dict[str, Any]]:
-    """A user's own."""
+    """A user's own loader."""
     wanted = {"train": ANSWERED, "main": ANSWERED[:8]}[split]
     return wanted[:rows]
 
@@ -39,7 +39,7 @@ def loader(path: str, split: str, rows: int = 12) -> list[dict[str, Any]]:
 
 
 def test_the_run_ends_at_epochs_steps_or_sequences(sft):
-    """12 rows in batches of 4 make 3 steps of an epoch."""
+    """12 rows in batches of 4 make an epoch of 3 steps."""
     assert sft(total_train_steps=None).steps == 3
     assert sft(total_train_steps=None, total_train_epochs=2).steps == 6
     assert sft(total_train_steps=4, total_train_epochs=2).steps == 4
@@ -94,7 +94,7 @@ def test_rows_come_from_path(sft, tmp_path):
     assert sft({"total_train_steps": None, "train_dataset.path": str(other)}).steps == 1
 
 
-# -- saving, evaluating, going on ------------------------------------------------------------------------------------
+# -- saving, evaluation, recovery ------------------------------------------------------------------------------------
 
 SIX = {"total_train_steps": None, "total_train_epochs": 2}
 
@@ -103,14 +103,14 @@ SIX = {"total_train_steps": None, "total_train_epochs": 2}
     ("every", "saved"),
     [({"freq_steps": 2}, [1, 3, 5]), ({"freq_epochs": 1}, [2, 5]), ({"freq_steps": 4, "freq_epochs": 1}, [2, 3, 5])],
 )
-def test_models_are_kept_at_their_times(sft, every, saved):
+def test_models_are_saved_at_their_frequency(sft, every, saved):
     assert sft({**SIX, "saver": every}).saved() == saved
-    assert sft(SIX).saved() == [5]  # what was trained is never lost unless that is asked for
+    assert sft(SIX).saved() == [5]  # the final model is saved unless saving is off
     assert sft({**SIX, "saver.mode": "off"}).saved() == []
 
 
-def test_models_are_kept_after_so_many_seconds(tiny_checkpoint, tmp_path, monkeypatch):
-    """The clock of the run says that each step takes one second."""
+def test_models_are_saved_after_the_configured_seconds(tiny_checkpoint, tmp_path, monkeypatch):
+    """On the clock of the run, each step takes one second."""
     seconds = {"now": 0.0}
     monkeypatch.setattr("areno.training.frequency.FrequencyControl._elapsed", lambda self, now: seconds["now"])
     with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path, {**SIX, "saver.freq_secs": 3})) as trainer:
@@ -125,8 +125,8 @@ def test_models_are_kept_after_so_many_seconds(tiny_checkpoint, tmp_path, monkey
         assert Run(trainer).saved() == [2, 3, 5]
 
 
-def test_the_folder_and_the_mode_of_saving(sft, tmp_path):
-    """The same model is kept wherever and however it is written."""
+def test_models_are_saved_to_the_configured_folder_in_every_mode(sft, tmp_path):
+    """Every mode saves the same model."""
     kept = []
     for number, mode in enumerate(("sync", "async", "auto")):
         root = tmp_path / f"elsewhere{number}"
@@ -138,7 +138,7 @@ def test_the_folder_and_the_mode_of_saving(sft, tmp_path):
         assert all(torch.equal(value, other[name]) for name, value in kept[0].items())
 
 
-def test_async_saving_writes_beside_training(tiny_checkpoint, tmp_path):
+def test_async_saving_writes_in_another_thread(tiny_checkpoint, tmp_path):
     import threading
 
     writers = {}
@@ -147,11 +147,11 @@ def test_async_saving_writes_beside_training(tiny_checkpoint, tmp_path):
         with trainer_of(config) as trainer:
             write = trainer.saver._write
 
-            def told(*given: Any, write: Any = write, mode: str = mode) -> None:
+            def recorded(*given: Any, write: Any = write, mode: str = mode) -> None:
                 writers[mode] = threading.current_thread() is threading.main_thread()
                 write(*given)
 
-            trainer.saver._write = told
+            trainer.saver._write = recorded
             trainer.train()
     assert writers == {"sync": True, "async": False}
 
@@ -165,10 +165,10 @@ def valid(**evaluator: Any) -> dict[str, Any]:
     }
 
 
-def test_evaluations_come_at_their_times(sft):
+def test_evaluations_run_at_their_frequency(sft):
     every = sft({**SIX, **valid(freq_steps=2)})
-    told = [record["step"] for record in every.records if "sft/eval/loss" in record]
-    assert told == [1, 3, 5]
+    evaluated = [record["step"] for record in every.records if "sft/eval/loss" in record]
+    assert evaluated == [1, 3, 5]
     before = sft({**SIX, **valid(freq_epochs=2, eval_before_train=True)})
     assert len(before.column("sft/eval/loss")) == 2
     assert before.column("sft/eval/loss")[0] > before.column("sft/eval/loss")[1]
@@ -185,8 +185,8 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_worse_ends(sft):
     assert run.saved() == [run.steps - 1]
 
 
-def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, monkeypatch):
-    """Weights are read once, and a restart reads those of its point."""
+def test_recovery_checkpoints_are_written_and_resumed_from(tiny_checkpoint, tmp_path, monkeypatch):
+    """Weights are read once; a resumed run reads those of its checkpoint."""
     read: list[str] = []
     make = experiment.make_engine
     monkeypatch.setattr(
@@ -213,8 +213,8 @@ def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, 
 
 
 @pytest.mark.parametrize("option", ["recover.no_save_optim", "recover.no_load_optim"])
-def test_a_restart_may_begin_with_a_fresh_optimizer(tiny_checkpoint, tmp_path, option):
-    """Adam's moments are lost, so the weights differ from those of a run that keeps them; the point is smaller."""
+def test_a_resumed_run_can_start_with_a_fresh_optimizer(tiny_checkpoint, tmp_path, option):
+    """Without Adam's moments, the weights differ from those of a run that keeps them; a checkpoint without them is smaller."""
     runs, sizes = [], []
     for name, more in {"kept": {}, "fresh": {option: True}}.items():
         given = {"total_train_epochs": 2, "recover.freq_steps": 1, "recover.mode": "auto", **more}
@@ -225,8 +225,8 @@ def test_a_restart_may_begin_with_a_fresh_optimizer(tiny_checkpoint, tmp_path, o
     assert (sizes[1] < 0.6 * sizes[0]) == (option == "recover.no_save_optim")
 
 
-def test_a_failed_run_is_started_again_so_often(tiny_checkpoint, tmp_path, monkeypatch):
-    """A process of the run fails in its second step, again and again."""
+def test_a_failed_run_is_retried_as_often_as_configured(tiny_checkpoint, tmp_path, monkeypatch):
+    """The second step of the run fails twice."""
     attempts = []
     step = SFTTrainer.run_step
 
@@ -279,7 +279,7 @@ def test_the_trainer_has_the_variables_and_threads_of_the_actor_and_one_notice(t
 # -- statistics and traces -------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_lies_at_its_path(sft, tmp_path):
+def test_tensorboard_events_are_written_to_the_configured_path(sft, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "events"
@@ -289,9 +289,9 @@ def test_tensorboard_lies_at_its_path(sft, tmp_path):
     assert [event.value for event in events.Scalars("sft/lr")] == pytest.approx(run.column("sft/lr"))
 
 
-def test_a_trace_is_written_every_so_many_steps(tiny_checkpoint, tmp_path):
-    def names(**tracer: Any) -> list[set[str]]:
-        """Names of the trace's events as they lie on the disk when each step begins, and in the end."""
+def test_a_trace_is_written_at_its_save_interval(tiny_checkpoint, tmp_path):
+    def sizes(**tracer: Any) -> list[set[str]]:
+        """Size of the trace files when each step begins, and at the end."""
         root = tmp_path / "-".join(f"{key}{value}" for key, value in tracer.items()).replace(" ", "")
         given = {f"perf_tracer.{key}": value for key, value in tracer.items()}
         found = []
@@ -312,7 +312,7 @@ def test_a_trace_is_written_every_so_many_steps(tiny_checkpoint, tmp_path):
         look()
         return found
 
-    each, third, off = names(enabled=True, save_interval=1), names(enabled=True, save_interval=3), names(enabled=False)
+    each, third, off = sizes(enabled=True, save_interval=1), sizes(enabled=True, save_interval=3), sizes(enabled=False)
     assert each[0] < each[1] < each[2] < each[3]
     assert third[1] == third[2] == third[0] < third[3]
     assert set(off) == {0}

@@ -1,4 +1,4 @@
-"""Settings of the policy update: each changes what is computed, and the result is that of its formula in float64."""
+"""Settings of the policy update: each one changes the result, which equals that of its formula in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rejecting(**more: Any) -> PolicyLossConfig:
     return PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=RejectionSampling(**{"upper": 5.0, **more}))
 
 
-def judged(**more: Any) -> dict[str, Any]:
+def rejection_settings(**more: Any) -> dict[str, Any]:
     return {f"actor.rejection_sampling.{name}": value for name, value in more.items()}
 
 
@@ -62,22 +62,34 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLossConfig]] = [
             use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0), prox_logp_method="loglinear"
         ),
     ),
-    ({"actor.use_decoupled_loss": True}, DECOUPLED | judged(upper=1.2), rejecting(upper=1.2)),
-    (DECOUPLED, judged(upper=1.2), rejecting(upper=1.2)),
-    (DECOUPLED, judged(lower=0.9), rejecting(lower=0.9)),
+    ({"actor.use_decoupled_loss": True}, DECOUPLED | rejection_settings(upper=1.2), rejecting(upper=1.2)),
+    (DECOUPLED, rejection_settings(upper=1.2), rejecting(upper=1.2)),
+    (DECOUPLED, rejection_settings(lower=0.9), rejecting(lower=0.9)),
     (
-        DECOUPLED | judged(metric="kl_k1"),
-        judged(metric="kl_k1", lower=0.0),
+        DECOUPLED | rejection_settings(metric="kl_k1"),
+        rejection_settings(metric="kl_k1", lower=0.0),
         rejecting(metric="kl_k1", lower=0.0),
     ),
-    (DECOUPLED | judged(upper=1.2), judged(action="clamp"), rejecting(upper=1.2, action="clamp")),
-    (DECOUPLED | judged(upper=1.2), judged(level="sequence"), rejecting(upper=1.2, level="sequence")),
     (
-        DECOUPLED | judged(upper=1.2, level="sequence"),
-        judged(agg="max"),
+        DECOUPLED | rejection_settings(upper=1.2),
+        rejection_settings(action="clamp"),
+        rejecting(upper=1.2, action="clamp"),
+    ),
+    (
+        DECOUPLED | rejection_settings(upper=1.2),
+        rejection_settings(level="sequence"),
+        rejecting(upper=1.2, level="sequence"),
+    ),
+    (
+        DECOUPLED | rejection_settings(upper=1.2, level="sequence"),
+        rejection_settings(agg="max"),
         rejecting(upper=1.2, level="sequence", agg="max"),
     ),
-    (DECOUPLED | judged(upper=1.2), judged(metric="kl_k2", upper=0.02), rejecting(metric="kl_k2", upper=0.02)),
+    (
+        DECOUPLED | rejection_settings(upper=1.2),
+        rejection_settings(metric="kl_k2", upper=0.02),
+        rejecting(metric="kl_k2", upper=0.02),
+    ),
     ({}, TAUGHT, PolicyLossConfig(distill_loss_weight=0.005)),
     (TAUGHT, {"teacher.distill_loss_weight": 0.7}, PolicyLossConfig(distill_loss_weight=0.7)),
     (TAUGHT, {"teacher.rl_loss_weight": 0.3}, PolicyLossConfig(rl_loss_weight=0.3, distill_loss_weight=0.005)),
@@ -87,7 +99,7 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLossConfig]] = [
 @pytest.mark.parametrize(
     ("base", "changes", "by_hand"), LOSSES, ids=lambda given: ",".join(given) if isinstance(given, dict) else ""
 )
-def test_a_knob_of_the_loss_gives_its_formula(base, changes, by_hand):
+def test_each_loss_setting_follows_its_formula(base, changes, by_hand):
     batch = make_batch([6, 5, 7, 4], seed=3, mask_share=1.0, shift=0.4)
     rows = [[token | {"x0": token["x"]} for token in row] for row in batch.rows]
 
@@ -102,7 +114,7 @@ def test_a_knob_of_the_loss_gives_its_formula(base, changes, by_hand):
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "k1", "k2"])
 @pytest.mark.parametrize("algorithm", [{}, {"actor.algorithm": "cispo"}, {"actor.algorithm": "grpo"}])
-def test_a_kl_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
+def test_a_kl_term_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
     batch = make_batch([6, 5, 7, 4], seed=3, mask_share=1.0, shift=0.4)
 
     def loss(given: dict[str, Any]) -> float:
@@ -130,7 +142,7 @@ def test_a_kl_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
          partial(gspo_loss_fn, clip_eps=0.1)),
     ],
 )  # fmt: skip
-def test_an_algorithm_by_name_gives_its_loss(changes, by_hand):
+def test_an_algorithm_name_selects_its_loss(changes, by_hand):
     batch, made = make_batch([6, 5, 7, 4], seed=3, mask_share=1.0, shift=0.4), config(changes)
     loss = with_version(loss_of(made.actor, made.teacher), VERSION)
     assert loss(batch.pack, batch.logprobs)[0] == by_hand(batch.pack, batch.logprobs)[0]
@@ -259,8 +271,8 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_parts_of_a_reward_are_normalized_where_asked_for():
-    """Per part (x - mean) / deviation of the group's rows, times its weight; then no further norm, so it is the advantage."""
+def test_parts_of_a_reward_are_normalized_when_asked_for():
+    """Each part is (x - mean) / deviation over its group, times its weight; with no further norm, the sum is the advantage."""
 
     def advantages(**reward: Any) -> list[float]:
         rows = rows_to_shape()
@@ -284,7 +296,7 @@ def test_parts_of_a_reward_are_normalized_where_asked_for():
 
 
 @pytest.mark.parametrize(("base", "changes", "knobs"), SHAPES, ids=lambda given: ",".join(given))
-def test_a_knob_of_the_reward_gives_its_formula(base, changes, knobs):
+def test_each_reward_setting_follows_its_formula(base, changes, knobs):
     def advantages(given: dict[str, Any]) -> list[list[float]]:
         rows = rows_to_shape()
         shape_advantages(rows, shaping_of(config(given).actor, config(given).reward))
@@ -316,7 +328,7 @@ def steps_of(trainer: Any, role: str) -> int:
     return int(trainer.engine.role(role).trained_by().steps)
 
 
-def test_an_update_has_so_many_optimizer_steps(tiny_checkpoint, tmp_path):
+def test_an_update_has_the_configured_number_of_optimizer_steps(tiny_checkpoint, tmp_path):
     given = {**CRITIC, "actor.ppo_n_minibatches": 2, "critic.ppo_n_minibatches": 4, "total_train_steps": 2}
     given |= {"actor.ppo_n_epochs": 3, "critic.ppo_n_epochs": 2}
     with trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
@@ -324,8 +336,8 @@ def test_an_update_has_so_many_optimizer_steps(tiny_checkpoint, tmp_path):
         assert (steps_of(trainer, "actor"), steps_of(trainer, "critic")) == (12, 16)
 
 
-def test_the_critic_moves_less_when_it_is_clipped(rl):
-    """The second optimizer step of an update finds values that have moved away from the old ones."""
+def test_value_clipping_changes_the_critic_loss(rl):
+    """In the second optimizer step of an update, values differ from the old ones, so that clipping takes effect."""
     losses = {
         eps: rl({**CRITIC, "critic.ppo_n_minibatches": 2, "critic.eps_clip": eps}).column("ppo_critic/loss")
         for eps in (1e-4, 100.0)
@@ -333,8 +345,8 @@ def test_the_critic_moves_less_when_it_is_clipped(rl):
     assert losses[1e-4][0] != losses[100.0][0]
 
 
-def test_cut_answers_are_left_out_of_both_updates(rl):
-    """Every answer is cut at its limit, so nothing is trained."""
+def test_truncated_answers_are_left_out_of_both_updates(rl):
+    """Every answer is truncated, so nothing is trained."""
     given = {**CRITIC, "gconfig.ignore_eos": True}
     assert rl(given).column("ppo_critic/loss")
     masked = rl({**given, "actor.mask_no_eos_with_zero": True})
@@ -349,19 +361,19 @@ def test_log_probs_are_recomputed_when_asked_for(rl):
 
 
 @pytest.mark.parametrize("bound", [1e-9, 1e9])
-def test_tokens_are_left_out_by_their_second_moment(tiny_checkpoint, tmp_path, bound):
+def test_tokens_are_masked_by_their_second_moment(tiny_checkpoint, tmp_path, bound):
     given = {**DECOUPLED, "actor.m2_threshold": bound}
     with trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
         trainer.plan_steps()
         rows = rows_to_shape()
         for row in rows:
             row.versions = [-1, -1] + [0] * (len(row.tokens) - 2)
-        told = trainer._update(rows, next(trainer.steps()).at)
-    assert (told["ppo_actor/update/m2_filtered_fraction"] > 0.5) == (bound < 1)
+        metrics = trainer._update(rows, next(trainer.steps()).at)
+    assert (metrics["ppo_actor/update/m2_filtered_fraction"] > 0.5) == (bound < 1)
 
 
 @pytest.mark.parametrize("engine_type", ["rollout", "train"])
-def test_the_teacher_at_its_path_draws_the_actor_to_it(rl, tmp_path, engine_type):
+def test_the_actor_is_distilled_from_the_teacher_at_its_path(rl, tmp_path, engine_type):
     other = save_tiny_checkpoint(tmp_path / "other", seed=7)
     given = {"teacher.engine_type": engine_type, f"teacher.{engine_type}": {}, "teacher.distill_loss_weight": 1.0}
     far = rl({**given, "teacher.path": str(other)}).column("ppo_actor/update/rkl_loss/avg")
@@ -370,7 +382,7 @@ def test_the_teacher_at_its_path_draws_the_actor_to_it(rl, tmp_path, engine_type
     assert abs(far[0]) > 1e-3
 
 
-def test_a_reference_scores_within_its_micro_batches(tiny_checkpoint, tmp_path):
+def test_a_reference_scores_in_its_own_micro_batches(tiny_checkpoint, tmp_path):
     passes = {}
     for most in (64, 4096):
         given = {"ref.mb_spec.max_tokens_per_mb": most, "actor.kl_ctl": 0.1, "total_train_steps": 1}
@@ -383,9 +395,9 @@ def test_a_reference_scores_within_its_micro_batches(tiny_checkpoint, tmp_path):
     assert passes[64] > passes[4096] > 0
 
 
-def test_sgd_and_adam_are_different_runs(rl):
+def test_sgd_and_adam_give_different_weights(rl):
     assert differ(rl({}), rl({"actor.optimizer.type": "sgd"}))
 
 
-def test_weights_are_float(rl):
+def test_weights_are_float32(rl):
     assert all(value.dtype == torch.float32 for value in rl({}).weights.values())

@@ -1,4 +1,4 @@
-"""Admission by the documented formula, against a second bookkeeping that the tests do themselves."""
+"""Admission by the documented formula, checked against independent counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.examples import examples
 
 
 class Admission(RuleBasedStateMachine):
-    """A trainer and its episodes: whatever happens in whatever order, the formula holds."""
+    """A trainer and its episodes: the formula holds for any order of events."""
 
     @initialize(
         batch=st.integers(1, 5),
@@ -95,8 +95,8 @@ class Admission(RuleBasedStateMachine):
         assert promised <= (self.eta + self.version + 1) * self.batch
 
     @invariant()
-    def what_is_under_way_fits_the_coming_batches(self) -> None:
-        # The same in other words: with one batch per version, all of it is used within eta versions from now.
+    def episodes_in_flight_fit_the_coming_batches(self) -> None:
+        # In other words: with one batch per version, all of it is used within eta versions from now.
         assert self.ready + self.rejected_ready + self.running <= (self.eta + 1) * self.batch
 
     @invariant()
@@ -154,7 +154,7 @@ def test_negative_staleness_is_refused():
         StalenessManager(max_head_offpolicyness=-1)
 
 
-def test_a_trajectory_is_too_old_by_its_oldest_sampled_token_alone():
+def test_only_the_oldest_sampled_token_decides_whether_a_trajectory_is_too_old():
     trajectory = {"versions": torch.tensor([[-1, 7, 5], [-1, 4, -1]])}
     assert oldest_version(trajectory) == 4
     assert [too_old(trajectory, version, bound=2) for version in (5, 6, 7)] == [False, False, True]

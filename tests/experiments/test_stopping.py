@@ -1,4 +1,4 @@
-"""An experiment that is asked to stop saves its last step, and goes on from there; one that cannot learn says so."""
+"""An experiment that is asked to stop saves its last step, and resumes from there; one that cannot learn says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import areno  # noqa: F401  (before torch)
 from examples.experiments import toy
-from tests.experiments.trainer_stage import HereTrainer, settings_of_kind
+from tests.experiments.trainer_stage import InProcessTrainer, settings_of_kind
 from tests.support.cli import areno as run_areno
 from tests.support.cli import start, wait_for_text
 
@@ -34,7 +34,7 @@ def words(made: Path, root: Path, steps: int, **changes: Any) -> list[str]:
     root.mkdir(exist_ok=True)
     given = {"cluster.fileroot": root, "train_dataset.path": made / "sft.jsonl", "actor.path": made / "model"}
     given |= {"total_train_epochs": 10**6, "total_train_steps": steps, "saver.freq_epochs": "null"}
-    given |= {"actor.optimizer.warmup_steps_proportion": 0.0, **changes}  # or the rate depends on the number of steps
+    given |= {"actor.optimizer.warmup_steps_proportion": 0.0, **changes}  # else the rate depends on the number of steps
     return ["run", str(SFT), *(f"{name.replace('__', '.')}={value}" for name, value in given.items())]
 
 
@@ -43,24 +43,24 @@ def models(root: Path) -> list[Path]:
 
 
 def stopped(made: Path, root: Path, signum: int, **changes: Any) -> str:
-    """What a run says that gets a signal after some steps."""
+    """Output of a run that gets a signal after some steps."""
     process = start(*words(made, root, 10**6, **changes))
     wait_for_text(process, "global step 5 ")
     process.send_signal(signum)
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum, told
-    return str(told)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, output
+    return str(output)
 
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
-def test_a_stopped_run_goes_on_bit_for_bit(made: Path, tmp_path: Path, signum: int) -> None:
-    told = stopped(made, tmp_path / "stopped", signum, recover__mode="auto", recover__freq_epochs=10**5)
-    assert "run the same command again" in told
+def test_a_stopped_run_resumes_bit_for_bit(made: Path, tmp_path: Path, signum: int) -> None:
+    output = stopped(made, tmp_path / "stopped", signum, recover__mode="auto", recover__freq_epochs=10**5)
+    assert "run the same command again" in output
     (point,) = (tmp_path / "stopped").glob("checkpoints/*/toy/sft/recover/step_*")
     steps = int(point.name.removeprefix("step_")) + 3
     more = {"recover__mode": "auto", "recover__freq_epochs": 10**5}
     again = words(made, tmp_path / "stopped", steps, **more)
-    if signum == signal.SIGTERM:  # by either command, the run is named by its directory alone
+    if signum == signal.SIGTERM:  # `areno train --resume` needs only the directory of the run
         (run,) = (tmp_path / "stopped").glob("logs/*/toy/sft")
         again = ["train", "--resume", str(run), f"total_train_steps={steps}"]
     assert run_areno(*again).returncode == 0
@@ -72,24 +72,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(made: Path, tmp_path: Path, signum: i
 
 
 def test_without_recovery_the_model_is_saved(made: Path, tmp_path: Path) -> None:
-    told = stopped(made, tmp_path, signal.SIGTERM)
-    assert "recover.mode=auto" in told
+    output = stopped(made, tmp_path, signal.SIGTERM)
+    assert "recover.mode=auto" in output
     (model,) = models(tmp_path)
     step = int(model.parent.name.rpartition("globalstep")[2])
-    assert f"stopping after {step + 1} steps" in told
+    assert f"stopping after {step + 1} steps" in output
 
 
-def test_with_no_model_to_save_nothing_is(made: Path, tmp_path: Path) -> None:
+def test_with_saving_off_no_model_is_saved(made: Path, tmp_path: Path) -> None:
     stopped(made, tmp_path, signal.SIGTERM, saver__mode="off")
     assert not models(tmp_path)
 
 
-def test_rewards_that_teach_nothing_are_a_warning_in_the_names_of_settings(
+def test_constant_rewards_cause_a_warning_that_names_settings(
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {"reward.fn": "tests.experiments.plain_rewards.nothing", "total_train_steps": 6, "total_train_epochs": 9}
     caplog.set_level("INFO", logger="areno")
-    with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
+    with InProcessTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
         trainer.train()
     (warning,) = [record.getMessage() for record in caplog.records if "nothing can be learned" in record.getMessage()]
     assert "step 4: all rewards are 0 for 5 steps" in warning

@@ -1,4 +1,4 @@
-"""What a backend and the settings of its section make of the ranks: a mapping, seen without a run."""
+"""How a backend and the settings of its section map to a layout of ranks, without a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def actor(model):
         ("archon:d4e2", {}, Layout(4, ep_size=2)),
         ("archon:d2t2p2c2e4", {"archon__pp_schedule": "1F1B"}, Layout(2, 2, cp_size=2, ep_size=4, pp_size=2)),
         ("archon:p2", {}, Layout(pp_size=2, pp_chunks=2)),
-        ("archon:p8", {}, Layout(pp_size=8)),  # too few layers for two runs of each stage
+        ("archon:p8", {}, Layout(pp_size=8)),  # too few layers for two chunks per stage
         ("archon:p2", {"archon__pp_layers_per_stage": 7}, Layout(pp_size=2)),
         ("archon:p2", {"archon__reshard_after_forward_policy": "always"}, Layout(pp_size=2, pp_chunks=2)),
         ("archon:d2", {"archon__reshard_after_forward_policy": "never"}, Layout(2, reshards=False)),
@@ -57,7 +57,7 @@ def actor(model):
         ("megatron:(attn:d4|ffn:d2t2)", {}, Layout(4, ep_size=2)),
     ],
 )
-def test_a_backend_gives_ranks(actor, backend, settings, layout):
+def test_a_backend_maps_to_a_layout(actor, backend, settings, layout):
     found = training_layout(actor(backend, **settings))
     staged, always = layout.pp_size > 1, settings.get("archon__reshard_after_forward_policy") == "always"
     assert found == Layout(
@@ -85,7 +85,7 @@ def test_a_backend_gives_ranks(actor, backend, settings, layout):
         (Layout(pp_size=4, pp_chunks=3, pp_less=(4, 4)), [1] * 12),
     ],
 )
-def test_layers_are_divided_by_what_each_run_has_to_do(layout, runs):
+def test_layers_are_divided_by_the_work_of_each_chunk(layout, runs):
     found = layout.runs_of_layers(LAYERS)
     assert [len(run) for run in found] == runs
     assert [layer for run in found for layer in run] == list(range(LAYERS))
@@ -112,7 +112,7 @@ def test_layers_that_do_not_divide_are_refused(actor, backend, settings, words):
         training_layout(actor(backend, **settings))
 
 
-def test_weights_are_sharded_where_a_backend_does_so(actor):
+def test_weights_are_sharded_if_the_backend_shards_them(actor):
     assert training_layout(actor("megatron:d2", fsdp__shard_weights=True)).fsdp
     section = actor("megatron:d2", megatron__use_torch_fsdp2=True).megatron
     assert section.shards_weights
@@ -120,7 +120,7 @@ def test_weights_are_sharded_where_a_backend_does_so(actor):
 
 
 @pytest.mark.parametrize("backend", ["archon", "megatron"])
-def test_deterministic_algorithms_are_asked_for(actor, backend):
+def test_deterministic_algorithms_are_enabled(actor, backend):
     wanted = {f"{backend}__use_deterministic_algorithms": True, "dtype": "float32"}
     assert engine_config(actor(f"{backend}:d1", **wanted)).deterministic
     assert not engine_config(actor("fsdp:d1", **wanted)).deterministic
@@ -145,7 +145,7 @@ def test_the_loss_scale_reaches_the_optimizer(actor, model):
     assert "actor.optimizer.hysteresis: only read with dtype float16" in text
 
 
-def test_ways_to_shard_reach_the_layout(actor):
+def test_sharding_settings_reach_the_layout(actor):
     plain = training_layout(actor("fsdp:d2"))
     names = ["LlamaAttention", "LlamaMLP"]
     for settings, expected in (
@@ -169,7 +169,7 @@ def test_kernels_of_the_hub_need_their_package(actor, monkeypatch):
     assert engine_config(actor("fsdp:d1", use_kernels=True, dtype="float32")).load_options().use_kernels
 
 
-def test_the_notice_says_what_acts_and_what_does_not(model):
+def test_the_notice_says_which_settings_have_an_effect(model):
     changes = {"actor.megatron.virtual_pipeline_parallel_size": 2, "actor.archon.ac_mode": "full"}
     text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
     assert "actor.megatron.async_save: areno's engine, which replaces this backend, decides this itself" in text

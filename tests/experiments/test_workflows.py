@@ -1,4 +1,4 @@
-"""Rewards, several turns, and what users may name as a workflow."""
+"""Rewards, multi-turn episodes, and what users may name as a workflow."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_exception_in_a_reward_function_is_an_error_and_not_zero():
         call(AsyncReward(broken), answer="7")
 
 
-def test_a_late_reward_is_killed_with_what_it_started_and_tried_again(tmp_path: Path):
+def test_a_reward_that_times_out_is_killed_with_its_children_and_retried(tmp_path: Path):
     pids = tmp_path / "pids"
 
     def slow(*_: Any, **data: Any) -> float:
@@ -109,7 +109,7 @@ def test_a_late_reward_is_killed_with_what_it_started_and_tried_again(tmp_path: 
     assert all(gone(pid) for pids in tries for pid in pids)
 
 
-def test_a_reward_that_dies_with_its_process_is_tried_again(tmp_path: Path):
+def test_a_reward_whose_process_dies_is_retried(tmp_path: Path):
     def dies_once(*_: Any, **data: Any) -> float:
         import os
         from pathlib import Path
@@ -165,19 +165,19 @@ def third_try(prompt: str, completions: str, prompt_ids: list[int], completion_i
     return 8.0 if prompt.count("answer the original") == 2 else 0.0
 
 
-def test_a_wrong_answer_is_tried_again_and_costs_a_discount(engine):
+def test_a_wrong_answer_is_retried_and_discounted(engine):
     gconfig = Generation(max_new_tokens=6, ignore_eos=False)
     found = episode(engine, MultiTurnWorkflow(third_try, gconfig, engine.tokenizer, max_turns=5, turn_discount=0.5))
     check_trajectory(found)
     assert found["rewards"].tolist() == [8.0 * 0.5**2] * len(found["rewards"])
     assert set(found["num_turns"].tolist()) == {3}
-    for row in samples_of(found):  # all that was sampled is trained on, and nothing else
+    for row in samples_of(found):  # exactly the sampled tokens are trained on
         assert [bool(mark) for mark in row["loss_mask"]] == [version >= 0 for version in row["versions"]]
     texts = [engine.tokenizer.decode(row["input_ids"]) for row in samples_of(found)]
     assert any(text.count(TRY_AGAIN) == 2 for text in texts)
 
 
-def test_a_discount_holds_for_the_parts_of_a_reward_too(engine):
+def test_a_discount_applies_to_the_parts_of_a_reward_too(engine):
     gconfig = Generation(max_new_tokens=4)
 
     def parts(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_discount_holds_for_the_parts_of_a_reward_too(engine):
         assert (sequence.reward, parts_of(sequence.reward)) == (2.5, {"right": 2.0, "tidy": 1.0})
 
 
-def test_tries_end_at_the_limit_with_reward_zero(engine):
+def test_attempts_end_at_the_limit_with_reward_zero(engine):
     gconfig = Generation(max_new_tokens=4)
     found = episode(engine, MultiTurnWorkflow(lambda *_, **__: 0.0, gconfig, engine.tokenizer, max_turns=2))
     assert set(found["rewards"].tolist()) == {0.0}
@@ -212,14 +212,14 @@ def test_a_full_context_ends_the_conversation_and_keeps_it(engine):
 @st.composite
 def rows(draw: Any) -> TrajectoryRow:
     kinds = [False, *draw(st.lists(st.booleans(), min_size=1, max_size=12))]
-    trained = [said and draw(st.booleans()) for said in kinds]
+    trained = [sampled and draw(st.booleans()) for sampled in kinds]
     return TrajectoryRow(
         tokens=draw(st.lists(st.integers(0, 99), min_size=len(kinds), max_size=len(kinds))),
         sampled=kinds,
         trained=trained,
         turns=[0] * len(kinds),
-        logprobs=[-draw(st.integers(1, 64)) / 8 if said else 0.0 for said in kinds],
-        versions=[draw(st.integers(0, 9)) if said else -1 for said in kinds],
+        logprobs=[-draw(st.integers(1, 64)) / 8 if sampled else 0.0 for sampled in kinds],
+        versions=[draw(st.integers(0, 9)) if sampled else -1 for sampled in kinds],
         temperature=draw(st.sampled_from([1.0, 0.5])),
         truncated=draw(st.booleans()),
         roles=list,
@@ -228,7 +228,7 @@ def rows(draw: Any) -> TrajectoryRow:
 
 @given(groups=st.lists(st.lists(st.tuples(rows(), st.integers(-4, 4)), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_rows_survive_padding_and_keep_their_group(groups):
-    """What comes out of padded tensors is what went in; padding marks nothing as truncated (all rows are of any length)."""
+    """Rows are unchanged by padding into tensors and back; padding marks none of them as truncated, whatever their lengths."""
     made = train_sequences([make_trajectory([(row, float(r)) for row, r in group]) for group in groups], eos_token_id=1)
     wanted = [(number, row, reward) for number, group in enumerate(groups) for row, reward in group]
     assert len(made) == len(wanted)
@@ -236,9 +236,8 @@ def test_rows_survive_padding_and_keep_their_group(groups):
         assert (found.group, found.reward, found.truncated) == (number, reward, row.truncated)
         assert (found.tokens, found.logprobs, found.temperature) == (row.tokens, row.logprobs, row.temperature)
         assert found.trainable() == row.trained
-        assert found.prompt_mask == [not said for said in row.sampled]
-        if hasattr(found, "versions"):
-            assert found.versions == row.versions
+        assert found.prompt_mask == [not sampled for sampled in row.sampled]
+        assert found.versions == row.versions
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,7 @@ def test_rows_survive_padding_and_keep_their_group(groups):
         (lambda t: t.update(input_ids=torch.ones(3)), r"input_ids of a trajectory has the shape \[3\]"),
     ],
 )
-def test_a_wrong_trajectory_is_told_by_key(change, message):
+def test_the_error_for_an_invalid_trajectory_names_the_key(change, message):
     row = TrajectoryRow(
         [1, 2, 3], [False, True, True], [False, True, True], [0] * 3, [0.0, -1, -1], [-1, 0, 0], 1.0, False, list
     )
@@ -267,7 +266,7 @@ def test_a_wrong_trajectory_is_told_by_key(change, message):
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(-3, 3)), max_size=8), st.sampled_from([0.0, 0.5, 1.0]))
-def test_discounts_are_the_sum_of_what_follows(rewards, gamma):
+def test_discounted_returns_are_sums_over_the_remaining_rewards(rewards, gamma):
     wanted = [sum((r or 0) * gamma**k for k, r in enumerate(rewards[i:])) for i in range(len(rewards))]
     assert discounted_returns([r or 0.0 for r in rewards], gamma) == pytest.approx(wanted)
 
@@ -318,6 +317,6 @@ def test_an_agent_is_wrapped(named):
         (Plain("x"), {"word": "y"}, r"workflow_kwargs \(word\) have no effect"),
     ],
 )
-def test_what_is_no_workflow_is_refused(named, kwargs, message):
+def test_invalid_workflows_and_arguments_are_refused(named, kwargs, message):
     with pytest.raises(UsageError, match=message):
         resolve_workflow(named, Generation(), workflow_kwargs=kwargs)

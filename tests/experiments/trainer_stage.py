@@ -1,4 +1,4 @@
-"""What tests of settings share: small experiments whose rollout engine lives in the process of the test."""
+"""Shared by tests of settings: small experiments whose rollout engine lives in the test process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = {"rl": PROMPTS, "sft": ANSWERED, "rw": PAIRS, "dpo": PAIRS}
 
 
 def settings_of_kind(kind: str, checkpoint: Path, root: Path, changes: dict[str, Any]) -> Any:
-    """A checked configuration; names of settings are dotted."""
+    """A checked configuration; ``changes`` has settings by dotted name."""
     root.mkdir(parents=True, exist_ok=True)
     data = root / f"{kind}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]), encoding="utf-8")
@@ -59,8 +59,8 @@ def settings_of_kind(kind: str, checkpoint: Path, root: Path, changes: dict[str,
     return config_from(changed(tree, changes), CLASSES[kind])
 
 
-class HereFleet:
-    """One engine of this process in place of replicas in processes of their own; weights are copied."""
+class InProcessFleet:
+    """One engine in this process in place of replica processes; weights are copied."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -79,16 +79,16 @@ class HereFleet:
         return UpdateReport(version, "shm", 0, 0.0)
 
 
-class HereTrainer(PPOTrainer):
-    """Everything is the trainer's own but where the replica lives."""
+class InProcessTrainer(PPOTrainer):
+    """The PPO trainer, except that its replica lives in this process."""
 
     def _start_fleet(self) -> Any:
         path, config = self.rollout_engine()
-        return HereFleet(Engine(path, config))
+        return InProcessFleet(Engine(path, config))
 
 
 class Run:
-    """A finished experiment: its statistics by step, its folder, and the weights that it ended with."""
+    """A finished experiment: its statistics by step, its folder, and its final weights."""
 
     def __init__(self, trainer: Any) -> None:
         self.records: list[dict[str, Any]] = list(trainer.run_dir.read_metrics())
@@ -116,7 +116,7 @@ class Run:
 
 
 class RolloutRun(Run):
-    """With the batches that were trained on."""
+    """A run with the batches that it trained on."""
 
     batches: list[Any]
 
@@ -134,7 +134,7 @@ class RolloutRun(Run):
 
 def trainer_of(config: Any, rows: Sequence[Any] | None = None) -> Any:
     kind = trainer_class(config)
-    return (HereTrainer if kind is PPOTrainer else kind)(config, rows)
+    return (InProcessTrainer if kind is PPOTrainer else kind)(config, rows)
 
 
 def run_kind(kind: str, checkpoint: Path, root: Path, changes: dict[str, Any] | None = None) -> Run:

@@ -3,9 +3,9 @@
     python -m tests.golden --against main
     python -m tests.golden --against HEAD~3 --only train_sft
 
-makes a worktree of the other commit, does every run of ``tests.golden.runs`` with both, and lists what differs: any bit, or
-with rollout in processes of its own more than rounding. Both are recorded on this machine, because sums are rounded
-otherwise on another processor.
+This creates a worktree of the other commit, executes every run of ``tests.golden.runs`` with both, and lists the differences:
+any bit or, if rollout has its own processes, more than rounding. Both are recorded on this machine, because another processor
+rounds sums differently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """The exit code says whether all runs are the same."""
+    """Return the exit code, which is 0 if all runs are the same."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--against", required=True, metavar="COMMIT", help="commit that the runs are compared with")
     parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose names hold TEXT")
@@ -51,9 +51,9 @@ def _compare(commit: str, only: str, folder: Path) -> int:
     shutil.rmtree(after, ignore_errors=True)
     failed += record(ROOT, data, after, only)
     names = sorted(path.name for path in after.iterdir() if path.is_dir() and only in path.name)
-    found = [line for name in names for line in differences(name, before, after, is_exact(ROOT, name))]
-    print("\n".join([f"{name}: failed" for name in failed] + found) or f"{len(names)} runs are the same")
-    return int(bool(failed or found))
+    changes = [line for name in names for line in differences(name, before, after, is_exact(ROOT, name))]
+    print("\n".join([f"{name}: failed" for name in failed] + changes) or f"{len(names)} runs are the same")
+    return int(bool(failed or changes))
 
 
 def _git(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""What two recorded golden runs must share: metrics but times, samples, and every tensor that was saved."""
+"""What must agree in two recorded golden runs: metrics except times, samples, and all saved tensors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from safetensors.torch import load_file
 
 _MACHINE = re.compile(r"time|per_second|tokens_per|memory|_bytes|pause|/wall|checkpoint_for_recover")
-"""Parts of the names of statistics that depend on the machine's load."""
+"""Parts of the names of metrics that depend on the machine's load."""
 
 
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-"""What numbers of runs may differ by that round otherwise each time."""
+"""Tolerances for numbers of runs that round differently each time."""
 _WEIGHTS = 1e-3
-"""The same for a weight: Adam's first steps turn a gradient that is all rounding into a whole step."""
+"""The same for a weight: in Adam's first steps, a gradient that is only rounding error causes a full step."""
 
 
 def differences(name: str, before: Path, after: Path, exact: bool) -> Iterator[str]:
     """Differences of one run.
 
     Args:
-        name: of the run, as its folder is called.
+        name: name of the run and of its folder.
         before: folder of the first recording.
         after: folder of the second.
-        exact: they must agree bit for bit.
+        exact: whether they must agree bit for bit.
     """
     first, second = before / name, after / name
     for file in ("metrics.jsonl", "samples.jsonl"):
@@ -39,8 +39,8 @@ def differences(name: str, before: Path, after: Path, exact: bool) -> Iterator[s
 
 
 def _lines(folder: Path, file: str) -> list[dict[str, Any]]:
-    found = sorted(folder.rglob(file))
-    return [_settled(json.loads(line)) for path in found for line in path.read_text(encoding="utf-8").splitlines()]
+    paths = sorted(folder.rglob(file))
+    return [_settled(json.loads(line)) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _settled(record: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _of_records(what: str, before: list[dict[str, Any]], after: list[dict[str, A
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of checkpoints, by their place below the folder; links to the toy are not followed."""
+    """All tensors of checkpoints, by their path below the folder and name; links to the toy are not followed."""
     files = [
         path for path in folder.rglob("*.safetensors") if "trainer_state" not in path.parts and not path.is_symlink()
     ]
@@ -90,5 +90,5 @@ def _of_tensors(
             yield f"{name} {key}: only {'before' if key in before else 'after'}"
             continue
         furthest = float((before[key].double() - after[key].double()).abs().max())
-        if not furthest <= most:  # NaN too
+        if not furthest <= most:  # also true for NaN
             yield f"{name} {key}: differs by up to {furthest:.3g}"

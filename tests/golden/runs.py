@@ -57,22 +57,22 @@ def reward_fn(record):
 
 
 def yaml_names(checkout: Path) -> list[str]:
-    """The examples that run on the toy."""
+    """Names of the examples that run on the toy."""
     return sorted(path.stem for path in (checkout / "examples/experiments").glob("*.yaml") if path.stem != "gsm8k_grpo")
 
 
 def is_exact(checkout: Path, name: str) -> bool:
     """Whether a run is the same bit for bit when it is repeated.
 
-    Not with rollout in processes of its own: which requests share a pass depends on when they come, and decides how sums
-    are rounded.
+    Not if rollout has its own processes: which requests share a forward pass depends on when they arrive, and affects how
+    sums are rounded.
     """
     kind, _, stem = name.partition("_")
     return kind == "train" or _kind(checkout / f"examples/experiments/{stem}.yaml") != "rl"
 
 
 def make_data(folder: Path) -> None:
-    """The toy's model and rows, and the functions of the runs."""
+    """Write the toy's model and rows, and the reward and loader of the runs."""
     from examples.experiments import toy
 
     toy.make_toy(folder)
@@ -84,16 +84,16 @@ def make_data(folder: Path) -> None:
 
 
 def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
-    """Do the runs with the code of a checkout.
+    """Execute the runs with the code of a checkout.
 
     Args:
         checkout: a source tree of areno.
         data: the toy, made by :func:`make_data`.
-        out: gets one folder per run.
-        only: part of the names of the runs to do.
+        out: folder that gets one folder per run.
+        only: text that must be part of a run's name.
 
     Returns:
-        Names of runs that failed; their output is in ``out``.
+        Names of the runs that failed; their output is in ``out``.
     """
     jobs = {f"train_{name}": _train(name, data, out) for name in FLAGS if only in f"train_{name}"}
     named = [name for name in yaml_names(checkout) if only in f"run_{name}"]
@@ -113,8 +113,8 @@ def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
 
 def _train(name: str, data: Path, out: Path) -> list[str]:
     words = [word.format(**{key: data / file for key, file in FILES.items()}) for word in FLAGS[name]]
-    given = [word for word in TRAIN if word not in ("--mini-bs", "8")] if "--mini-bs" in words else list(TRAIN)
-    return ["train", "--ckpt", str(data / "model"), "--run-dir", str(out / f"train_{name}"), *given, *words]
+    shared = [word for word in TRAIN if word not in ("--mini-bs", "8")] if "--mini-bs" in words else list(TRAIN)
+    return ["train", "--ckpt", str(data / "model"), "--run-dir", str(out / f"train_{name}"), *shared, *words]
 
 
 def _run(checkout: Path, name: str, data: Path, out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A launcher whose tasks are processes of this machine that dial over TCP, as if each number were on a node of its own."""
+"""A launcher whose tasks are local processes that connect over TCP, as if each task ran on its own node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Real services for tests, on loopback addresses: etcd, a Ray cluster of two nodes, a Slurm cluster of two nodes.
 
-Tests that need one skip by name where the machine has not got it: ``bash tests/launch/install.sh`` installs etcd and Slurm
-from Debian's packages, and ``pip install "areno[ray,etcd]"`` the Python packages.
+Tests that need a missing one are skipped and name it: ``bash tests/launch/install.sh`` installs etcd and Slurm from Debian's
+packages, and ``pip install "areno[ray,etcd]"`` the Python packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def own_folder(service: str) -> Iterator[Path]:
-    """A folder with a short name: the paths of sockets have a short limit."""
+    """A folder with a short name: socket paths must be short."""
     folder = Path(f"/tmp/areno-{service}-{os.getpid()}")
     folder.mkdir()
     try:
@@ -45,7 +45,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 class EtcdServer:
-    """A server that can be stopped and started again, with its data."""
+    """A server that can be stopped and restarted with its data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._port, self._peers = folder, free_port(), free_port()
@@ -134,10 +134,10 @@ class RayNodes:
                 if done.stdout.strip() == str(count):
                     return
             time.sleep(0.5)
-        raise TimeoutError(f"the Ray cluster has not got {count} nodes")
+        raise TimeoutError(f"the Ray cluster does not have {count} nodes")
 
     def restart_second(self) -> None:
-        """Once its processes are gone."""
+        """Restart the second node, whose processes must have ended."""
         end(self.nodes.pop())
         self._start(self._second)
         self._wait(2)
@@ -161,7 +161,7 @@ def ray_nodes(tmp_path_factory):
 
 @pytest.fixture
 def ray_cluster(ray_nodes, monkeypatch):
-    """Connects this process."""
+    """The Ray nodes, to which this process connects."""
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
@@ -255,7 +255,7 @@ def wait_for(condition, what: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not there within {timeout_s:g} s")
+            raise TimeoutError(f"{what}: not ready within {timeout_s:g} s")
         time.sleep(0.2)
 
 

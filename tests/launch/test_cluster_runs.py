@@ -1,8 +1,8 @@
-"""The GRPO example on a Ray cluster of two nodes, and as a Slurm job of two nodes: the samples and weights of one machine.
+"""The GRPO example on a Ray cluster and as a Slurm job, on two nodes each, gives the samples and weights of one machine.
 
-All with real services of this machine (:mod:`tests.launch.services`). At zero staleness every run draws the same samples.
-How many are in one decode step depends on time, and so do the last bits of their log-probs; without rollout, in SFT, the
-weights are those of one machine bit for bit.
+All tests use real services on this machine (:mod:`tests.launch.services`). At zero staleness every run draws the same
+samples. The batch size of a decode step depends on timing, and so do the last bits of log-probs; in SFT, which has no
+rollout, the weights equal those of one machine bit for bit.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def ray_words(names="nfs"):
 
 
 @pytest.mark.parametrize("names", ["nfs", "ray"])
-def test_on_ray_with_two_nodes(toys, ray_nodes, names):
+def test_a_run_on_two_ray_nodes_equals_a_local_run(toys, ray_nodes, names):
     trial = f"ray_{names}"
     run(toys, trial, *ray_words(names), environment=ray_nodes.environment)
     assert_same(toys, trial)
@@ -127,13 +127,13 @@ def test_supervised_training_on_ray_gives_the_same_bits(toys, ray_nodes, shards)
     assert_same_bits(toys, trial)
 
 
-def test_on_ray_with_names_in_etcd(toys, ray_nodes, etcd_server):
+def test_a_run_on_ray_with_names_in_etcd_equals_a_local_run(toys, ray_nodes, etcd_server):
     etcd = f"cluster.name_resolve.etcd3_addr={etcd_server.address}"
     run(toys, "ray_etcd", *ray_words("etcd3"), etcd, environment=ray_nodes.environment)
     assert_same(toys, "ray_etcd")
 
 
-def test_ray_says_what_it_has_not(toys, ray_nodes, monkeypatch):
+def test_the_error_names_what_ray_lacks(toys, ray_nodes, monkeypatch):
     wanted = {"RAY_ADDRESS": ray_nodes.address}
     words = [*ray_words(), "actor.scheduling_spec.0.cpu=64"]
     output = run(toys, "ray_large", *words, environment=wanted, code=2)
@@ -151,7 +151,7 @@ def scale(folder: Path, trial: str, replicas: int) -> None:
 
 
 def grows_and_shrinks(folder: Path, trial: str, *words: str, environment: dict[str, str]) -> None:
-    """From one replica to two and back, while the run goes on."""
+    """Scale from one replica to two and back, while the run continues."""
     long = ("total_train_steps=4000", "total_train_epochs=1000", "rollout.backend=areno:d1")
     output = folder / f"{trial}.txt"  # more than a pipe holds
     with output.open("w") as out:
@@ -185,7 +185,7 @@ def test_replicas_join_and_leave_on_ray(toys, ray_nodes):
     grows_and_shrinks(toys, "ray_scale", *ray_words(), environment=ray_nodes.environment)
 
 
-def test_ray_says_that_there_is_no_room_for_more(toys, ray_nodes):
+def test_the_error_says_that_ray_has_no_room_for_more_replicas(toys, ray_nodes):
     words = [*ray_words(), "total_train_steps=4000", "total_train_epochs=1000"]
     with (toys / "ray_full.txt").open("w") as out:
         process = start(toys, "ray_full", *words, environment=ray_nodes.environment, output=out)
@@ -197,7 +197,7 @@ def test_ray_says_that_there_is_no_room_for_more(toys, ray_nodes):
         assert "Ray has not placed 1 workers of rollout" in done.stderr
         seen = len(rewards(toys, "ray_full"))
         wait_for(lambda: len(rewards(toys, "ray_full")) > seen + 2, "further steps", 60)
-    finally:  # else it holds the places of the tests after it
+    finally:  # else it occupies the nodes in later tests
         process.terminate()
         process.wait(timeout=90)
 
@@ -220,7 +220,7 @@ def first_step(folder: Path, trial: str):
     return lambda: any(folder.glob(f"logs/*/toy/{trial}/metrics.jsonl")) and len(rewards(folder, trial)) > 0
 
 
-def test_a_killed_replica_on_ray_is_started_again(toys, ray_nodes):
+def test_a_killed_replica_on_ray_is_restarted(toys, ray_nodes):
     process = start(toys, "ray_kill", *ray_words(), environment=ray_nodes.environment)
     wait_for(first_step(toys, "ray_kill"), "the first step", 120)
     os.kill(max(workers()), signal.SIGKILL)  # the replicas are started last
@@ -232,7 +232,7 @@ def test_a_killed_replica_on_ray_is_started_again(toys, ray_nodes):
     assert_same(toys, "ray_kill")
 
 
-def test_a_killed_driver_leaves_nothing_on_ray(toys, ray_nodes):
+def test_a_killed_driver_leaves_no_workers_on_ray(toys, ray_nodes):
     process = start(toys, "ray_driver", *ray_words(), environment=ray_nodes.environment)
     wait_for(first_step(toys, "ray_driver"), "the first step", 120)
     assert workers()
@@ -241,7 +241,7 @@ def test_a_killed_driver_leaves_nothing_on_ray(toys, ray_nodes):
     wait_for(lambda: not workers(), "the end of all workers", 30)
 
 
-def test_a_lost_ray_node_ends_the_run_within_a_minute_or_it_goes_on(toys, ray_nodes):
+def test_a_lost_ray_node_ends_the_run_within_a_minute(toys, ray_nodes):
     process = start(toys, "ray_node", *ray_words(), environment=ray_nodes.environment)
     wait_for(first_step(toys, "ray_node"), "the first step", 120)
     node = ray_nodes.nodes[1]
@@ -269,7 +269,7 @@ SLURM = (
 SLURM_ROLLOUT = (*SLURM, "rollout.scheduling_spec.0.srun_additional_args=-K")
 
 
-def test_as_a_slurm_job_of_two_nodes(toys, slurm_nodes):
+def test_a_slurm_job_on_two_nodes_equals_a_local_run(toys, slurm_nodes):
     output = run(toys, "slurm", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     assert "was submitted" in output
     assert_same(toys, "slurm")
@@ -278,7 +278,7 @@ def test_as_a_slurm_job_of_two_nodes(toys, slurm_nodes):
     assert_same_bits(toys, "sft_slurm")
 
 
-def test_a_cancelled_job_leaves_nothing(toys, slurm_nodes):
+def test_a_cancelled_job_leaves_no_process(toys, slurm_nodes):
     process = start(toys, "slurm_cancel", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     wait_for(first_step(toys, "slurm_cancel"), "the first step", 120)
     slurm_nodes.run("scancel", "--user=root")
@@ -288,7 +288,7 @@ def test_a_cancelled_job_leaves_nothing(toys, slurm_nodes):
     wait_for(lambda: slurm_nodes.run("squeue", "-h") == "", "the end of the job", 60)
 
 
-def test_a_killed_replica_on_slurm_is_started_again(toys, slurm_nodes):
+def test_a_killed_replica_on_slurm_is_restarted(toys, slurm_nodes):
     process = start(toys, "slurm_kill", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     wait_for(first_step(toys, "slurm_kill"), "the first step", 120)
     os.kill(max(workers()), signal.SIGKILL)

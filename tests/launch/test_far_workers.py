@@ -1,6 +1,6 @@
-"""Ranks and replicas that dial over TCP and share no memory, as on machines of their own: the same as on one machine.
+"""Ranks and replicas that connect over TCP and share no memory, as on separate machines, give the results of one machine.
 
-Here the launcher of the tests starts them; on Ray and Slurm they are the same processes.
+A launcher of the tests starts them; Ray and Slurm start the same processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shares_memory(engine):
     return engine.config.peers.data.shared_memory(8, torch.float32) is not None
 
 
-def test_a_group_of_workers_that_dial(launcher, tmp_path):
+def test_a_group_of_workers_connects_over_tcp(launcher, tmp_path):
     group = WorkerGroup([make_first, make_second], processes=processes(launcher, log_file=tmp_path / "log"))
     assert group.call("add", 5) == [5, 5]
     environment = group.call("apply", variables, None)
@@ -59,7 +59,7 @@ def test_a_group_of_workers_that_dial(launcher, tmp_path):
     group.close()
 
 
-def test_a_worker_that_cannot_start_is_said_at_once(launcher, tmp_path):
+def test_a_worker_that_cannot_start_is_reported_at_once(launcher, tmp_path):
     launcher.needs["actor"] = RoleNeed(workers=2, additional_bash_cmds=["echo no such module >&2", "exit 3"])
     began = time.monotonic()
     with pytest.raises(EngineError, match="actor/0 on node-0 ended with exit code 3 before it connected"):
@@ -68,7 +68,7 @@ def test_a_worker_that_cannot_start_is_said_at_once(launcher, tmp_path):
     assert "no such module" in (tmp_path / "log").read_text()
 
 
-def test_commands_before_a_worker_and_the_command_that_starts_it(launcher):
+def test_bash_commands_run_before_a_worker_and_its_own_command_starts_it(launcher):
     need = RoleNeed(
         additional_bash_cmds=['export FIRST="a b"'], cmd=f"env SECOND=2 {sys.executable}", env_vars={"THIRD": "3"}
     )
@@ -96,7 +96,7 @@ def test_training_on_two_nodes_gives_the_weights_of_one(policy, launcher, layout
     assert same(load_file(tmp_path / "near" / "model.safetensors"), load_file(tmp_path / "far" / "model.safetensors"))
 
 
-def test_weights_reach_replicas_of_other_nodes_bit_for_bit_and_those_that_start_later(
+def test_weights_reach_replicas_on_other_nodes_bit_for_bit_also_after_a_restart(
     policy,  # noqa: F811
     open_fleet,  # noqa: F811
     launcher,
@@ -111,12 +111,12 @@ def test_weights_reach_replicas_of_other_nodes_bit_for_bit_and_those_that_start_
     expected = trainer.run_on_all_ranks(parameters_of)[0]
     for group in fleet._up().values():
         assert same(group.run_on_all_ranks(parameters_of)[0], expected)
-    said = answers(fleet, requests(4))
-    learn(trainer, seed=3)  # what was not brought is not what a new replica gets
+    before = answers(fleet, requests(4))
+    learn(trainer, seed=3)  # a new replica must not get weights that were not sent
     os.kill(fleet.health().replicas[1].worker.pids[0], signal.SIGKILL)
     wait_until(lambda: fleet.health().restarts == 1 and all(r.worker.state == "ready" for r in fleet.health().replicas))
     assert same(fleet._up()[1].run_on_all_ranks(parameters_of)[0], expected)
-    assert answers(fleet, requests(4)) == said
+    assert answers(fleet, requests(4)) == before
     learn(trainer, seed=4)
     fleet.update_weights(trainer, 3, verify=True)
     for group in fleet._up().values():

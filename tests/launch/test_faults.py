@@ -1,4 +1,4 @@
-"""What fails between machines, with real services: a partitioned network, a full shared disk, a node whose daemon is killed."""
+"""Failures between machines, with real services: a partitioned network, a full shared disk, a node whose daemon is killed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def network():
 
 
 def far_launcher(network, folder, role):
-    """Its workers of one role are on the second machine."""
+    """A launcher that runs the workers of one role on the second machine."""
     needs = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2), "": RoleNeed()}
 
     needs[role] = RoleNeed(workers=2, cmd=f"ip netns exec {network.name} {sys.executable}")
@@ -105,7 +105,7 @@ def test_ranks_behind_a_cut_network_end_the_update_within_a_minute(policy, netwo
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the end of the ranks", 200)
 
 
-def test_a_replica_behind_a_cut_network_is_started_again_once_it_is_mended(
+def test_a_replica_behind_a_cut_network_is_restarted_once_the_network_is_back(
     policy,  # noqa: F811
     open_fleet,  # noqa: F811
     network,
@@ -114,14 +114,14 @@ def test_a_replica_behind_a_cut_network_is_started_again_once_it_is_mended(
     launcher = far_launcher(network, tmp_path, "rollout")
     weights = WeightOptions(mode="xccl", weight_chunked_mem_mb=1)
     fleet = open_fleet(replicas=1, weights=weights, launcher=launcher)
-    said = answers(fleet, requests(3))
+    before = answers(fleet, requests(3))
     network.cut()
     began = time.monotonic()
     wait_until(lambda: fleet.health().replicas[0].worker.state != "ready", 60)
     assert time.monotonic() - began < 60
     network.mend()
     wait_until(lambda: fleet.health().replicas[0].worker.state == "ready", 120)
-    assert answers(fleet, requests(3)) == said
+    assert answers(fleet, requests(3)) == before
     launcher.close()
 
 
@@ -143,7 +143,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_full_shared_disk_ends_the_run_with_its_name_and_the_run_goes_on_later(small_disk):
+def test_a_full_shared_disk_ends_the_run_and_is_named_and_the_run_resumes_later(small_disk):
     toy.make_toy(small_disk)
     words = ("recover.mode=auto", "recover.freq_steps=1", "saver.freq_steps=1", "total_train_steps=60")
     process = start(small_disk, "full", *words)

@@ -1,4 +1,4 @@
-"""Workers dial whoever has started them: who is let in, and what an attacker between the two can do."""
+"""Workers connect to the process that started them: which are accepted, and what a man in the middle can do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dial_as(monkeypatch, variables):
 def test_a_worker_that_knows_the_key_is_connected_and_messages_arrive_whole(listener, monkeypatch):
     expected = listener.expect("rollout/0/one")
     worker = dial_as(monkeypatch, listener.environment("rollout/0/one"))
-    assert links.LINK not in os.environ  # what the worker starts does not get the key
+    assert links.LINK not in os.environ  # child processes of the worker do not get the key
     assert links.KEY not in os.environ
     assert os.environ[links.NODE_ADDRESS] == "127.0.0.1"
     monkeypatch.delenv(links.NODE_ADDRESS)
@@ -51,7 +51,7 @@ def test_a_worker_that_knows_the_key_is_connected_and_messages_arrive_whole(list
         ours.receive(5)
 
 
-def test_nobody_else_is_let_in(listener, monkeypatch):
+def test_other_processes_are_rejected(listener, monkeypatch):
     expected = listener.expect("actor/0")
     right = listener.environment("actor/0")
     for variables in (
@@ -84,7 +84,7 @@ def test_a_worker_does_not_trust_a_starter_without_the_key(monkeypatch):
     impostor.close()
 
 
-def test_silent_strangers_hold_nobody_up(listener, monkeypatch):
+def test_silent_strangers_do_not_delay_workers(listener, monkeypatch):
     strangers = [socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2]))) for _ in range(20)]
     expected, began = listener.expect("w"), time.monotonic()
     dial_as(monkeypatch, listener.environment("w"))
@@ -94,13 +94,13 @@ def test_silent_strangers_hold_nobody_up(listener, monkeypatch):
         stranger.close()
 
 
-def test_nobody_there_is_said_with_the_address(monkeypatch):
+def test_a_failed_connection_names_the_address(monkeypatch):
     with pytest.raises(EngineError, match=r"cannot connect to 127\.0\.0\.1:9, which started this worker"):
         dial_as(monkeypatch, {links.LINK: "127.0.0.1:9/w", links.KEY: "00" * 32})
 
 
 def ends(key=b"k" * 32):
-    """Two ends, and the raw sockets between them: what one sends can be changed before the other gets it."""
+    """Two ends, and the raw sockets between them: what one sends can be changed before the other receives it."""
     one, first = socket.socketpair()
     two, second = socket.socketpair()
     sender = Frames(one, SignedFormat(key, True), 1 << 20)
@@ -113,7 +113,7 @@ def flipped(text, index):
 
 
 @pytest.mark.parametrize("index", [0, 7, 8, 39, 40, 44, 45, 76])
-def test_a_changed_bit_anywhere_is_no_message(index):
+def test_a_frame_with_any_changed_bit_is_rejected(index):
     sender, receiver, first, second = ends()
     sender.send(b"hello")
     text = first.recv(1000)
@@ -123,7 +123,7 @@ def test_a_changed_bit_anywhere_is_no_message(index):
         receiver.receive(5)
 
 
-def test_repeating_leaving_out_and_sending_back_are_noticed():
+def test_replayed_dropped_and_reflected_frames_are_detected():
     sender, receiver, first, second = ends()
     sender.send(b"pay")
     text = first.recv(1000)
@@ -148,14 +148,14 @@ def test_repeating_leaving_out_and_sending_back_are_noticed():
         sender.receive(5)
 
 
-def test_a_length_that_is_not_signed_is_not_waited_for():
+def test_a_frame_of_an_unsigned_length_is_not_waited_for():
     _, receiver, _, second = ends()
     second.sendall((1 << 40).to_bytes(8) + bytes(32))
     with pytest.raises(FrameError, match="without a valid signature"):
         receiver.receive(5)
 
 
-def test_connections_of_one_machine_need_no_key():
+def test_connections_on_one_machine_need_no_key():
     one, two = socket.socketpair()
     starter, worker = Connection(one, None, dials=False), Connection(two, None, dials=True)
     assert not starter.far

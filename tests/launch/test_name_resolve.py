@@ -1,6 +1,6 @@
-"""One contract for all repositories of names, and what only some of them can promise.
+"""One contract for all name repositories, and what only some of them guarantee.
 
-etcd is a real server, where the machine has one (Debian's etcd-server); Ray is a real cluster of one node.
+etcd is a real server, if the machine has one (Debian's etcd-server); Ray is a real cluster of one node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
 
-# What etcd keeps for so many seconds at least, whatever less is asked for; see its module.
+# Minimum time to live in seconds, to which etcd raises shorter ones; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
 
 
@@ -59,7 +59,7 @@ def test_a_name_has_one_value_until_it_is_deleted(names):
             names.add(wrong, "x")
 
 
-def test_subtrees_are_of_whole_words(names):
+def test_subtrees_match_whole_path_components(names):
     names.add("a/b", "root")
     names.add("a/b/c", "1")
     names.add("a/b/d/e", "2")
@@ -93,7 +93,7 @@ def test_waiting_and_watching(names):
     assert never.wait(10)
 
 
-def test_a_living_owner_keeps_values_alive_and_reset_takes_its_own_away(names):
+def test_a_living_owner_keeps_values_alive_and_reset_removes_its_own(names):
     ttl = names.shortest_ttl
     names.add("kept", "x", keepalive_ttl=ttl)
     names.add("stays", "y", delete_on_exit=False)
@@ -114,7 +114,7 @@ def test_a_living_owner_keeps_values_alive_and_reset_takes_its_own_away(names):
         names.add("bad", "x", keepalive_ttl=0)
 
 
-def test_of_many_that_add_a_name_at_once_one_succeeds(names):
+def test_only_one_of_several_concurrent_adds_succeeds(names):
     won, start = [], threading.Barrier(8)
 
     def claim(i):
@@ -153,7 +153,7 @@ def test_the_module_has_one_repository_that_can_be_replaced(tmp_path):
         name_resolve.reconfigure(NameOptions("memory"))
 
 
-def test_files_of_a_killed_owner_are_gone_after_their_time(tmp_path):
+def test_files_of_a_killed_owner_expire(tmp_path):
     program = (
         "import sys, time\n"
         "from areno.name_resolve import NameOptions, Repository\n"
@@ -177,29 +177,29 @@ def test_files_of_a_killed_owner_are_gone_after_their_time(tmp_path):
 
 
 def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
-    """A folder whose server dates files an hour ago: values are as old as that server says."""
+    """The server of a folder is an hour behind: the age of values is measured on its clock."""
     store = NameOptions("nfs", str(tmp_path)).open()
     monkeypatch.setattr(time, "time", lambda real=time.time: real() + 3600)
     assert store.write("a", "1", 5.0, replace=False)
     assert store.read("a") == "1"
 
 
-def test_an_etcd_server_that_was_away_and_a_lease_that_ran_out_meanwhile(etcd_server):
+def test_names_survive_an_etcd_restart_and_an_expired_lease(etcd_server):
     names = Repository(NameOptions("etcd3", etcd3_addr=etcd_server.address).open())
     names.add("run/worker", "here", keepalive_ttl=2.0)
     names.add("run/plain", "stays")
     etcd_server.stop()
     threading.Timer(4.0, etcd_server.start).start()
-    assert names.get("run/plain") == "stays"  # as soon as the server is there again
+    assert names.get("run/plain") == "stays"  # as soon as the server is back
     time.sleep(3.0)
     assert names.get("run/worker") == "here"
     store = names.store
-    store._call(store._leases["run/worker"][0].revoke)  # as if it had run out: the owner writes it again
+    store._call(store._leases["run/worker"][0].revoke)  # as if it had expired: the owner rewrites the value
     assert names.wait("run/worker", timeout=5) == "here"
     names.clear_subtree("run")
 
 
-def test_etcd_says_what_is_wrong():
+def test_wrong_etcd_addresses_are_reported():
     pytest.importorskip("etcd3gw")
     with pytest.raises(UsageError, match=r"etcd3_addr=nowhere: write HOST:PORT"):
         NameOptions("etcd3", etcd3_addr="nowhere").open()
@@ -209,7 +209,7 @@ def test_etcd_says_what_is_wrong():
 
 @pytest.mark.long
 @pytest.mark.xdist_group("ray")
-def test_names_of_a_ray_actor_that_has_died_are_written_again(ray_cluster):
+def test_names_of_a_ray_actor_that_has_died_are_rewritten(ray_cluster):
     import ray
 
     options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")

@@ -11,7 +11,7 @@ import pytest
 
 import areno
 
-# Prints which file a further process imports, or the last line of its error.
+# Prints which file a child process imports, or the last line of its error.
 STARTS = """
 import os, subprocess, sys
 from areno.python_process import python_command, search_path

@@ -1,4 +1,4 @@
-"""Random microbatches for the loss tests, every loss as one table, and finite differences."""
+"""Random microbatches for the loss tests, a table of all losses, and finite differences."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ STREAMS = (
     *("logprobs", "advantages", "ref_logprobs", "values", "returns", "entropy"),
     *("prox_logprobs", "teacher_logprobs", "versions", "keep"),
 )
-# The engine trains version 5 to version 6.
+# The tested update turns version 5 into version 6.
 VERSION = 6
 
 
 @dataclass
 class Batch:
-    """A pack, what the model says about it, and the same numbers as plain lists, one list per sequence.
+    """A pack, the outputs of the model for it, and the same numbers as plain lists, one list per sequence.
 
-    Rows hold the response mask and every stream of one sequence; ``x`` is the model's log-prob (or value) there.
+    A row holds every stream at the response tokens of one sequence; ``x`` is the model's log-prob (or value) there.
     """
 
     pack: dict
@@ -64,11 +64,11 @@ class Batch:
         return rows
 
     def of(self, case: Case) -> torch.Tensor:
-        """What the loss of a case reads from the model."""
+        """The model output that the loss of a case reads."""
         return self.scores if case.per_sequence else self.logprobs
 
     def part(self, first: int, last: int) -> Batch:
-        """Sequences from ``first`` to before ``last``, as a microbatch of their own."""
+        """Sequences ``first`` up to but excluding ``last``, as a separate microbatch."""
         ids = self.pack["packed_seq_ids"]
         own = (ids >= first) & (ids < last)
         pack = {key: value[own] for key, value in self.pack.items() if isinstance(value, torch.Tensor)}
@@ -76,7 +76,7 @@ class Batch:
         return Batch(pack, self.logprobs[own], self.scores[first:last])
 
     def cast(self, dtype: torch.dtype) -> Batch:
-        """The same in another precision."""
+        """The same batch in another precision."""
         pack = {
             key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for key, value in self.pack.items()
@@ -85,7 +85,7 @@ class Batch:
 
 
 def make_batch(lengths, seed=0, mask_share=0.7, shift=0.3, equal_advantages=False) -> Batch:
-    """Sequences of the given action counts in float64; ``shift`` is how far policy, reference and rollout lie apart."""
+    """Sequences with ``lengths`` actions in float64; ``shift`` is how far apart policy, reference and rollout lie."""
     rng = np.random.default_rng(seed)
     actions, ids = sum(lengths), np.repeat(np.arange(len(lengths)), lengths)
     mask = rng.random(actions) < mask_share
@@ -136,8 +136,8 @@ def _evened(lengths):
 class Case:
     """One loss with one setting.
 
-    ``per_sequence`` losses read scores in place of log-probs; those that are ``frozen`` hold parts of themselves constant, so
-    that their gradient is not the slope of their value.
+    ``per_sequence`` losses read scores instead of log-probs; ``frozen`` losses hold parts of themselves constant, so that
+    their gradient is not the slope of their value.
     """
 
     name: str
@@ -199,7 +199,7 @@ CASES = [
 
 
 def value_of(statistic) -> float:
-    """The mean, or the number, that a statistic stands for."""
+    """The mean, or the count, that a statistic represents."""
     if isinstance(statistic, Count):
         return float(statistic.total)
     if isinstance(statistic, TokenFlags):

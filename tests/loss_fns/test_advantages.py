@@ -51,7 +51,7 @@ def test_equal_rewards_give_exactly_zero(name, value, size):
 
 
 @pytest.mark.parametrize("name", ["group", "group_mean", "rloo"])
-def test_a_tied_group_is_exactly_zero_beside_one_that_is_not(name):
+def test_advantages_of_a_tied_group_are_exactly_zero_next_to_an_untied_one(name):
     advantages = get_advantage(name)([0.9, 1.0, 0.9, 0.0, 0.9], [7, 2, 7, 2, 7])
     assert [advantages[i] for i in (0, 2, 4)] == [0.0] * 3
     assert advantages[1] > 0 > advantages[3]
@@ -64,7 +64,7 @@ def test_only_the_batch_estimator_compares_prompts():
         assert get_advantage(name)(rewards, groups) == [0.0] * 4
 
 
-def test_group_advantages_take_their_eps_and_no_rewards():
+def test_group_advantages_use_the_eps_argument_and_accept_an_empty_list():
     assert compute_group_advantages([0.0, 2.0], eps=1.0) == pytest.approx([-0.5, 0.5])
     assert compute_group_advantages([]) == []
 

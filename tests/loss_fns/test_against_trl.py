@@ -1,9 +1,9 @@
-"""DPO and SFT against TRL: both read the same texts, build their own batches, and must find the same loss and gradients.
+"""DPO and SFT against TRL: both read the same texts, build their own batches, and must compute the same loss and gradients.
 
-TRL pads a batch, areno packs it and cuts it into microbatches of one pair. Where the two name things differently:
+TRL pads a batch, areno packs it and cuts it into microbatches of one pair. They name some things differently:
 TRL's ``ipo`` compares means over the tokens, which is areno's ``ipo`` with ``length_normalized``; its ``sigmoid_norm`` is
-areno's ``sigmoid`` with ``length_normalized``; and it has no label smoothing for ``sigmoid``, so the smoothed loss is put
-together from two of its losses, the second one with the answers swapped.
+areno's ``sigmoid`` with ``length_normalized``; and it has no label smoothing for ``sigmoid``, so the smoothed loss is
+combined from two of its losses, the second one with the answers swapped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIMITS = {"max_prompt_tokens": 500, "max_new_tokens": 500, "eos_token_ids": froz
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A policy and another model as its reference; sharp ones, so that margins are not all about zero."""
+    """A policy and another model as its reference, both with sharpened distributions: otherwise all margins are near zero."""
     folder = tmp_path_factory.mktemp("trl")
     return [save_tiny_checkpoint(folder / name, seed=seed, sharpen=3.0) for seed, name in enumerate(("policy", "ref"))]
 
@@ -50,7 +50,7 @@ def stock(checkpoint):
 
 
 def conversation(row, *keys):
-    """The row as TRL takes it: a user turn, and assistant turns under the keys."""
+    """The row in the format of TRL: a user turn, and assistant turns under the keys."""
     turns = {key: [{"role": "assistant", "content": row[key]}] for key in keys}
     return {"prompt": [{"role": "user", "content": row["prompt"]}], **turns}
 
@@ -95,13 +95,13 @@ def by_areno(checkpoint, rows, loss_fn, mini_bs):
 def assert_same_gradients(ours, theirs):
     assert ours.keys() == theirs.keys()
     largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    assert largest > 1e-4, "a gradient of zero would agree with anything"
+    assert largest > 1e-4, "a gradient of zero would match anything"
     for name, gradient in theirs.items():
         assert (ours[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
 def referenced_rows(checkpoints):
-    """The preference rows as areno trains them."""
+    """The preference rows that areno trains on, with the log-probs of the reference."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
     pairs, dropped = build_preference_rows(ROWS, tokenizer, RowBounds(**LIMITS))
     assert dropped == 0
@@ -130,14 +130,14 @@ def dpo_by_trl(checkpoints, folder, loss_type, beta, swapped=False):
         ({"loss_type": "ipo", "beta": 0.4}, {"beta": 0.4, "loss_type": "ipo", "length_normalized": True}),
     ],
 )
-def test_dpo_has_the_loss_gradients_and_statistics_of_trl(theirs, ours, checkpoints, tmp_path):
+def test_dpo_matches_the_loss_gradients_and_statistics_of_trl(theirs, ours, checkpoints, tmp_path):
     loss, gradients, metrics, tokens = dpo_by_trl(checkpoints, tmp_path, **theirs)
     rows = referenced_rows(checkpoints)
     assert [row.tokens for row in rows[0::2] + rows[1::2]] == tokens
     stats, own = by_areno(checkpoints[0], rows, partial(dpo_loss_fn, **ours), mini_bs=2)
     assert stats["loss"] == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(own, gradients)
-    if not ours.get("length_normalized"):  # TRL's statistics are those of sums
+    if not ours.get("length_normalized"):  # TRL's statistics are based on sums
         for name, key in [
             ("dpo_margin", "rewards/margins"),
             ("dpo_accuracy", "rewards/accuracies"),
@@ -158,7 +158,7 @@ def test_label_smoothing_mixes_the_loss_with_that_of_swapped_answers(checkpoints
 
 
 @pytest.mark.parametrize("mini_bs", [1, 2, 5])
-def test_sft_has_the_loss_and_gradients_of_trl(mini_bs, checkpoints, tmp_path):
+def test_sft_matches_the_loss_and_gradients_of_trl(mini_bs, checkpoints, tmp_path):
     data = [{"prompt": row["prompt"], "response": row["rejected"]} for row in ROWS]
     conversations = [conversation(row | {"completion": row["rejected"]}, "completion") for row in ROWS]
     loss, gradients, _, tokens = by_trl(trl.SFTTrainer, trl.SFTConfig, checkpoints[0], conversations, tmp_path)
@@ -170,7 +170,7 @@ def test_sft_has_the_loss_and_gradients_of_trl(mini_bs, checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(("beta", "gamma"), [(2.0, 1.0), (0.5, 0.0)])
-def test_simpo_is_that_of_trl(beta, gamma):
+def test_simpo_matches_trl(beta, gamma):
     from trl.experimental.cpo import CPOTrainer
 
     batch = make_batch([5, 3, 4, 7, 2, 6], seed=2, mask_share=1.0)

@@ -1,4 +1,4 @@
-"""What holds for every loss: gradients, microbatches, masks, precision, and numbers far outside the usual range."""
+"""Properties of every loss: gradients, microbatches, masks, precision, and numbers far outside the usual range."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def added(parts: list[dict]) -> dict:
 @every_loss
 @QUICK
 @given(batch=batches(), cuts=st.sets(st.integers(0, 3)))
-def test_microbatches_weighted_by_their_units_give_the_loss_and_gradient_of_the_whole(case, batch, cuts):
+def test_microbatches_weighted_by_their_units_give_the_loss_and_gradient_of_the_whole_batch(case, batch, cuts):
     sequences = batch.pack["packed_num_sequences"]
     per_unit = 2 if reduction_of(case.loss_fn) == "pair" else 1
     edges = sorted({0, sequences, *(min(cut * per_unit, sequences) for cut in cuts)})
@@ -121,7 +121,7 @@ def test_extreme_ratios_empty_masks_and_single_tokens_stay_finite(case, lengths)
 
 
 @every_loss
-def test_a_distant_reference_or_critic_stays_finite(case):
+def test_losses_stay_finite_with_a_distant_reference_or_critic(case):
     for far in ("packed_ref_logprobs", "packed_values", "packed_returns"):
         for gap in (1e4, -1e4):
             batch = make_batch([6, 6], mask_share=1.0).cast(torch.float32)
@@ -137,7 +137,7 @@ def test_without_response_tokens_there_is_nothing_to_learn(case):
 
 
 @every_loss
-def test_masked_tokens_have_no_influence_even_when_they_are_not_numbers(case):
+def test_masked_tokens_have_no_influence_even_if_nan_or_infinite(case):
     batch = make_batch([6, 6, 5, 2], seed=3)
     mask = batch.pack["packed_response_mask"]
     clean, clean_gradient, clean_metrics = gradient_of(case, batch)
@@ -155,7 +155,7 @@ def test_masked_tokens_have_no_influence_even_when_they_are_not_numbers(case):
 
 
 @every_loss
-def test_half_precision_is_computed_in_single(case):
+def test_half_precision_inputs_are_computed_in_single_precision(case):
     half = make_batch([6, 6, 5, 2], seed=3).cast(torch.bfloat16)
     loss, gradient, _ = gradient_of(case, half)
     raised, _, _ = gradient_of(case, half.cast(torch.float32))
@@ -172,7 +172,7 @@ def test_single_precision_is_close_to_double(case):
 
 
 @pytest.mark.parametrize("loss_fn", [grpo_loss_fn, gspo_loss_fn, ppo_loss_fn])
-def test_equal_advantages_of_zero_give_no_gradient(loss_fn):
+def test_zero_advantages_give_no_gradient(loss_fn):
     batch = make_batch([6, 6], equal_advantages=True, mask_share=1.0)
     loss, gradient, _ = gradient_of(Case("", loss_fn), batch)
     assert float(loss) == 0.0
@@ -197,7 +197,7 @@ def test_the_unit_of_grpo_follows_its_mean_through_nested_partials():
     assert reduction_of(partial(tagged, loss_mean="sequence")) == "sequence"
 
 
-def test_policy_losses_ask_for_the_entropy_and_the_others_do_not():
+def test_only_policy_losses_ask_for_the_entropy():
     asking = {case.name.split("-")[0] for case in CASES if reads_entropy(case.loss_fn)}
     assert asking == {"grpo", "dr_grpo", "gspo", "gmpo", "ppo", "family"}
     assert {case.name.split("-")[0] for case in CASES if reads_bounds(case.loss_fn)} == {"family"}

@@ -1,4 +1,4 @@
-"""Advantage estimation as its double sum, at the ends of lambda, and standardizing."""
+"""GAE against its double sum and at the extremes of lambda, and whitening."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_perfect_critic_leaves_no_advantage():
     assert returns == [1.0] * 3
 
 
-def test_bootstrapping_stands_in_for_what_a_cut_answer_would_still_earn():
+def test_bootstrapping_replaces_the_future_reward_of_a_truncated_answer():
     cut, finished = (compute_gae([0.0], [0.4], gamma=0.9, lam=0.95, next_value=v)[0][0] for v in (1.0, 0.0))
     assert (cut, finished) == pytest.approx((0.9 - 0.4, -0.4))
 
@@ -74,7 +74,7 @@ def test_an_empty_and_a_one_token_response():
     assert compute_gae([2.0], [0.5], gamma=1.0, lam=0.95) == ([1.5], [2.0])
 
 
-def test_different_lengths_are_refused_with_both():
+def test_different_lengths_are_refused_and_both_reported():
     with pytest.raises(ValueError, match="3 rewards and 2 values"):
         compute_gae([0.0] * 3, [0.0] * 2, gamma=1.0, lam=0.95)
 
@@ -132,7 +132,7 @@ def test_a_tiny_deviation_is_not_blown_up():
     assert whitened == pytest.approx([-0.5e-7, 0.5e-7], rel=1e-6)
 
 
-def test_nothing_and_single_tokens_are_whitened_without_a_division_by_zero():
+def test_whitening_nothing_or_a_single_token_does_not_divide_by_zero():
     assert whiten([], []) == []
     assert whiten([[1.0, 2.0]], [[False, False]]) == [[0.0, 0.0]]
     assert whiten([[5.0]], [[True]]) == [[0.0]]

@@ -34,7 +34,7 @@ def test_gradients_equal_finite_differences(kind):
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("kl", True), ("low_var_kl", True), ("mse", False), ("abs", False)])
-def test_the_expectation_over_the_policy_is_the_divergence_for_the_unbiased_ones(kind, exact):
+def test_the_expectation_of_unbiased_estimators_is_the_exact_divergence(kind, exact):
     torch.manual_seed(0)
     policy, reference = (torch.log_softmax(torch.randn(50, dtype=torch.float64) / 2, -1) for _ in range(2))
     divergence = float((policy.exp() * (policy - reference)).sum())
@@ -68,7 +68,7 @@ def test_the_low_variance_estimator_is_bounded_and_never_negative():
     assert float(penalty.max()) == 10.0
 
 
-def test_half_precision_is_raised_before_the_subtraction():
+def test_half_precision_is_upcast_before_the_subtraction():
     new, ref = torch.tensor([-1.0078125], dtype=torch.bfloat16), torch.tensor([-1.0], dtype=torch.bfloat16)
     penalty = kl_penalty(new, ref, "mse")
     assert penalty.dtype == torch.float32

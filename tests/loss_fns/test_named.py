@@ -27,7 +27,7 @@ def bounds(metric):
 
 @QUICK
 @given(batch=batches(), eps=st.sampled_from([0.1, 0.5]))
-def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
+def test_the_critic_loss_is_half_the_larger_of_two_squares(batch, eps):
     loss, metrics = with_names(value_loss_fn, CRITIC_NAMES, cliprange_value=eps, value_loss_coef=1.0)(
         batch.pack, batch.logprobs
     )
@@ -92,12 +92,12 @@ def test_dpo_compares_sums_and_ipo_means_per_token(batch, beta, kind):
     if pairs:
         rewards = [beta * r for _, r in pairs]
         assert bounds(metrics["rejected_reward"]) == pytest.approx((min(rewards), max(rewards)), **EXACT)
-    # Margins of exactly 0 are a matter of the last digit.
+    # Rounding errors decide whether a margin of 0 is positive.
     assert min(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12)) <= accuracy
     assert accuracy <= max(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12))
 
 
-def test_long_answers_are_summed_without_losing_the_difference_of_their_sums():
+def test_sums_over_long_answers_keep_an_accurate_difference():
     tokens = 20_000
     batch = make_batch([tokens, tokens], mask_share=1.0).cast(torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Norm against loops over Python floats, and the corners that the formula leaves open."""
+"""Norm against loops over exact fractions, and edge cases that the formula leaves open."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def normalized(norm, values, groups, mask):
 @example(norm=Norm(), rows=[(2.0, 7, False), (3.0, -1, False)])
 def test_a_norm_equals_its_formula(norm, rows):
     values, groups, mask = (list(column) for column in zip(*rows, strict=True))
-    found = norm(values, groups, mask)
-    assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx(normalized(norm, values, groups, mask), rel=1e-9, abs=1e-9)
+    result = norm(values, groups, mask)
+    assert result.dtype == torch.float64
+    assert result.tolist() == pytest.approx(normalized(norm, values, groups, mask), rel=1e-9, abs=1e-9)
 
 
 @QUICK
 @given(norm=norms(), rows=entries, seed=st.randoms(use_true_random=False))
-def test_groups_are_found_by_their_id_wherever_their_entries_stand(norm, rows, seed):
+def test_groups_are_identified_by_id_regardless_of_the_order_of_entries(norm, rows, seed):
     order = list(range(len(rows)))
     seed.shuffle(order)
     plain = norm(*zip(*rows, strict=True)).tolist()
@@ -101,13 +101,13 @@ def test_equal_values_become_exactly_zero_whatever_they_are(norm, value):
     assert norm([value] * 3, [0] * 3).tolist() == [0.0] * 3
 
 
-def test_an_answer_alone_keeps_its_value_when_it_leaves_itself_out():
+def test_a_lone_answer_keeps_its_value_with_leave_one_out():
     assert Norm("group", True, None)([3.0, 1.0, 2.0], [0, 1, 1]).tolist() == [3.0, -1.0, 1.0]
     assert Norm("group", True, "group", eps=0.0)([3.0], [0]).tolist() == [3.0]
     assert Norm("group", False, "group")([3.0], [0]).tolist() == [0.0]
 
 
-def test_the_named_algorithms_on_one_hand_made_batch():
+def test_norms_of_named_algorithms_on_a_handmade_batch():
     values, groups = [1.0, 0.0, 0.0, 1.0, 1.0], [0, 0, 0, 1, 1]
     dr_grpo, rloo = Norm("group", std_level=None), Norm("group", True, None)
     assert dr_grpo(values, groups).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0, 0.0])
@@ -125,12 +125,12 @@ def test_the_named_algorithms_on_one_hand_made_batch():
         ({"eps": -1.0}, "eps of a norm must not be negative, got -1.0"),
     ],
 )
-def test_bad_settings_are_named(options, text):
+def test_errors_name_bad_settings(options, text):
     with pytest.raises(ValueError, match=text):
         Norm(**options)
 
 
-def test_bad_numbers_are_refused_only_where_they_count():
+def test_bad_numbers_are_refused_unless_masked():
     with pytest.raises(ValueError, match="finite"):
         Norm()([1.0, math.nan], [0, 0])
     assert Norm(None, std_level=None)([1.0, math.nan], [0, 0], [True, False]).tolist() == [1.0, 0.0]
@@ -138,5 +138,5 @@ def test_bad_numbers_are_refused_only_where_they_count():
         Norm()([1.0, 2.0], [0])
 
 
-def test_a_norm_travels_to_another_process():
+def test_a_norm_can_be_pickled():
     assert pickle.loads(pickle.dumps(Norm("group", True, None))) == Norm("group", True, None)

@@ -1,4 +1,4 @@
-"""DPO and the reward-model loss against their formulas, their statistics, and what they refuse."""
+"""DPO and the reward-model loss against their formulas, their statistics, and the inputs that they refuse."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_dpo_statistics_describe_the_pairs(batch, normalized):
     _, metrics = dpo_loss_fn(batch.pack, batch.logprobs, 0.3, length_normalized=normalized)
     rows = batch.rows
     pairs = written_out.dpo_deltas(rows, normalized)
-    # Equal log-ratios are not a pair won; where they differ by rounding alone, either count is right.
+    # Equal log-ratios are not a win; a difference that is only a rounding error may count either way.
     clear = [c - r for c, r in pairs if c == r or abs(c - r) > 1e-9]
     expected = {
         "dpo_margin": written_out.mean([0.3 * (c - r) for c, r in pairs]),
@@ -59,7 +59,7 @@ def test_dpo_statistics_describe_the_pairs(batch, normalized):
         assert value_of(metrics["dpo_accuracy"]) == written_out.mean([float(delta > 0) for delta in clear])
 
 
-def test_at_the_reference_every_pair_costs_log_two_and_pulls_both_answers_apart():
+def test_at_the_reference_the_loss_of_every_pair_is_log_two_and_pushes_its_answers_apart():
     batch = make_batch([4, 6], mask_share=1.0)
     batch.pack["packed_ref_logprobs"] = batch.logprobs.clone()
     logprobs = batch.logprobs.clone().requires_grad_(True)
@@ -69,7 +69,7 @@ def test_at_the_reference_every_pair_costs_log_two_and_pulls_both_answers_apart(
     assert logprobs.grad.tolist() == pytest.approx([-0.05] * 4 + [0.05] * 6)
 
 
-def test_ipo_is_least_at_its_target_margin():
+def test_ipo_is_minimal_at_its_target_margin():
     batch = make_batch([2, 2], mask_share=1.0)
     batch.pack["packed_ref_logprobs"] = torch.zeros(4, dtype=torch.float64)
     at_target = torch.tensor([-1.0, -1.0, -3.5, -3.5], dtype=torch.float64, requires_grad=True)
@@ -79,7 +79,7 @@ def test_ipo_is_least_at_its_target_margin():
     assert at_target.grad.tolist() == [0.0] * 4
 
 
-def test_label_smoothing_keeps_a_sure_pair_from_growing_for_ever():
+def test_label_smoothing_keeps_the_margin_of_a_confident_pair_from_growing_forever():
     batch = make_batch([3, 3], mask_share=1.0)
     batch.pack["packed_ref_logprobs"] = torch.zeros(6, dtype=torch.float64)
     sure = torch.tensor([0.0] * 3 + [-60.0] * 3, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_label_smoothing_keeps_a_sure_pair_from_growing_for_ever():
     assert slopes[0] < 0 < slopes[1]
 
 
-def test_length_normalization_takes_the_length_out():
+def test_length_normalization_removes_the_effect_of_length():
     batch = make_batch([2, 8], mask_share=1.0)
     batch.pack["packed_ref_logprobs"] = torch.full((10,), -1.0, dtype=torch.float64)
     logprobs = torch.full((10,), -1.5, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_length_normalization_takes_the_length_out():
     assert value_of(metrics["dpo_margin"]) == pytest.approx(0.0)
 
 
-def test_long_answers_keep_the_digits_of_their_margin_in_single_precision():
+def test_margins_of_long_answers_stay_accurate_in_single_precision():
     batch = make_batch([20_000, 20_000], mask_share=1.0, shift=1e-4)
     exact = float(dpo_loss_fn(batch.pack, batch.logprobs, 1.0)[0])
     single = batch.cast(torch.float32)
@@ -125,7 +125,7 @@ def test_the_reward_model_loss_equals_its_formula(chosen, shift):
     assert float(loss) == pytest.approx(expected["rm_loss"], **EXACT)
 
 
-def test_the_reward_model_loss_does_not_change_when_all_scores_rise_alike():
+def test_the_reward_model_loss_does_not_change_when_all_scores_shift_equally():
     scores = torch.tensor([0.3, -0.4, 1.0, 2.0], dtype=torch.float64)
     pack = {"packed_num_sequences": 4}
     low, high = (float(reward_model_loss_fn(pack, scores + by)[0]) for by in (0.0, 7.0))
@@ -140,7 +140,7 @@ def test_an_odd_number_of_sequences_is_refused():
         reward_model_loss_fn(batch.pack, batch.scores)
 
 
-def test_scores_that_are_not_one_per_sequence_are_refused():
+def test_scores_are_refused_unless_there_is_one_per_sequence():
     batch = make_batch([3, 3])
     with pytest.raises(ValueError, match=r"one score for each of 2 sequences, got shape \(6,\)"):
         reward_model_loss_fn(batch.pack, batch.logprobs)
@@ -162,7 +162,7 @@ def test_a_missing_reference_is_refused():
         ({"label_smoothing": -0.1}, "label_smoothing must be at least 0 and below 0.5, got -0.1"),
     ],
 )
-def test_bad_arguments_are_refused_by_name_and_value(options, message):
+def test_bad_arguments_are_refused_with_their_name_and_value(options, message):
     batch = make_batch([3, 3])
     with pytest.raises(ValueError, match=message):
         dpo_loss_fn(batch.pack, batch.logprobs, **options)

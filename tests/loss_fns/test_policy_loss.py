@@ -1,4 +1,4 @@
-"""The one policy loss: every combination of knobs against its formula, and promises that the formula alone does not show."""
+"""The unified policy loss: every combination of knobs against its formula, and properties that the formula does not show."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def every_knob(draw):
 
 
 def frozen_rows(batch, logprobs=None):
-    """Rows with ``x`` from other log-probs, and ``x0`` from the batch's own."""
+    """Rows with ``x`` from ``logprobs``, and ``x0`` from the log-probs of the batch."""
     constant = batch.rows
     moving = type(batch)(batch.pack, batch.logprobs if logprobs is None else logprobs, batch.scores).rows
     return [
@@ -78,7 +78,7 @@ def test_the_loss_equals_its_formula_for_every_combination_of_knobs(batch, knobs
 
 @settings(QUICK, max_examples=80)
 @given(batch=batches(shifts=(0.05, 0.5, 2.0)), knobs=every_knob())
-def test_the_gradient_is_the_slope_of_the_formula_with_its_frozen_parts_held(batch, knobs):
+def test_the_gradient_is_the_slope_of_the_formula_with_its_frozen_parts_held_constant(batch, knobs):
     _, gradient, _ = run(batch, knobs)
     expected = slopes(lambda x: written_out_family.loss(frozen_rows(batch, x), knobs, VERSION), batch.logprobs)
     assert gradient.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -114,7 +114,7 @@ def test_clipped_tokens_are_counted_with_their_log_probs():
     batch = make_batch([4], mask_share=1.0)
     old = batch.pack["packed_logprobs"] = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64)
     batch.pack["packed_advantages"] = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    # Over the top, within, under the bottom, and so far up that only the dual clip holds it.
+    # Above the clip range, within it, below it, and so far above it that only the dual clip bounds the loss.
     batch.logprobs = old + torch.tensor([0.5, 0.1, -0.5, 1.5], dtype=torch.float64)
     _, gradient, metrics = run(batch, PolicyLossConfig(c_clip=3.0))
     assert value_of(metrics["clip_ratio"]) == 0.5
@@ -126,7 +126,7 @@ def test_clipped_tokens_are_counted_with_their_log_probs():
 
 
 @pytest.mark.parametrize("left_out_by", ["rejection_sampling", "m2_threshold"])
-def test_a_token_that_is_left_out_takes_no_part_in_its_sequence(left_out_by):
+def test_an_excluded_token_does_not_affect_the_ratio_or_advantage_of_its_sequence(left_out_by):
     batch = make_batch([4], mask_share=1.0)
     old = batch.pack["packed_logprobs"] = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     batch.pack["packed_prox_logprobs"] = old + torch.tensor([0.0, 0.0, 0.0, 3.0])
@@ -143,12 +143,12 @@ def test_a_token_that_is_left_out_takes_no_part_in_its_sequence(left_out_by):
     assert value_of(metrics["clip_ratio"]) == 0
 
 
-def test_clip_statistics_are_of_the_tokens_that_rejection_sampling_keeps():
+def test_clip_statistics_cover_only_the_tokens_that_rejection_sampling_keeps():
     batch = make_batch([4], mask_share=1.0)
     old = batch.pack["packed_logprobs"] = torch.full((4,), -1.0, dtype=torch.float64)
     batch.pack["packed_prox_logprobs"] = old + torch.tensor([0.0, 0.0, 3.0, 3.0])
     batch.pack["packed_advantages"] = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
-    # Kept: one over the top and one within. Left out: one over the top, and one that a dual clip would hold.
+    # Kept: one above the clip range and one within it. Rejected: one above it, and one that a dual clip would bound.
     batch.logprobs = batch.pack["packed_prox_logprobs"] + torch.tensor([0.5, 0.1, 0.5, 1.5])
     knobs = {"use_decoupled_loss": True, "rejection_sampling": RejectionSampling()}
     _, _, metrics = run(batch, PolicyLossConfig(c_clip=3.0, **knobs))
@@ -159,7 +159,7 @@ def test_clip_statistics_are_of_the_tokens_that_rejection_sampling_keeps():
     assert [value_of(metrics[name]) for name in names[:3]] == [0.5, 0.0, 1.0]
 
 
-def test_the_stale_tokens_are_measured_where_they_are_let_through():
+def test_behavior_statistics_cover_only_tokens_within_the_bounds():
     batch = make_batch([3], mask_share=1.0)
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"] + torch.tensor([0.0, 0.1, 3.0])
     knobs = PolicyLossConfig(use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0))
@@ -171,7 +171,7 @@ def test_the_stale_tokens_are_measured_where_they_are_let_through():
     assert knobs.scalars() == {"eps_clip": 0.2, "use_dual_clip": 0.0, "rs_upper": 5.0}
 
 
-# -- defects that others have ----------------------------------------------------------------------------------------
+# -- defects of other implementations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [None, RejectionSampling(upper=1e6)])
@@ -197,7 +197,7 @@ def test_a_clip_range_of_zero_keeps_the_whole_gradient_at_a_ratio_of_one(dtype):
     assert (gradient * 4).tolist() == [-2.0, -2.0, 2.0, 2.0]
 
 
-def test_left_out_tokens_stay_in_the_denominator():
+def test_rejected_tokens_stay_in_the_denominator():
     batch = make_batch([4], mask_share=1.0)
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"] + torch.tensor([0.0, 0.0, 0.0, 9.0])
     batch.logprobs = batch.pack["packed_prox_logprobs"].clone()
@@ -208,7 +208,7 @@ def test_left_out_tokens_stay_in_the_denominator():
 
 
 def exact_reverse_kl_gradient(logits, teacher):
-    """Gradient of sum_a pi(a) (log pi(a) - log T(a)) in the logits, by autograd over the whole vocabulary."""
+    """Gradient of sum_a pi(a) (log pi(a) - log T(a)) with respect to the logits, by autograd over the whole vocabulary."""
     logits = logits.clone().requires_grad_(True)
     log_pi = logits.log_softmax(-1)
     (log_pi.exp() * (log_pi - teacher)).sum().backward()
@@ -217,8 +217,8 @@ def exact_reverse_kl_gradient(logits, teacher):
 
 @pytest.mark.parametrize("rl_weight", [0.0, 1.0])
 @pytest.mark.parametrize("stale", [0.0, 0.4])
-def test_distillation_follows_the_reverse_kl_gradient_without_bias_alone_and_joined(rl_weight, stale):
-    """The expectation over all tokens that the sampler may draw, weighed by their probability, not an estimate of it."""
+def test_distillation_gives_an_unbiased_reverse_kl_gradient_alone_and_with_the_rl_loss(rl_weight, stale):
+    """The gradients of all tokens, weighted by the sampler's probabilities, sum to the exact expectation, not an estimate."""
     generator = torch.Generator().manual_seed(3)
     vocabulary = 7
     logits, teacher_logits, drift = (torch.randn(vocabulary, generator=generator).double() for _ in range(3))
@@ -247,7 +247,7 @@ def test_distillation_follows_the_reverse_kl_gradient_without_bias_alone_and_joi
 
 @QUICK
 @given(batch=batches())
-def test_without_further_knobs_it_is_grpo(batch):
+def test_without_further_knobs_the_loss_equals_grpo(batch):
     loss, gradient, _ = run(batch, PolicyLossConfig(eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0))
     logprobs = batch.logprobs.detach().clone().requires_grad_(True)
     other, _ = grpo_loss_fn(batch.pack, logprobs, 0.1, clip_eps_high=0.3, dual_clip=2.0)
@@ -256,7 +256,7 @@ def test_without_further_knobs_it_is_grpo(batch):
     assert torch.equal(gradient, logprobs.grad)
 
 
-def test_every_surrogate_begins_as_the_plain_policy_gradient_where_nothing_has_moved():
+def test_every_surrogate_equals_the_plain_policy_gradient_before_the_policy_moves():
     batch = make_batch([4, 3], mask_share=1.0)
     batch.logprobs = batch.pack["packed_logprobs"].clone()
     expected = (-batch.pack["packed_advantages"] / 7).tolist()
@@ -264,7 +264,7 @@ def test_every_surrogate_begins_as_the_plain_policy_gradient_where_nothing_has_m
         assert run(batch, knobs)[1].tolist() == pytest.approx(expected)
 
 
-def test_the_knobs_travel_to_another_process_bound_to_the_loss():
+def test_a_loss_with_bound_knobs_can_be_pickled():
     loss_fn = partial(policy_loss_fn, knobs=PolicyLossConfig(c_clip=2.0, use_decoupled_loss=True), version=3)
     again = pickle.loads(pickle.dumps(loss_fn))
     assert (again.func, again.keywords) == (policy_loss_fn, loss_fn.keywords)
@@ -297,7 +297,7 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
         ),
     ],
 )
-def test_bad_knobs_are_named_with_what_to_do(options, text):
+def test_errors_name_bad_knobs_and_a_remedy(options, text):
     with pytest.raises(ValueError, match=text):
         PolicyLossConfig(**options)
 
@@ -325,7 +325,7 @@ def test_an_approximation_needs_to_know_the_version():
         policy_loss_fn(batch.pack, batch.logprobs, knobs)
 
 
-def test_only_forward_passes_that_a_knob_reads_are_asked_for():
+def test_proximal_log_probs_are_needed_only_if_the_knobs_read_them():
     needing = {
         (decoupled, method)
         for decoupled, method in itertools.product([False, True], ["recompute", "metrics", "loglinear"])

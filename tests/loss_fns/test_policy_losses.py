@@ -92,7 +92,7 @@ def test_ppo_equals_its_formula(batch, clip, dual, kl, with_ref):
 
 @QUICK
 @given(batch=batches(shifts=(0.3, 1.0)))
-def test_the_share_of_clipped_tokens_is_counted_on_each_side(batch):
+def test_clip_fractions_are_counted_separately_for_each_side(batch):
     options = {"clip_eps": 0.1, "clip_eps_high": 0.3}
     tokens = [(math.exp(t["x"] - t["logprobs"]), t["advantages"]) for row in batch.rows for t in row]
     high = written_out.mean([float(r > 1.3 and a > 0) for r, a in tokens])
@@ -119,7 +119,7 @@ def test_gspo_counts_clipped_sequences():
     assert fractions == {"clip_fraction": 0.5, "clip_fraction_high": 0.25, "clip_fraction_low": 0.25}
 
 
-def test_clipped_tokens_carry_no_gradient_and_the_others_do():
+def test_only_clipped_tokens_get_no_gradient():
     batch = make_batch([8, 8], mask_share=1.0, shift=0.6, seed=2)
     logprobs = batch.logprobs.requires_grad_(True)
     loss, metrics = grpo_loss_fn(batch.pack, logprobs, clip_eps=0.1, dual_clip=1.2)
@@ -181,7 +181,7 @@ def test_one_outlier_token_does_not_bound_the_ratio_of_a_long_sequence():
     assert float(gspo_loss_fn(batch.pack, logprobs, clip_eps=0.5)[0]) == pytest.approx(-math.exp(-0.4))
 
 
-def test_dr_grpo_weights_tokens_alike_and_the_sequence_mean_weights_answers_alike():
+def test_dr_grpo_weights_tokens_equally_and_the_sequence_mean_weights_answers_equally():
     batch = make_batch([2, 8], mask_share=1.0, shift=0.0)
     gradients = {}
     for loss_mean in ("token", "sequence", "dr_grpo"):
@@ -213,7 +213,7 @@ def test_statistics_describe_the_batch(loss_fn):
 
 
 @pytest.mark.parametrize(("dtype", "shift", "tolerance"), [(torch.float64, 0.3, 1e-9), (torch.float32, 1e-4, 0.01)])
-def test_ratio_statistics_are_those_of_the_tokens(dtype, shift, tolerance):
+def test_ratio_statistics_match_the_tokens(dtype, shift, tolerance):
     batch = make_batch([50, 30, 80], shift=shift, seed=4).cast(dtype)
     spread: Spread = grpo_loss_fn(batch.pack, batch.logprobs)[1]["ratio"]
     ratios = torch.tensor([math.exp(t["x"] - t["logprobs"]) for row in batch.rows for t in row], dtype=torch.float64)
@@ -248,7 +248,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("loss_fn", "options", "message"), REFUSED)
-def test_bad_arguments_are_refused_by_name_and_value(loss_fn, options, message):
+def test_bad_arguments_are_refused_with_their_name_and_value(loss_fn, options, message):
     batch = make_batch([4, 4])
     with pytest.raises(ValueError, match=message):
         loss_fn(batch.pack, batch.logprobs, **options)

@@ -1,4 +1,4 @@
-"""Approximations of the proximal policy against their formulas and against policies that really move evenly."""
+"""Approximations of the proximal policy against their formulas and against policies that move linearly."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from areno.loss_fns.proximal import APPROXIMATIONS, approximate_proximal, approx
 from tests.loss_fns.packs import QUICK, VERSION, batches, value_of
 from tests.loss_fns.written_out import mean
 from tests.loss_fns.written_out_family import approximation
-from tests.loss_fns.written_out_family import travelled as travelled_written_out
+from tests.loss_fns.written_out_family import interpolation_fraction as fraction_written_out
 
 EXACT = {"rel": 1e-6, "abs": 1e-9}
 
 
-def test_the_way_travelled_of_a_token_of_each_version():
+def test_the_interpolation_fraction_for_each_token_version():
     versions = torch.tensor([-1, 0, 3, 4, 5, 6])
     assert interpolation_fraction(versions, 6).tolist() == pytest.approx([0.0, 5 / 6, 2 / 3, 1 / 2, 0.0, 0.0])
-    assert interpolation_fraction(versions, 6).tolist() == [travelled_written_out(v, 6) for v in versions.tolist()]
+    assert interpolation_fraction(versions, 6).tolist() == [fraction_written_out(v, 6) for v in versions.tolist()]
 
 
 @pytest.mark.parametrize("kind", APPROXIMATIONS)
 @QUICK
 @given(batch=batches())
 def test_an_approximation_equals_its_formula(kind, batch):
-    found = approximate_proximal(
+    approximated = approximate_proximal(
         kind, batch.pack["packed_logprobs"], batch.logprobs, batch.pack["packed_versions"], VERSION
     )
     tokens = [token | {"x0": token["x"]} for row in batch.rows for token in row]
     expected = [approximation(kind, token, VERSION) for token in tokens]
-    assert found[batch.pack["packed_response_mask"]].tolist() == pytest.approx(expected, **EXACT)
-    assert not found.requires_grad
+    assert approximated[batch.pack["packed_response_mask"]].tolist() == pytest.approx(expected, **EXACT)
+    assert not approximated.requires_grad
 
 
-def test_a_policy_whose_log_probs_move_evenly_is_met_exactly():
-    # Versions 2 to 6, -0.1 each: a token of version 2 was -1.0 then, is -1.3 at the start of the update, -1.4 after it.
+def test_an_approximation_is_exact_if_log_probs_or_probabilities_change_linearly():
+    # -0.1 per version: a token at -1.0 in version 2 is at -1.3 at the start of the update to version 6, and at -1.4 after it.
     start = approximate_proximal("loglinear", torch.tensor([-1.0]), torch.tensor([-1.4]), torch.tensor([2]), 6)
     assert float(start) == pytest.approx(-1.3)
     rising = approximate_proximal("linear", torch.tensor([0.1]).log(), torch.tensor([0.5]).log(), torch.tensor([2]), 6)
     assert float(rising.exp()) == pytest.approx(0.4)
 
 
-def test_the_linear_form_stays_finite_far_apart():
+def test_the_linear_form_stays_finite_for_distant_log_probs():
     far = approximate_proximal(
         "linear", torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -200.0]), torch.tensor([0, 0]), 6
     )
     assert torch.isfinite(far).all()
 
 
-def test_an_unknown_kind_is_named():
+def test_an_error_names_an_unknown_kind():
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="'cubic' is unknown; choose one of: loglinear, linear, rollout"):
         approximate_proximal("cubic", one, one, one.long(), 1)

@@ -15,7 +15,7 @@ from areno.loss_fns.rejection import behavior_weights, second_moment_keep
 from tests.loss_fns.packs import QUICK, batches, make_batch
 
 
-def coin_divergence(p, b):
+def bernoulli_divergence(p, b):
     p, b = (min(max(x, 1e-8), 1 - 1e-8) for x in (p, b))
     return p * math.log(p / b) + (1 - p) * math.log((1 - p) / (1 - b))
 
@@ -29,7 +29,7 @@ def metric_of(kind, prox, behave):
     if kind == "kl_k3":
         return math.exp(d) - d - 1
     p, b = math.exp(prox), math.exp(behave)
-    return max(coin_divergence(p, b), coin_divergence(b, p))
+    return max(bernoulli_divergence(p, b), bernoulli_divergence(b, p))
 
 
 def expected(sampling, rows):
@@ -75,79 +75,79 @@ def samplings(draw):
 @QUICK
 @given(sampling=samplings(), batch=batches(shifts=(0.05, 0.5, 2.0)))
 def test_weights_and_filters_equal_their_formulas(sampling, batch):
-    found = behavior_weights(sampling, batch.pack, batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"])
+    behavior = behavior_weights(sampling, batch.pack, batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"])
     mask = batch.pack["packed_response_mask"]
     tokens = [token for row in expected(sampling, batch.rows) for token in row]
-    assert found.weight[mask].tolist() == pytest.approx([w for w, _, _ in tokens], rel=1e-6, abs=1e-12)
-    assert found.keep[mask].tolist() == [keep for _, keep, _ in tokens]
-    assert found.outside[mask].tolist() == [outside for _, _, outside in tokens]
-    assert not (found.keep | found.outside | (found.weight != 0))[~mask].any()
+    assert behavior.weight[mask].tolist() == pytest.approx([w for w, _, _ in tokens], rel=1e-6, abs=1e-12)
+    assert behavior.keep[mask].tolist() == [keep for _, keep, _ in tokens]
+    assert behavior.outside[mask].tolist() == [outside for _, _, outside in tokens]
+    assert not (behavior.keep | behavior.outside | (behavior.weight != 0))[~mask].any()
 
 
 @QUICK
 @given(batch=batches())
 def test_without_bounds_every_token_keeps_its_ratio_as_weight(batch):
     prox, behave = batch.pack["packed_prox_logprobs"], batch.pack["packed_logprobs"]
-    found = behavior_weights(None, batch.pack, prox, behave)
+    behavior = behavior_weights(None, batch.pack, prox, behave)
     mask = batch.pack["packed_response_mask"]
-    assert found.weight[mask].tolist() == pytest.approx((prox - behave).exp()[mask].tolist(), rel=1e-9)
-    assert torch.equal(found.keep, mask)
+    assert behavior.weight[mask].tolist() == pytest.approx((prox - behave).exp()[mask].tolist(), rel=1e-9)
+    assert torch.equal(behavior.keep, mask)
 
 
-def two_tokens(*differences):
-    """A pack of one sequence whose proximal log-probs lie so far from the behavior's -1."""
+def one_sequence(*differences):
+    """A pack of one sequence whose proximal log-probs differ by ``differences`` from the behavior log-probs of -1."""
     batch = make_batch([len(differences)], mask_share=1.0)
     behave = torch.full((len(differences),), -1.0, dtype=torch.float64)
     return batch.pack, behave + torch.tensor(differences, dtype=torch.float64), behave
 
 
-def test_bounds_themselves_are_let_through():
-    pack, prox, behave = two_tokens(0.5, -0.25, 0.5 + 1e-9)
+def test_bounds_are_inclusive():
+    pack, prox, behave = one_sequence(0.5, -0.25, 0.5 + 1e-9)
     keep = behavior_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=-0.25), pack, prox, behave).keep
     assert keep.tolist() == [True, True, False]
 
 
-def test_a_lower_bound_of_zero_is_a_bound():
-    pack, prox, behave = two_tokens(-0.1, 0.1)
+def test_a_lower_bound_of_zero_is_applied():
+    pack, prox, behave = one_sequence(-0.1, 0.1)
     keep = behavior_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=0.0), pack, prox, behave).keep
     assert keep.tolist() == [False, True]
 
 
 def test_k3_is_r_minus_log_r_minus_one_and_not_its_mirror_image():
-    # r = e: e - 2 = 0.718; r = 1/e: 1/e = 0.368. The mirrored form exp(-d) + d - 1 would have them the other way round.
-    pack, prox, behave = two_tokens(1.0, -1.0)
+    # r = e: e - 2 = 0.718; r = 1/e: 1/e = 0.368. The mirrored form exp(-d) + d - 1 would swap them.
+    pack, prox, behave = one_sequence(1.0, -1.0)
     assert behavior_weights(RejectionSampling(metric="kl_k3", upper=0.5), pack, prox, behave).keep.tolist() == [
         False,
         True,
     ]
 
 
-def test_log_probs_that_are_not_numbers_count_as_unmoved():
-    pack, prox, behave = two_tokens(math.nan, math.inf, 0.1)
-    found = behavior_weights(RejectionSampling(upper=2.0), pack, prox, behave)
-    assert found.weight.tolist() == pytest.approx([1.0, 1.0, math.exp(0.1)])
+def test_log_prob_differences_that_are_not_finite_count_as_zero():
+    pack, prox, behave = one_sequence(math.nan, math.inf, 0.1)
+    behavior = behavior_weights(RejectionSampling(upper=2.0), pack, prox, behave)
+    assert behavior.weight.tolist() == pytest.approx([1.0, 1.0, math.exp(0.1)])
 
 
-def test_a_clamped_sequence_keeps_its_tokens_and_one_within_the_bounds_its_weight():
+def test_clamping_keeps_all_tokens_and_a_weight_within_the_bounds():
     clamp = RejectionSampling(level="sequence", action="clamp", agg="max", upper=1.5)
-    pack, prox, behave = two_tokens(0.5, -0.3)
-    found = behavior_weights(clamp, pack, prox, behave)
-    # The largest ratio, 1.65, is outside, the geometric mean, 1.105, is not above the bound, so nothing is clamped.
-    assert found.outside.tolist() == [False, False]
-    assert found.weight.tolist() == pytest.approx([math.exp(0.1)] * 2)
-    assert found.keep.tolist() == [True, True]
+    pack, prox, behave = one_sequence(0.5, -0.3)
+    behavior = behavior_weights(clamp, pack, prox, behave)
+    # The largest ratio, 1.65, is outside the bounds, but the weight, the geometric mean 1.105, is not: nothing is clamped.
+    assert behavior.outside.tolist() == [False, False]
+    assert behavior.weight.tolist() == pytest.approx([math.exp(0.1)] * 2)
+    assert behavior.keep.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(("agg", "differences", "changed"), [("sum", (0.3, 0.3), False), ("sum", (0.9, 0.9), True)])
 def test_a_sequence_counts_as_filtered_where_clamping_changes_its_weight(agg, differences, changed):
     clamp = RejectionSampling(level="sequence", action="clamp", agg=agg, upper=1.5)
-    found = behavior_weights(clamp, *two_tokens(*differences))
-    assert found.outside.tolist() == [changed, changed]
-    assert found.weight.tolist() == pytest.approx([min(math.exp(sum(differences) / 2), 1.5)] * 2)
+    behavior = behavior_weights(clamp, *one_sequence(*differences))
+    assert behavior.outside.tolist() == [changed, changed]
+    assert behavior.weight.tolist() == pytest.approx([min(math.exp(sum(differences) / 2), 1.5)] * 2)
 
 
 def m2po(rows, threshold):
-    """Keep flags by taking the largest squares away one by one."""
+    """Keep flags, by removing the largest squares one by one."""
     tokens = sorted(((p - b) ** 2, i) for i, (p, b, counts) in enumerate(rows) if counts)
     while len(tokens) > 1 and sum(m for m, _ in tokens) / len(tokens) >= threshold:
         tokens.pop()
@@ -159,13 +159,13 @@ moves = st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.booleans()), m
 
 @QUICK
 @given(rows=moves, threshold=st.sampled_from([1e-4, 0.04, 1.0]))
-def test_m2po_takes_away_the_tokens_that_moved_most_until_the_mean_is_below_the_threshold(rows, threshold):
+def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_threshold(rows, threshold):
     columns = [torch.tensor([row[k] for row in rows], dtype=torch.float64) for k in range(2)]
     mask = torch.tensor([row[2] for row in rows], dtype=torch.bool)
     keep = second_moment_keep(*columns, mask, threshold)
     squares = (columns[0] - columns[1]).square()
     wanted = torch.tensor(m2po(rows, threshold), dtype=torch.bool)
-    # Equal squares may be told apart either way.
+    # Ties between equal squares may be broken either way.
     assert squares[keep].sort()[0].tolist() == pytest.approx(squares[wanted].sort()[0].tolist())
     assert not (keep & ~mask).any()
     assert int(keep.sum()) >= min(1, int(mask.sum()))
@@ -186,11 +186,11 @@ def test_m2po_takes_away_the_tokens_that_moved_most_until_the_mean_is_below_the_
         ({"metric": "kl_k3", "action": "clamp"}, "clamp applies to the metric ratio, but metric is kl_k3"),
     ],
 )
-def test_bad_bounds_are_named(options, text):
+def test_errors_name_bad_bounds(options, text):
     with pytest.raises(ValueError, match=text):
         RejectionSampling(**options)
 
 
-def test_bounds_travel_to_another_process():
+def test_bounds_can_be_pickled():
     settings = RejectionSampling(level="sequence", agg="sum", metric="kl_k1", upper=-0.5)
     assert pickle.loads(pickle.dumps(settings)) == settings

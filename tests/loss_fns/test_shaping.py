@@ -1,7 +1,8 @@
-"""Rewards to advantages against the formulas written out over Python floats, on rows with gaps, groups and cut answers."""
+"""Reward shaping and advantages against formulas over Python floats, on rows with gaps, groups and truncated answers."""
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 
@@ -87,7 +88,7 @@ def rewards_of(rows, s):
 
 
 def written_out(rows, s, values):
-    """Advantages before and after normalizing, returns and final rewards, per row at its trained tokens."""
+    """Normalized advantages and returns of each row at its trained tokens, and its final reward and KL reward."""
     advantages, returns, finals, kls = [], [], [], []
     for row, reward, after in zip(rows, rewards_of(rows, s), values or [None] * len(rows), strict=True):
         places = trained(row)
@@ -123,15 +124,15 @@ def test_advantages_and_returns_equal_their_formulas(rows, shaping, critic, seed
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(len(row.tokens), generator=generator).tolist() for row in rows] if critic else None
     advantages, returns, finals, kls = written_out(rows, shaping, values)
-    found = shape_advantages(rows, shaping, values)
+    populations = shape_advantages(rows, shaping, values)
     for row, expected_a, expected_r in zip(rows, advantages, returns, strict=True):
         places = trained(row)
         assert [row.advantages[i] for i in places] == pytest.approx(expected_a, **EXACT)
         assert [row.returns[i] for i in places] == pytest.approx(expected_r, **EXACT)
         assert not any(row.advantages[i] or row.returns[i] for i in range(len(row.tokens)) if i not in places)
-    assert found["final_reward"].tolist() == pytest.approx(finals, **EXACT)
-    assert found["kl_rewards"].tolist() == pytest.approx(kls, **EXACT)
-    assert found["advantages"].tolist() == pytest.approx([x for a in advantages for x in a], **EXACT)
+    assert populations["final_reward"].tolist() == pytest.approx(finals, **EXACT)
+    assert populations["kl_rewards"].tolist() == pytest.approx(kls, **EXACT)
+    assert populations["advantages"].tolist() == pytest.approx([x for a in advantages for x in a], **EXACT)
     if critic:
         kept = [[row.values[i] for i in trained(row)] for row in rows]
         assert kept == [[v[i - 1] for i in trained(row)] for row, v in zip(rows, values, strict=True)]
@@ -145,45 +146,45 @@ def answer(reward, tokens=3, group=0, truncated=False, **lists):
     )
 
 
-def test_by_default_every_token_of_an_answer_has_its_reward_as_advantage():
+def test_by_default_the_advantage_of_every_token_is_the_reward_of_its_answer():
     rows = [answer(1.0), answer(-2.0, tokens=1)]
     shape_advantages(rows, RewardShaping())
     assert [row.advantages for row in rows] == [[0.0, 1.0, 1.0, 1.0], [0.0, -2.0]]
 
 
-def test_what_a_tool_says_between_two_turns_does_not_discount_the_first():
+def test_tool_output_between_two_turns_adds_no_discount_to_the_first():
     plain = TrainSequence([True, False, False], [1] * 3, reward=1.0)
     tool = TrainSequence([True, False, True, True, True, False], [1] * 6, reward=1.0)
     shape_advantages([plain, tool], RewardShaping(discount=0.5))
     assert [plain.advantages[i] for i in (1, 2)] == [tool.advantages[i] for i in (1, 5)] == [0.5, 1.0]
 
 
-def test_a_reward_reaches_the_tokens_even_where_the_row_ends_in_context():
+def test_a_reward_reaches_the_tokens_even_if_the_row_ends_in_context():
     row = TrainSequence([True, False, False, True], [1] * 4, reward=1.0)
     shape_advantages([row], RewardShaping())
     assert row.advantages == [0.0, 1.0, 1.0, 0.0]
 
 
-# -- defects that others have ----------------------------------------------------------------------------------------
+# -- defects of other implementations -------------------------------------------------------------------------------
 
 
-def test_the_longest_answer_of_a_batch_is_not_taken_for_a_cut_one():
+def test_the_longest_answer_of_a_batch_is_not_mistaken_for_a_truncated_one():
     rows = [answer(1.0, tokens=9), answer(1.0, tokens=2, truncated=True)]
-    found = shape_advantages(rows, RewardShaping(mask_no_eos_with_zero=True))
-    assert found["no_eos_ratios"].tolist() == [0.0, 1.0]
+    populations = shape_advantages(rows, RewardShaping(mask_no_eos_with_zero=True))
+    assert populations["no_eos_ratios"].tolist() == [0.0, 1.0]
     assert rows[0].advantages == [0.0] + [1.0] * 9
     assert rows[1].advantages == [0.0] * 3
     assert untruncated(rows) == rows[:1]
 
 
-def test_only_a_cut_answer_is_worth_what_the_critic_says_comes_after_it():
+def test_only_a_truncated_answer_bootstraps_from_the_value_after_its_last_token():
     rows = [answer(1.0, tokens=9), answer(1.0, tokens=2, truncated=True)]
     shape_advantages(rows, RewardShaping(), [[0.0] * 9 + [5.0], [0.0, 0.0, 5.0]])
     assert rows[0].returns[-1] == 1.0
     assert rows[1].returns[-1] == 6.0
 
 
-def test_a_cut_answer_that_is_left_out_has_no_say_in_the_normalizing_of_the_others():
+def test_a_masked_truncated_answer_does_not_affect_the_normalization_of_the_others():
     shaping = RewardShaping(mask_no_eos_with_zero=True, adv_norm=Norm())
     alone, mixed = [answer(1.0), answer(0.0)], [answer(1.0), answer(9.0, truncated=True), answer(0.0)]
     shape_advantages(alone, shaping)
@@ -191,7 +192,7 @@ def test_a_cut_answer_that_is_left_out_has_no_say_in_the_normalizing_of_the_othe
     assert [row.advantages for row in mixed] == [alone[0].advantages, [0.0] * 4, alone[1].advantages]
 
 
-def test_a_kl_reward_without_a_reference_is_refused_and_never_a_bonus_for_unlikely_tokens():
+def test_a_kl_reward_without_a_reference_is_refused_instead_of_rewarding_unlikely_tokens():
     row = answer(1.0, logprobs=[0.0, -6.0, -6.0, -6.0])
     with pytest.raises(ValueError, match=r"kl_ctl=0\.1 .*configure a reference model \(ref\), or set kl_ctl=0"):
         shape_advantages([row], RewardShaping(kl_ctl=0.1))
@@ -201,7 +202,7 @@ def test_a_kl_reward_without_a_reference_is_refused_and_never_a_bonus_for_unlike
 
 @settings(QUICK, max_examples=examples(20))
 @given(rows=row_lists(), order=st.randoms(use_true_random=False))
-def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalized_by_itself(rows, order):
+def test_groups_are_normalized_separately_even_if_shuffled_or_missing_answers(rows, order):
     shaping = RewardShaping(reward_norm=Norm("group", std_level="group"))
     shape_advantages(rows, shaping)
     before = {id(row): row.advantages for row in rows}
@@ -209,6 +210,11 @@ def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalized_by_itself(row
     shape_advantages(rows, shaping)
     for row in rows:
         assert row.advantages == pytest.approx(before[id(row)], rel=1e-9, abs=1e-9)
+    for group in {row.group for row in rows}:  # each is normalized as it is alone
+        alone = [copy.copy(row) for row in rows if row.group == group]
+        shape_advantages(alone, shaping)
+        for row, other in zip([row for row in rows if row.group == group], alone, strict=True):
+            assert row.advantages == pytest.approx(other.advantages, rel=1e-9, abs=1e-9)
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
@@ -233,7 +239,7 @@ def test_populations_are_summarized_under_their_documented_names():
     assert not any(name.startswith("correct") for name in summaries(shape_advantages(rows[1:], RewardShaping())))
 
 
-def test_staleness_is_counted_over_trained_tokens_in_versions():
+def test_staleness_is_measured_in_versions_over_trained_tokens():
     rows = [answer(1.0, tokens=3, versions=[-1, 3, 4, 5]), answer(1.0, tokens=1, versions=[-1, 5])]
     stats = version_statistics(rows, version=6)
     assert {name.removeprefix("version_stats/"): value for name, value in stats.items()} == {
@@ -253,7 +259,7 @@ def test_staleness_is_counted_over_trained_tokens_in_versions():
 
 @QUICK
 @given(rows=row_lists())
-def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
+def test_m2po_selects_tokens_over_the_whole_batch_and_stores_the_choice_in_the_rows(rows):
     share = select_by_second_moment(rows, 0.5)
     tokens = [(row, i) for row in rows for i in trained(row)]
     kept = [(row.logprobs[i] - row.prox_logprobs[i]) ** 2 for row, i in tokens if row.keep[i]]
@@ -278,7 +284,7 @@ def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
         ({"overlong_reward_penalty": True, "overlong_tokens": 4}, "needs overlong_penalty_factor of at least 0"),
     ],
 )
-def test_bad_settings_are_named(options, text):
+def test_errors_name_bad_settings(options, text):
     with pytest.raises(ValueError, match=text):
         RewardShaping(**options)
 
@@ -292,6 +298,6 @@ def test_bad_batches_are_refused():
         select_by_second_moment([answer(1.0)], 0.04)
 
 
-def test_settings_travel_to_another_process():
+def test_settings_can_be_pickled():
     shaping = RewardShaping(reward_norm=Norm("group"), kl_ctl=0.1)
     assert pickle.loads(pickle.dumps(shaping)) == shaping

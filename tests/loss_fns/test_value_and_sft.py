@@ -44,7 +44,7 @@ def test_value_statistics_describe_the_predictions(batch):
     assert {name: value_of(metrics[name]) for name in expected} == pytest.approx(expected, **EXACT)
 
 
-def test_a_prediction_that_has_moved_enough_towards_its_target_is_left_alone():
+def test_a_prediction_that_moved_far_enough_towards_its_target_gets_no_gradient():
     batch = make_batch([3], mask_share=1.0)
     batch.pack["packed_values"], batch.pack["packed_returns"] = torch.zeros(3), torch.full((3,), 2.0)
     values = torch.tensor([0.3, 0.9, -0.9], requires_grad=True)

@@ -1,6 +1,6 @@
-"""The losses once more, as loops over Python floats: the independent truth of the tests.
+"""The losses reimplemented as loops over Python floats: an independent reference for the tests.
 
-Every function takes rows as `Batch.rows` gives them: one list of response tokens per sequence.
+Every function takes rows in the form of `Batch.rows`: one list of response tokens per sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def mean(numbers):
 
 
 def averaged(per_row, loss_mean, max_tokens):
-    """Mean of token losses, given as one list per sequence."""
+    """Mean of token losses, passed as one list per sequence."""
     if loss_mean == "token":
         return mean([loss for row in per_row for loss in row])
     if loss_mean == "sequence":
@@ -61,7 +61,7 @@ def gspo(rows, low, high, kl_coef=0.0, kind="k3"):
 
 
 def gmpo(rows, eps):
-    """The product of clipped ratios under the root of the length, as the paper has it (arXiv:2507.20673, eq. 4)."""
+    """The geometric mean of the clipped ratios, as in the paper (arXiv:2507.20673, eq. 4)."""
     losses = []
     for row in rows:
         advantage = mean([t["advantages"] for t in row])

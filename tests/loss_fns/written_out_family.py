@@ -1,6 +1,6 @@
-"""The family's policy loss as loops over Python floats: the independent truth of its tests.
+"""The policy loss family as loops over Python floats: an independent reference for its tests.
 
-Rows are those of `Batch.rows`, where each token has besides ``x``, the log-prob being trained, ``x0``: the same number held
+Rows are those of `Batch.rows`. Besides ``x``, the log-prob being trained, each token has ``x0``: the same number held
 constant. A formula reads ``x0`` wherever the paper stops the gradient, so its slope in ``x`` is the gradient.
 """
 
@@ -12,14 +12,14 @@ from tests.loss_fns.test_rejection import expected as behavior_of
 from tests.loss_fns.written_out import clipped, mean, ratio_of
 
 
-def travelled(version_of_token, version):
+def interpolation_fraction(version_of_token, version):
     if version_of_token < 0 or version_of_token == version:
         return 0.0
     return min(max((version - 1 - version_of_token) / (version - version_of_token), 0.0), 1.0)
 
 
 def approximation(kind, token, version):
-    alpha = travelled(token["versions"], version)
+    alpha = interpolation_fraction(token["versions"], version)
     if kind == "rollout":
         return token["logprobs"]
     if kind == "loglinear":

@@ -24,7 +24,7 @@ def test_a_rising_curve_rises():
     ]
 
 
-def test_a_steep_fall_is_joined_and_ascii_where_the_stream_needs_it():
+def test_a_steep_fall_is_connected_and_drawn_in_ascii_if_the_stream_needs_it():
     chart = text_chart([2.0, 2.0, 0.0, 0.0], width=4, height=3, stream=ascii_stream())
     assert chart.split("\n") == [
         "2 |--.",
@@ -51,7 +51,7 @@ def test_a_constant_series_is_a_flat_line_with_its_value():
 
 
 @pytest.mark.parametrize("values", [[], [math.nan, math.inf]])
-def test_nothing_to_draw_is_said(values):
+def test_a_chart_without_values_says_so(values):
     assert text_chart(values, title="reward") == "reward\n(no values)"
 
 
@@ -73,7 +73,7 @@ def test_sparkline_spans_minimum_to_maximum():
     assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
 
 
-def test_a_preview_obeys_no_escape_code_and_stays_on_one_line():
+def test_a_preview_neutralizes_escape_codes_and_stays_on_one_line():
     assert one_line("a\nb\x1b[2Jc\rd", 100) == "a↵b�[2Jc�d"
     assert one_line("é\n", 100, unicode=False) == "?\\n"
     assert one_line("x" * 100, 10) == "x" * 9 + "…"
@@ -81,6 +81,6 @@ def test_a_preview_obeys_no_escape_code_and_stays_on_one_line():
     assert len(one_line("\n" * 100, 10, unicode=False)) == 10
 
 
-def test_only_utf_streams_speak_unicode():
+def test_only_utf_streams_support_unicode():
     assert supports_unicode(io.StringIO())
     assert not supports_unicode(ascii_stream())

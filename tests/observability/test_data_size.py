@@ -1,4 +1,4 @@
-"""The sizes of a run's data, counted without reading what may be computed when it is read."""
+"""Sizes of a run's data, counted without reading rows that may be computed on access."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def test_examples_and_distinct_prompts_are_counted(make):
     held_out = make([{"messages": messages} for messages in CHAT])
     assert data_size(make(ROWS), held_out, 5) == {
         **{"examples": 10, "prompts": 3, "steps_per_epoch": 5},
-        **{"held_out_examples": 10, "held_out_prompts": 4},  # the answers that they end with differ
+        **{"held_out_examples": 10, "held_out_prompts": 4},  # although the answers at their ends differ
     }
 
 
 @pytest.mark.parametrize("rows", [type("Rows", (), {"__len__": lambda self: 7})(), [{"text": "no prompt"}] * 7])
-def test_prompts_that_are_unknown_are_not_counted(rows):
+def test_unknown_prompts_are_not_counted(rows):
     assert data_size(rows, None, 1) == {"examples": 7, "steps_per_epoch": 1}

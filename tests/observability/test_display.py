@@ -29,7 +29,7 @@ log = logging.getLogger("areno.tests.display")
 
 
 class Screen:
-    """As much of a terminal as the live display uses."""
+    """Emulates the parts of a terminal that the live display uses."""
 
     def __init__(self):
         self.lines, self.row, self.column, self.cursor_shown = [""], 0, 0, True
@@ -91,7 +91,7 @@ def read_terminal(terminal, until=None, timeout_s=60.0):
         assert ready, f"no answer in {timeout_s} s; so far: {data!r}"
         try:
             chunk = os.read(terminal, 65536)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # how Linux reports that the other end is closed
             break
         if not chunk:
             break
@@ -139,14 +139,14 @@ def test_the_live_display_shows_steps_numbers_sample_and_warnings(tmp_path):
     assert screen.cursor_shown
 
 
-def test_lines_pass_above_the_live_display_and_leave_it_whole(tmp_path):
+def test_lines_are_printed_above_the_live_display_and_leave_it_intact(tmp_path):
     text, _ = run_on_terminal(TWO_STEPS, str(tmp_path))
     screen = Screen().feed(text)
     lines = [line.rstrip() for line in screen.lines if line.strip()]
     form = (
         r"\d{4}-\d\d-\d\d .* WARNING areno\.observability\.display: step 3: rewards look odd\. Test the reward function"
     )
-    assert re.fullmatch(form, lines[0]), "nothing but warnings passes"
+    assert re.fullmatch(form, lines[0]), "only warnings are printed"
     assert lines[1] == "a stray print of a reward function"
     labels = "── step phase reward right short update log-probs speed memory warning → sample [bold]seven[/bold]↵�[2J"
     assert [line.split()[0] for line in lines[2:]] == labels.split(), "the display is drawn once, without torn copies"
@@ -162,7 +162,7 @@ def test_the_log_file_has_what_the_terminal_had_no_room_for(tmp_path):
     assert "step 4/10" not in text.replace(" ", "")
 
 
-def test_the_phase_clock_runs_while_a_step_does(tmp_path):
+def test_the_phase_clock_ticks_during_a_step(tmp_path):
     body = """
     with create_progress() as progress:
         progress.start(3)
@@ -175,7 +175,7 @@ def test_the_phase_clock_runs_while_a_step_does(tmp_path):
     assert "train 0:00:01" in plain
 
 
-def test_an_exception_gives_the_cursor_back_and_its_traceback_is_readable():
+def test_an_exception_restores_the_cursor_and_its_traceback_is_readable():
     body = """
     with create_progress() as progress:
         progress.start(3)
@@ -194,7 +194,7 @@ def test_a_program_that_never_stops_the_display_gets_its_cursor_back_at_exit():
     assert Screen().feed(text).cursor_shown
 
 
-def test_ctrl_c_gives_the_cursor_back():
+def test_ctrl_c_restores_the_cursor():
     body = """
     with create_progress() as progress:
         progress.start(3)
@@ -250,7 +250,7 @@ def test_a_terminal_without_colors_gets_none(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["debug", "INFO"])
-def test_a_level_of_lines_on_a_terminal_gets_the_lines(tmp_path, level):
+def test_a_debug_or_info_level_on_a_terminal_gives_plain_lines(tmp_path, level):
     text, code = run_on_terminal(TWO_STEPS, str(tmp_path), env={"ARENO_LOG_LEVEL": level})
     assert code == 0
     assert "\x1b" not in text
@@ -258,7 +258,7 @@ def test_a_level_of_lines_on_a_terminal_gets_the_lines(tmp_path, level):
     assert "step 4/10 reward=0.500000" in text
 
 
-def test_a_level_of_warnings_keeps_the_display(tmp_path):
+def test_the_warning_level_keeps_the_display(tmp_path):
     text, _ = run_on_terminal(TWO_STEPS, str(tmp_path), env={"ARENO_LOG_LEVEL": "warning"})
     assert "── grpo tiny-model ──" in "\n".join(Screen().feed(text).lines)
 
@@ -274,7 +274,7 @@ def test_a_real_run_shows_the_display_and_keeps_its_documented_lines_in_the_log(
     assert screen.cursor_shown
     shown = [line.rstrip() for line in screen.lines]
     (begin,) = (i for i, line in enumerate(shown) if line.startswith("── grpo"))
-    end = next(i for i, line in enumerate(shown) if i > begin and " INFO " in line)  # of the end of the run
+    end = next(i for i, line in enumerate(shown) if i > begin and " INFO " in line)  # the line about the end of the run
     last = shown[begin:end]
     assert len(last) < 24
     assert max(map(len, last)) <= 80

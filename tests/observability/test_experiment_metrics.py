@@ -1,4 +1,4 @@
-"""The names of statistics are those of the documentation, and the page is made from them."""
+"""Statistics have their documented names, and the page of the documentation is generated from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.storage.run_dir import RunDirectory
 
 REPO = Path(__file__).parents[2]
 
-# Written out by hand from the documentation; braces stand for each of the names in them.
+# Written by hand from the documentation; braces expand to each of the names in them.
 NAMES = """
 ppo_actor/{task_reward,advantages,kl_rewards,final_reward,no_eos_ratios,prompt_len,seq_len,correct_seq_len}/{avg,min,max}
 ppo_actor/incorrect_seq_len/{avg,min,max}
@@ -56,7 +56,7 @@ def test_every_documented_name_is_in_the_table_once():
     assert wanted - set(listed) == set()
 
 
-def test_the_names_of_the_quickstart_appear_beside_those_they_are_short_for(tmp_path):
+def test_short_names_of_the_quickstart_appear_next_to_the_full_names(tmp_path):
     numbers = {
         "ppo_actor/task_reward/avg": 0.5,
         **{
@@ -74,7 +74,7 @@ def test_the_names_of_the_quickstart_appear_beside_those_they_are_short_for(tmp_
     assert with_short_names(turns) == {**turns, "rollout/num_turns": 1.5}
 
 
-def test_the_page_is_what_make_statistics_writes():
+def test_the_page_is_up_to_date_with_make_statistics():
     spec = importlib.util.spec_from_file_location("make_statistics", REPO / "docs" / "make_statistics.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

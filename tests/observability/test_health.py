@@ -1,4 +1,4 @@
-"""Health warnings: each cause is named once per episode, and healthy runs hear nothing."""
+"""Health warnings: each cause is reported once per episode, and healthy runs get no warnings."""
 
 import json
 import math
@@ -16,7 +16,7 @@ def observe(monitor, step, rewards=REWARDS, truncated=(False, True), **stats):
     return monitor.observe(step, HEALTHY | stats, rewards, GROUPS[: len(rewards)], truncated)
 
 
-def test_a_healthy_run_hears_nothing():
+def test_a_healthy_run_gets_no_warnings():
     monitor = HealthMonitor()
     assert [observe(monitor, step) for step in range(20)] == [[]] * 20
 
@@ -31,7 +31,7 @@ def test_equal_rewards_for_several_steps_warn_once_with_reason_and_remedy():
     assert "--n-samples" in text
 
 
-def test_groups_that_are_each_equal_teach_nothing_either():
+def test_rewards_that_are_equal_within_each_group_warn_too():
     monitor = HealthMonitor(window=2)
     observe(monitor, 0, rewards=[0.0, 0.0, 1.0, 1.0])
     (text,) = observe(monitor, 1, rewards=[1.0, 1.0, 0.0, 0.0])
@@ -44,7 +44,7 @@ def test_one_sample_per_prompt_compares_across_the_batch():
     assert "all rewards are 1" in monitor.observe(1, {}, [1.0, 1.0], [0, 1])[0]
 
 
-def test_an_interrupted_streak_is_no_warning():
+def test_an_interrupted_streak_gives_no_warning():
     monitor = HealthMonitor(window=3)
     pattern = [[0.0] * 4, [0.0] * 4, REWARDS] * 5
     assert not any(observe(monitor, step, rewards=rewards) for step, rewards in enumerate(pattern))
@@ -68,7 +68,7 @@ def test_a_new_episode_warns_again_and_a_flicker_does_not():
         ({"reward_errors": 3}, "the reward function failed on 3 samples"),
     ],
 )
-def test_each_cause_is_named_at_its_first_step_and_not_again(stats, expected):
+def test_each_cause_is_reported_at_its_first_step_and_not_again(stats, expected):
     monitor = HealthMonitor()
     (text,) = observe(monitor, 4, **stats)
     assert text.startswith("step 4: ")
@@ -76,13 +76,13 @@ def test_each_cause_is_named_at_its_first_step_and_not_again(stats, expected):
     assert observe(monitor, 5, **stats) == []
 
 
-def test_every_response_truncated_is_named_with_the_option():
+def test_a_warning_that_every_response_is_truncated_names_the_option():
     (text,) = observe(HealthMonitor(), 0, truncated=(True, True))
     assert "every response (2)" in text
     assert "--max-new-tokens" in text
 
 
-def test_a_zero_gradient_from_equal_rewards_has_only_the_one_explanation():
+def test_a_zero_gradient_from_equal_rewards_gives_only_one_warning():
     monitor = HealthMonitor(window=1)
     (text,) = observe(monitor, 0, rewards=[0.0] * 4, grad_norm=0.0, loss=0.0)
     assert "nothing can be learned" in text
@@ -116,13 +116,13 @@ def test_only_a_vanishing_policy_loss_with_a_gradient_is_explained(stats, reward
     assert HealthMonitor().explain(0, stats, rewards) == ""
 
 
-def test_supervised_steps_are_judged_by_what_they_have():
+def test_supervised_steps_are_checked_by_the_statistics_they_have():
     monitor = HealthMonitor()
     assert monitor.observe(0, {"loss": 0.0, "grad_norm": 0.5}) == []
     assert "gradient is exactly zero" in monitor.observe(1, {"loss": 0.3, "grad_norm": 0.0})[0]
 
 
-def test_a_resumed_monitor_warns_as_an_uninterrupted_one():
+def test_a_resumed_monitor_warns_like_an_uninterrupted_one():
     script = [{"rewards": [0.0] * 4, "loss": 0.0, "truncated": (step % 3 == 0,) * 2} for step in range(12)]
     whole = HealthMonitor()
     expected = [observe(whole, step, **kwargs) for step, kwargs in enumerate(script)]
@@ -145,7 +145,7 @@ def test_a_window_below_one_is_refused():
         HealthMonitor(window=0)
 
 
-def test_the_limit_that_cut_the_responses_is_the_one_to_raise():
+def test_the_warning_names_the_limit_that_truncated_the_responses():
     monitor = HealthMonitor(max_new_tokens=64)
     for length, option in ((64.0, "Raise --max-new-tokens;"), (40.5, "Raise --max-context-len (")):
         [text] = monitor.observe(0, {"response_len": length}, [0.0, 1.0], [0, 0], [True, True])
@@ -153,12 +153,12 @@ def test_the_limit_that_cut_the_responses_is_the_one_to_raise():
         monitor = HealthMonitor(max_new_tokens=64)
 
 
-def test_a_loss_near_zero_is_not_put_down_to_groups_where_there_are_none():
+def test_a_loss_near_zero_is_not_attributed_to_groups_if_there_are_none():
     assert HealthMonitor(grouped=False).explain(3, {"loss": 1e-9, "grad_norm": 0.5}, [0.0, 1.0]) == ""
 
 
 def in_parts(**parts):
-    """Two samples of each of two prompts, which have the parts as their means and do not tie."""
+    """Two samples for each of two prompts: the means of their parts are ``parts``, and no rewards of a prompt tie."""
     spread = [{name: mean + shift for name, mean in parts.items()} for shift in (-0.1, 0.1, -0.1, 0.1)]
     return [WeightedReward(sum(each.values()), each) for each in spread]
 
@@ -189,12 +189,12 @@ def test_parts_that_move_against_each_other_while_the_reward_rises_are_reported_
     [
         [{"a": 0.1 * step, "b": 0.02 * step} for step in range(30)],  # both rise
         [{"a": 0.02 * step, "b": 1 - 0.1 * step} for step in range(30)],  # the reward falls
-        [{"a": 0.1 * step, "b": 0.5} for step in range(30)],  # one stands still
+        [{"a": 0.1 * step, "b": 0.5} for step in range(30)],  # one stays constant
         [{"a": 0.1 * step, "b": 0.5 + 0.1 * (-1) ** step - 1e-3 * step} for step in range(30)],  # noise
-        HACKED[: PARTS_WINDOW - 1],  # too early to say
+        HACKED[: PARTS_WINDOW - 1],  # too early to tell
     ],
 )
-def test_other_parts_are_not(script):
+def test_other_movements_of_parts_are_not_reported(script):
     assert follow(HealthMonitor(), script) == []
 
 
@@ -205,12 +205,12 @@ def test_a_resumed_monitor_remembers_the_parts():
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert len(texts + follow(second, HACKED[cut:], cut)) == 1
     old = HealthMonitor()
-    old.load_state_dict({"episodes": {}, "loss_explained": False})  # of a checkpoint from before
+    old.load_state_dict({"episodes": {}, "loss_explained": False})  # from a checkpoint of an older version
     assert len(follow(old, HACKED)) == 1
 
 
 def through(monitor, first, then, truncated=False, steps=12):
-    """The warnings of a run whose samples have the rewards ``first`` in five steps, and ``then`` afterwards."""
+    """The warnings of a run with the rewards ``first`` for five steps, and ``then`` afterwards."""
     return [
         text
         for step in range(steps)
@@ -220,7 +220,7 @@ def through(monitor, first, then, truncated=False, steps=12):
     ]
 
 
-def test_equal_rewards_mean_what_the_earlier_ones_say():
+def test_equal_rewards_are_explained_by_earlier_rewards():
     lost = " ".join(through(HealthMonitor(), REWARDS, [0.0] * 4))
     assert "the policy has collapsed. Start again with a lower --lr" in lost
     assert "solved" not in lost
@@ -233,7 +233,7 @@ def test_equal_rewards_mean_what_the_earlier_ones_say():
     assert "All responses are truncated, which may be why" in unfinished
 
 
-def test_a_higher_limit_is_no_remedy_where_the_reward_rises_or_fell():
+def test_a_higher_limit_is_not_suggested_if_the_reward_rose_or_fell():
     better, worse = [2.0, 3.0, 2.0, 3.0], [0.0, 0.1, 0.0, 0.1]
     (risen,) = through(HealthMonitor(), REWARDS, better, truncated=True)
     assert "it may count what length or repetition produces" in risen
@@ -244,7 +244,7 @@ def test_a_higher_limit_is_no_remedy_where_the_reward_rises_or_fell():
     assert "Raise --max-new-tokens" in same
 
 
-def test_after_opposed_parts_nothing_is_said_to_be_solved_or_to_need_a_higher_limit():
+def test_after_opposed_parts_no_warning_claims_a_solved_task_or_suggests_a_higher_limit():
     whole, resumed = HealthMonitor(), HealthMonitor()
     assert len(follow(whole, HACKED)) == 1
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))

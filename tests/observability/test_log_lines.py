@@ -1,4 +1,4 @@
-"""The log lines that are a contract, literally."""
+"""Log lines whose exact text is a contract."""
 
 import logging
 
@@ -55,7 +55,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("emit", "arguments", "line"), LINES, ids=[line[2][:50] for line in LINES])
-def test_line_is_the_documented_one(caplog, emit, arguments, line):
+def test_line_is_as_documented(caplog, emit, arguments, line):
     with caplog.at_level(logging.INFO, logger="areno"):
         emit(logger, *arguments)
     assert caplog.messages == [line]

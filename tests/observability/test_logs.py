@@ -1,4 +1,4 @@
-"""Logging set-up: who gets which line, and that set-up leaves nothing behind."""
+"""Logging setup: where each line goes, and that closing leaves nothing behind."""
 
 import io
 import logging
@@ -61,7 +61,7 @@ def test_an_unknown_level_is_a_usage_error_that_lists_the_levels(monkeypatch):
         setup_logging(None, level="chatty")
 
 
-def test_repeated_set_up_does_not_duplicate_lines(run_dir):
+def test_repeated_setup_does_not_duplicate_lines(run_dir):
     stream = io.StringIO()
     first = setup_logging(run_dir, stream=stream)
     second = setup_logging(run_dir, stream=stream)
@@ -95,7 +95,9 @@ def test_records_propagate_to_the_handlers_of_a_program_that_uses_areno(caplog):
 
 
 @pytest.mark.parametrize(("level", "with_run_dir", "shown"), [(None, True, 1), ("INFO", True, 2), (None, False, 2)])
-def test_a_live_display_lets_info_lines_through_only_when_nothing_else_keeps_them(run_dir, level, with_run_dir, shown):
+def test_a_live_display_lets_info_lines_through_only_if_asked_for_or_without_a_log_file(
+    run_dir, level, with_run_dir, shown
+):
     stream, through = io.StringIO(), []
     with setup_logging(run_dir if with_run_dir else None, level=level, stream=stream):
         route_console(through.append)

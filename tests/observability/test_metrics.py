@@ -189,7 +189,7 @@ def test_an_unwritable_event_folder_is_an_error_that_names_it(tmp_path):
         events.close()
 
 
-def test_where_no_thread_can_be_started_the_limit_of_threads_is_named(tmp_path, monkeypatch):
+def test_an_error_names_the_thread_limit_if_no_thread_can_be_started(tmp_path, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
@@ -230,7 +230,7 @@ def test_events_that_cannot_be_written_at_exit_are_reported(tmp_path):
     assert f"TensorBoard events in {arguments[-1]} are incomplete" in result.stderr
 
 
-def test_a_batch_of_512_rows_costs_milliseconds():
+def test_a_batch_of_512_rows_takes_milliseconds():
     rng = random.Random(0)
     rows = [
         TrainSequence(

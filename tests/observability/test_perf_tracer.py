@@ -1,4 +1,4 @@
-"""Perf traces: events that fit the Chrome trace event format, nest on their tracks, and come together in one file."""
+"""Perf traces: events follow the Chrome trace event format, nest on their tracks, and are merged into one file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spans(events):
 
 
 def check_format(trace):
-    """The rules of the Chrome trace event format for the kinds of events that are used, and that scopes of a track nest."""
+    """Asserts the rules of the Chrome trace event format for the kinds of events used, and that scopes of a track nest."""
     assert isinstance(trace["traceEvents"], list)
     tracks = {}
     for event in trace["traceEvents"]:
@@ -60,7 +60,7 @@ def check_format(trace):
     for own in tracks.values():
         open_ends = []
         for start, end in sorted(own, key=lambda span: (span[0], -span[1])):
-            while open_ends and open_ends[-1] <= start + 1.5:  # the least length of 1 us may reach over the next start
+            while open_ends and open_ends[-1] <= start + 1.5:  # the minimum duration of 1 us may overlap the next start
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1] + 1.5, "two events of a track overlap"
             open_ends.append(end)
@@ -79,24 +79,24 @@ def test_scopes_instants_and_decorators_become_documented_events(tracer, tmp_pat
     assert tracer.path == tmp_path / "perf_tracer" / "trainer" / "traces-r3.jsonl"
     events = events_of(tracer)
     check_format({"traceEvents": events})
-    found = spans(events)
-    assert found["step"]["args"] == {"rank": 3, "role": "trainer", "global_step": 7, "rows": 8}
-    assert found["step"]["ts"] <= found["train"]["ts"]
-    assert found["step"]["dur"] >= found["train"]["dur"] >= 2000
-    assert found["step"]["tid"] == threading.get_native_id()
-    assert before <= found["step"]["ts"] <= time.time() * 1e6
+    scopes = spans(events)
+    assert scopes["step"]["args"] == {"rank": 3, "role": "trainer", "global_step": 7, "rows": 8}
+    assert scopes["step"]["ts"] <= scopes["train"]["ts"]
+    assert scopes["step"]["dur"] >= scopes["train"]["dur"] >= 2000
+    assert scopes["step"]["tid"] == threading.get_native_id()
+    assert before <= scopes["step"]["ts"] <= time.time() * 1e6
     assert {event["cat"] for event in events if event["ph"] != "M"} == {"scheduler", "compute", "sync"} < CATEGORIES
     (moment,) = [event for event in events if event["ph"] == "i"]
     assert (moment["name"], moment["s"]) == ("weights updated", "t")
 
 
-def test_what_raises_is_recorded_too(tracer):
+def test_a_scope_that_raises_is_recorded_too(tracer):
     with pytest.raises(KeyError), tracer.trace_scope("fails"):
         raise KeyError
     assert "fails" in spans(events_of(tracer))
 
 
-def test_scopes_of_asyncio_tasks_overlap_in_time_and_not_on_a_track(tracer):
+def test_scopes_of_asyncio_tasks_overlap_in_time_but_not_on_a_track(tracer):
     @functools.partial(traced, name="inner", category="misc", tracer=lambda: tracer)
     async def inner():
         await asyncio.sleep(0.002)
@@ -117,13 +117,11 @@ def test_scopes_of_asyncio_tasks_overlap_in_time_and_not_on_a_track(tracer):
     asyncio.run(several())
     events = events_of(tracer)
     check_format({"traceEvents": events})
-    found = spans(events)
-    assert found["sync 4"]["tid"] == found["episode 4"]["tid"]
-    assert len({found[f"episode {number}"]["tid"] for number in range(6)}) == 6
+    scopes = spans(events)
+    assert scopes["sync 4"]["tid"] == scopes["episode 4"]["tid"]
+    assert len({scopes[f"episode {number}"]["tid"] for number in range(6)}) == 6
     tracks = {event["tid"] for event in events if event["ph"] == "X"}
-    assert found["episode 100"]["tid"] in {
-        e["tid"] for e in events if e["name"] != "episode 100"
-    }  # tracks are used again
+    assert scopes["episode 100"]["tid"] in {e["tid"] for e in events if e["name"] != "episode 100"}  # tracks are reused
     assert len(tracks) <= 18
 
 
@@ -137,10 +135,10 @@ def test_threads_have_tracks_of_their_own(tracer):
         thread.start()
         thread.join()
     events = events_of(tracer)
-    found = spans(events)
-    assert found["here"]["tid"] != found["elsewhere"]["tid"]
+    scopes = spans(events)
+    assert scopes["here"]["tid"] != scopes["elsewhere"]["tid"]
     named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert named[found["elsewhere"]["tid"]] == "areno-rollout"
+    assert named[scopes["elsewhere"]["tid"]] == "areno-rollout"
 
 
 def test_events_are_written_each_save_interval_or_when_forced(tmp_path):
@@ -158,7 +156,7 @@ def test_events_are_written_each_save_interval_or_when_forced(tmp_path):
     assert written() == {f"step {n}" for n in range(5)}
 
 
-def test_a_tracer_that_is_off_writes_nothing(tmp_path):
+def test_a_disabled_tracer_writes_nothing(tmp_path):
     tracer = PerfTracer(tmp_path, enabled=False, profile_steps=[0])
 
     async def work():
@@ -171,7 +169,7 @@ def test_a_tracer_that_is_off_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_torch_profile_of_a_chosen_step_lies_inside_it_on_tracks_of_its_own(tmp_path):
+def test_the_torch_profile_of_a_chosen_step_lies_inside_it_on_separate_tracks(tmp_path):
     import torch
 
     tracer = PerfTracer(tmp_path, profile_steps=[1])
@@ -206,7 +204,7 @@ for step in range(10 ** 6 if sys.argv[4:] else 2):
 """
 
 
-def test_traces_of_several_processes_become_one_that_is_valid(tmp_path):
+def test_traces_of_several_processes_merge_into_one_valid_trace(tmp_path):
     for role, rank in (("trainer", 0), ("rollout", 0), ("rollout", 1)):
         subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), role, str(rank)], check=True, timeout=60)
     command = [sys.executable, "-m", "areno.tools.perf_trace_converter", str(tmp_path), str(tmp_path / "out.json")]
@@ -233,9 +231,9 @@ def test_a_killed_process_leaves_a_trace_that_converts(tmp_path):
     check_format(json.loads((tmp_path / "out.json").read_text()))
 
 
-def test_processes_of_two_machines_with_one_number_stay_apart(tmp_path):
+def test_processes_with_the_same_pid_on_two_machines_stay_apart(tmp_path):
     for rank in range(2):
-        tracer = PerfTracer(tmp_path, rank=rank)  # both are this process
+        tracer = PerfTracer(tmp_path, rank=rank)  # both have the pid of this process
         with tracer.trace_scope("x"):
             pass
         tracer.save(force=True)
@@ -244,7 +242,7 @@ def test_processes_of_two_machines_with_one_number_stay_apart(tmp_path):
     assert len({event["pid"] for event in events if event["name"] == "x"}) == 2
 
 
-def test_wrong_inputs_are_named(tmp_path):
+def test_bad_paths_and_arguments_are_reported(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere: no traces-r"):
         convert([tmp_path / "nowhere"], tmp_path / "out.json")
     PerfTracer(tmp_path).save(force=True)
@@ -255,7 +253,7 @@ def test_wrong_inputs_are_named(tmp_path):
     assert b"usage:" in done.stderr
 
 
-def test_code_that_is_traced_before_configure_is_traced_after_it(tmp_path):
+def test_code_decorated_before_configure_is_traced_after_it(tmp_path):
     @tracing.trace_perf()
     def early():
         return os.getpid()

@@ -1,4 +1,4 @@
-"""What ``samples.jsonl`` tells of a batch: whose answers these are, and what was trained on."""
+"""What ``samples.jsonl`` records about a batch: the prompt of each answer, and which tokens were trained on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areno.types import TrainSequence
 from tests.support.tiny import TEXTS, bpe_tokenizer
 
 
-def test_samples_are_numbered_within_their_episode_and_told_without_what_is_not_trained_on():
+def test_samples_are_numbered_within_their_group_and_averaged_over_trained_tokens():
     tokenizer = bpe_tokenizer(TEXTS)
     prompt, answer = (tokenizer.encode(text) for text in ("What is 1 plus 2?", "The answer is 3."))
     rows = [
@@ -25,21 +25,21 @@ def test_samples_are_numbered_within_their_episode_and_told_without_what_is_not_
         for number, group in enumerate((0, 0, 1, 1))
     ]
     data = [{"question": "?", "answer": "3"}, {"question": "!", "answer": "4"}]
-    told = row_records(3, [7, 5], rows, tokenizer, TokenTexts(tokenizer), {}, data)
-    assert [one["data"] for one in told] == [{"answer": "3"}, {"answer": "3"}, {"answer": "4"}, {"answer": "4"}]
-    assert [(one["prompt_index"], one["sample_index"], one["reward"]) for one in told] == [
+    records = row_records(3, [7, 5], rows, tokenizer, TokenTexts(tokenizer), {}, data)
+    assert [one["data"] for one in records] == [{"answer": "3"}, {"answer": "3"}, {"answer": "4"}, {"answer": "4"}]
+    assert [(one["prompt_index"], one["sample_index"], one["reward"]) for one in records] == [
         (7, 0, 0.0), (7, 1, 1.0), (5, 0, 2.0), (5, 1, 3.0),
     ]  # fmt: skip
-    assert [one["finish_reason"] for one in told] == ["stop", "stop", "length", "stop"]
-    assert [[len(segment["tokens"]) for segment in one["rows"][0]] for one in told] == [
+    assert [one["finish_reason"] for one in records] == ["stop", "stop", "length", "stop"]
+    assert [[len(segment["tokens"]) for segment in one["rows"][0]] for one in records] == [
         [len(prompt), 1, len(answer) - 1]
     ] * 4
-    for one in told:
+    for one in records:
         assert (one["step"], one["advantage"], one["logprob_mean"]) == (3, 2.0, -1.0)
         assert (one["prompt"], one["completion"]) == ("What is 1 plus 2?", "The answer is 3.")
 
 
-def test_a_row_is_told_token_by_token_in_turns():
+def test_a_row_is_recorded_token_by_token_and_turn_by_turn():
     tokenizer = bpe_tokenizer(TEXTS)
     row = TrainSequence(
         tokens=[5, 6, 7, 8, 9, 10],

@@ -1,4 +1,4 @@
-"""The run directory: valid lines, atomic files, and a clean cut after a kill."""
+"""The run directory: valid lines, atomic files, and clean truncation after a kill."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_metrics_read_back_are_the_numbers_that_were_written(run_dir):
     assert record["z"] == -math.inf
 
 
-def test_texts_of_samples_survive_as_they_are(run_dir):
+def test_sample_texts_survive_unchanged(run_dir):
     texts = ["NaN", "zwölf ⟨eos⟩\n\tline\u2028two", "\udc80 lone surrogate", '{"a": "b"}']
     run_dir.append_samples([{"step": 0, "completion": text} for text in texts[:2] + texts[3:]])
     assert [record["completion"] for record in run_dir.read_samples()] == texts[:2] + texts[3:]
@@ -117,7 +117,7 @@ def test_summary_is_replaced_as_a_whole(run_dir):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_named_with_the_file_and_the_remedy(run_dir):
+def test_a_full_disk_error_names_the_file_and_a_remedy(run_dir):
     run_dir.metrics_path.symlink_to("/dev/full")
     with pytest.raises(ArenoError, match=r"metrics\.jsonl.*free disk space"):
         run_dir.append_metrics(0, {})

@@ -1,4 +1,4 @@
-"""One process at a time writes to a run; whatever ends it lets go of the lock."""
+"""Only one process at a time writes to a run, and its end releases the lock, even if it is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_second_process_is_refused_with_the_holder_and_a_killed_one_lets_go(tmp_path, holder):
+def test_a_second_process_is_refused_naming_the_holder_and_a_kill_releases_the_lock(tmp_path, holder):
     process, children = holder
     with (
         pytest.raises(UsageError, match=rf"run .*process {process.pid} on {socket.gethostname()}; .*or choose another"),
@@ -55,19 +55,19 @@ def test_a_second_process_is_refused_with_the_holder_and_a_killed_one_lets_go(tm
         raise AssertionError("must not be reached")
     process.kill()
     process.wait()
-    assert all(os.path.exists(f"/proc/{pid}") for pid in children)  # and none of them keeps the lock
+    assert all(os.path.exists(f"/proc/{pid}") for pid in children)  # but none of them keeps the lock
     with run_lock(tmp_path / "run", "or choose another"):
         assert f"process {os.getpid()}" in (tmp_path / "run" / ".lock").read_text()
     assert (tmp_path / "run" / ".lock").read_text() == ""
 
 
-def test_within_a_process_it_holds_as_well_and_only_as_long_as_its_block(tmp_path):
+def test_the_lock_also_holds_within_one_process_and_ends_with_its_block(tmp_path):
     for _ in range(2):
         with run_lock(tmp_path, ""), pytest.raises(UsageError, match=f"process {os.getpid()}"), run_lock(tmp_path, ""):
             raise AssertionError("must not be reached")
 
 
-def test_of_processes_that_start_together_one_gets_it(tmp_path):
+def test_of_processes_that_start_together_one_gets_the_lock(tmp_path):
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", START, str(tmp_path), str(time.time() + 1)],
@@ -77,7 +77,7 @@ def test_of_processes_that_start_together_one_gets_it(tmp_path):
         )
         for _ in range(4)
     ]
-    answers = [process.stdout.readline().strip() for process in starters]  # who got it holds it meanwhile
+    answers = [process.stdout.readline().strip() for process in starters]  # the winner holds it meanwhile
     for process in starters:
         process.communicate(timeout=60)
     assert sorted(answers) == ["got it", "refused", "refused", "refused"]
@@ -98,8 +98,8 @@ except UsageError:
 """
 
 
-def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
-    # No file system without locks can be mounted here.
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
+    # A test cannot mount a file system without locks.
     def refuse(descriptor, operation):
         raise OSError(37, "No locks available")
 
@@ -110,7 +110,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     assert "No locks available" in caplog.text
 
 
-def test_a_place_that_cannot_be_written_to_is_a_usage_error(tmp_path):
+def test_an_unwritable_run_directory_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"file.*or choose another"), run_lock(tmp_path / "file", "or choose another"):
         raise AssertionError("must not be reached")

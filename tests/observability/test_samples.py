@@ -1,4 +1,4 @@
-"""Which completions are kept and logged, and what is said about each."""
+"""Which completions are kept and logged, and what is recorded about each."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def test_best_worst_and_first_of_each_prompt_are_kept():
     assert {row["step"] for row in kept} == {3}
 
 
-def test_a_kept_sample_says_everything_about_itself(tmp_path):
+def test_a_kept_sample_has_all_its_fields(tmp_path):
     (row,) = sample_records(1, [record(4, 2, loss_mask=[True, True, False])], [0.5], [-0.25])
     assert row == {
         "step": 1,
@@ -79,7 +79,7 @@ def test_a_kept_sample_has_the_parts_of_its_reward():
     assert json.loads(json.dumps(row)) == row
 
 
-def test_the_choice_is_bounded_per_step():
+def test_the_number_of_kept_samples_is_bounded_per_step():
     records = [record(prompt, sample) for prompt in range(100) for sample in range(8)]
     kept = sample_records(0, records, [float(i % 8) for i in range(800)])
     assert len(kept) <= 24

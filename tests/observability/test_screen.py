@@ -1,4 +1,4 @@
-"""The screen as text, at several sizes: what is on it, what is left out first, and that no text of a run controls it."""
+"""The screen as text at several sizes: what it shows, what it drops first, and that text from a run cannot control it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m[bold red]Δ\r\u202e[/bold red]\x00{x}:
 
 
 def display(width=80, height=24, *, encoding="utf-8", steps=30, sample="7 + 5 = 12"):
-    """A live display in the middle of a run, which draws on a console of this size."""
+    """A live display in the middle of a run, on a console of this size."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     live = LiveProgress(Console(file=file, force_terminal=True, width=width, height=height))
     live.start(100, 0, RunHeading("grpo", "org/model-1B", "runs/one", GAP_LIMIT))
@@ -53,7 +53,7 @@ def lines_of(live, width=80, height=24):
 
 
 def warned(live):
-    """The display after three health warnings of a step."""
+    """The display after a step with three health warnings."""
     monitor = HealthMonitor(max_new_tokens=128, logprob_gap_limit=GAP_LIMIT)
     stats = {"logp_abs_diff_mean": 0.06, "response_len": 120.0, "reward_errors": 3.0}
     for warning in monitor.observe(29, stats, [1.0, 0.0], [0, 0], [True, True]):
@@ -62,7 +62,7 @@ def warned(live):
 
 
 def test_everything_fits_on_a_terminal_of_80_by_24():
-    lines = lines_of(display(steps=24))  # as many as the columns of a trend
+    lines = lines_of(display(steps=24))  # one step per column of a trend
     rising = "".join("▁▂▃▄▅▆▇█"[round(7 * step / 23)] for step in range(24))
     memory = next(line for line in lines if line.startswith("memory"))
     assert [line for line in lines if line is not memory] == [
@@ -93,17 +93,17 @@ def test_three_warnings_are_shown_with_their_remedies():
     text = "\n".join(lines)
     for remedy in ("→ Use fewer optimizer steps per batch", "→ Raise --max-context-len", "see the log for each record"):
         assert remedy in text
-    assert lines[-2].startswith("sample"), "they leave room for the sample"
+    assert lines[-2].startswith("sample"), "the warnings leave room for the sample"
     assert "  short   0.517" in text
 
 
-def test_a_high_terminal_shows_warnings_to_their_end():
+def test_a_tall_terminal_shows_complete_warnings():
     text = " ".join(" ".join(lines_of(warned(display(100, 45)), 100, 45)).split())
     assert "if the gap exists from the first step, try --dtype float32" in text
     assert "or teach it to stop with SFT first" in text
 
 
-def test_only_the_last_three_warnings_stay_and_all_are_counted():
+def test_only_the_last_three_warnings_stay_but_all_are_counted():
     live = display()
     for number in range(5):
         live.warn(f"step {number}: odd. Look")
@@ -112,7 +112,7 @@ def test_only_the_last_three_warnings_stay_and_all_are_counted():
     assert "5 warnings" in lines[2]
 
 
-def test_a_narrow_terminal_loses_ends_of_lines_and_no_values():
+def test_a_narrow_terminal_cuts_line_ends_but_no_values():
     lines = lines_of(warned(display(40)), 40)
     assert max(map(len, lines)) <= 40
     assert lines[0] == "── grpo org/model-1B ─────── runs/one ──"
@@ -121,7 +121,7 @@ def test_a_narrow_terminal_loses_ends_of_lines_and_no_values():
     assert [value for value in (*values, "1,000 tokens/s", "reward 1") if value not in text] == []
 
 
-def test_a_low_terminal_keeps_what_matters_most():
+def test_a_short_terminal_keeps_what_matters_most():
     lines = lines_of(warned(display(80, 10)), 80, 10)
     assert len(lines) == 9
     kept = [line.split()[0] for line in lines]
@@ -132,7 +132,7 @@ def test_a_low_terminal_keeps_what_matters_most():
 
 
 @pytest.mark.parametrize("unicode", [True, False])
-def test_no_size_is_exceeded(unicode):
+def test_frames_never_exceed_the_terminal_size(unicode):
     live = warned(display(sample="四" * 90 + "word " * 99))
     live.picture()
     for width in range(20, 130, 7):
@@ -143,7 +143,7 @@ def test_no_size_is_exceeded(unicode):
     live.stop()
 
 
-def test_no_text_of_a_run_controls_the_terminal():
+def test_text_from_a_run_cannot_control_the_terminal():
     live = display(sample=HOSTILE)
     live._state.heading = RunHeading(HOSTILE, HOSTILE, HOSTILE)
     live.evaluated(HOSTILE)
@@ -152,7 +152,7 @@ def test_no_text_of_a_run_controls_the_terminal():
     live.step_done(30, {"reward_mean": 0.5}, ShownSample(HOSTILE, HOSTILE, 0.5), {HOSTILE: 0.5})
     text = "\n".join(lines_of(live))
     assert not [char for char in text if category(char) in ("Cc", "Cf") and char != "\n"]
-    assert text.count("[bold red]Δ") >= 5, "markup is text"
+    assert text.count("[bold red]Δ") >= 5, "markup is shown as text"
     assert ":smile:" in text
 
 
@@ -164,7 +164,7 @@ def test_without_unicode_everything_is_ascii():
     assert lines[-1].endswith("? h?llo")
 
 
-def test_a_gap_above_the_limit_of_the_warnings_is_marked_and_stale_samples_are_not_judged():
+def test_a_gap_above_the_warning_limit_is_marked_and_stale_samples_have_no_limit():
     live = display()
     live.step_done(30, {"reward_mean": 0.5, "logp_abs_diff_mean": 0.06})
     assert "log-probs gap 6.0e-02   too large   warns above 0.05" in lines_of(live)
@@ -173,7 +173,7 @@ def test_a_gap_above_the_limit_of_the_warnings_is_marked_and_stale_samples_are_n
     assert "log-probs gap 4.0e-03" in lines_of(live)
 
 
-def test_a_run_without_rewards_shows_the_course_of_its_loss():
+def test_a_run_without_rewards_shows_the_trend_of_its_loss():
     live = LiveProgress(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     live.start(3)
     for step, loss in enumerate((3.0, 2.0, math.nan)):
@@ -183,7 +183,7 @@ def test_a_run_without_rewards_shows_the_course_of_its_loss():
     assert not [line for line in lines if line.startswith(("reward", "sample", "log-probs"))]
 
 
-def test_a_redraw_of_a_long_run_calls_no_more_functions_than_that_of_a_short_one():
+def test_redrawing_a_long_run_takes_no_more_function_calls_than_a_short_one():
     def calls(steps: int, sample: str) -> int:
         live, count = warned(display(100, 50, steps=steps, sample=sample)), 0
 
@@ -239,7 +239,7 @@ def lines_of_state(state: ScreenState):
     return ["".join(text for text, _ in line) for line in frame(state, 90, 40)]
 
 
-# In a process of its own: the descendants of this one, which earlier tests have started, may free memory meanwhile.
+# In a separate process: descendants of this one, started by earlier tests, may free memory meanwhile.
 MEMORY = """
 import json, os, subprocess, sys
 from areno.observability.display import memory_use
@@ -255,7 +255,7 @@ print(json.dumps([own, before.used, before.free, before.total, during]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_that_of_this_process_and_of_those_it_started():
+def test_memory_covers_this_process_and_those_it_started():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     own, before, free, total, during = json.loads(done.stdout)
     assert before >= 0.9 * own

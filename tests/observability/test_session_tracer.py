@@ -57,7 +57,7 @@ def test_a_session_has_the_documented_fields(tracer, tmp_path):
     assert record["submit_ts"] <= record["phases"]["generate"][0]["start_ts"] <= record["finalized_ts"]
 
 
-def test_sessions_of_concurrent_tasks_do_not_mix_and_sub_tasks_belong_to_theirs(tracer):
+def test_sessions_of_concurrent_tasks_do_not_mix_and_include_their_subtasks(tracer):
     async def generate(times):
         async with tracer.atrace_session_phase("generate"):
             await asyncio.sleep(0)
@@ -80,13 +80,13 @@ def test_sessions_of_concurrent_tasks_do_not_mix_and_sub_tasks_belong_to_theirs(
     }
 
 
-def test_a_task_ends_all_its_sessions_and_one_that_failed_stays_failed(tracer):
+def test_finalizing_a_task_ends_all_its_sessions_and_a_failed_one_stays_failed(tracer):
     task = 0
     whole = session(tracer, task)
     with pytest.raises(ZeroDivisionError), tracer.session_context(task) as broken:
         1 / 0  # noqa: B018
     tracer.finalize(task, "rejected", "all rewards equal")
-    tracer.finalize(task, "accepted")  # it has ended
+    tracer.finalize(task, "accepted")  # without effect: it has ended
     tracer.flush(force=True)
     assert {r["session_id"]: (r["status"], r["reason"]) for r in records(tracer)} == {
         whole: ("rejected", "all rewards equal"),
@@ -94,7 +94,7 @@ def test_a_task_ends_all_its_sessions_and_one_that_failed_stays_failed(tracer):
     }
 
 
-def test_sessions_are_written_when_enough_have_ended_and_the_rest_at_the_end(tracer):
+def test_sessions_are_written_when_enough_have_ended_and_the_rest_on_close(tracer):
     tasks = range(5)
     for task in tasks:
         session(tracer, task)
@@ -108,7 +108,7 @@ def test_sessions_are_written_when_enough_have_ended_and_the_rest_at_the_end(tra
     assert records(tracer)[-1]["total_s"] is None
 
 
-def test_a_tracer_that_is_off_and_code_outside_of_sessions_record_nothing(tmp_path):
+def test_a_disabled_tracer_and_code_outside_sessions_record_nothing(tmp_path):
     off, on = SessionTracer(tmp_path, enabled=False), SessionTracer(tmp_path)
     task = 0
     session(off, task, "generate")
@@ -151,7 +151,7 @@ def test_the_plot_has_a_bar_for_each_phase_and_the_numbers(tmp_path):
     finally:
         tracing.configure(tmp_path, "rollout")
     with open(tracer.path, "a") as file:
-        file.write('{"submit_ts": 1')  # torn
+        file.write('{"submit_ts": 1')  # a truncated line
     command = [sys.executable, "-m", "areno.tools.plot_session_trace", str(tmp_path), str(tmp_path / "out.html")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"2 sessions in {tmp_path / 'out.html'}\n")

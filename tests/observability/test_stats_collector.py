@@ -1,4 +1,4 @@
-"""Statistics are exact whatever the order, the split and the number of processes."""
+"""Statistics are exact regardless of order, batch split and number of processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def record(tracker, batches, **options):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(rows, max_size=4), min_size=1, max_size=4))
-def test_every_counted_value_weighs_the_same_over_calls_and_processes(processes):
+def test_every_counted_value_weighs_the_same_across_calls_and_processes(processes):
     trackers = [StatsTracker() for _ in processes]
     for one, batches in zip(trackers, processes, strict=True):
         record(one, batches)
-    gathered = json.loads(json.dumps([one.parts() for one in trackers]))  # parts travel between processes
+    gathered = json.loads(json.dumps([one.parts() for one in trackers]))  # parts are sent between processes
     numbers = reduced(merge(gathered))
     kept = np.array([v for batches in processes for batch in batches for v, k in batch if k], dtype=np.float64)
     if kept.size:
@@ -48,7 +48,7 @@ def test_every_counted_value_weighs_the_same_over_calls_and_processes(processes)
         assert numbers.get("n", 0) == 0
 
 
-def test_each_reduce_type_tells_its_number_under_the_documented_name():
+def test_each_reduce_type_exports_its_number_under_the_documented_name():
     tracker = StatsTracker()
     tracker.denominator(tokens=torch.tensor([[True, True], [False, True]]))
     values = torch.tensor([[1.0, 2.0], [100.0, 6.0]])
@@ -66,14 +66,14 @@ def test_each_reduce_type_tells_its_number_under_the_documented_name():
     assert without_counts({"lr": 1.5, "lr__count": 2}) == {"lr": 1.5}
 
 
-def test_what_is_masked_out_does_not_count_even_where_it_is_not_a_number():
+def test_masked_values_do_not_count_even_if_nan():
     tracker = StatsTracker()
     tracker.denominator(n=torch.tensor([True, False]))
     tracker.stat("n", x=torch.tensor([2.0, math.nan]))
     assert tracker.export() == {"n": 1, "x/avg": 2, "x/min": 2, "x/max": 2}
 
 
-def test_a_nan_that_counts_is_seen_in_all_three_numbers():
+def test_an_unmasked_nan_shows_in_all_three_numbers():
     tracker = StatsTracker()
     record(tracker, [[(1.0, True)], [(math.nan, True)], [(3.0, True)]])
     numbers = tracker.export()
@@ -88,7 +88,7 @@ def test_bf16_values_are_added_up_in_float64():
     assert tracker.export()["x"] == 4096  # bf16 sums stop growing at 256
 
 
-def test_scopes_nest_and_a_denominator_of_an_outer_scope_is_seen():
+def test_scopes_nest_and_a_denominator_of_an_outer_scope_is_visible():
     tracker = StatsTracker()
     with tracker.scope("ppo_actor"):
         tracker.denominator(n_valid_tokens=torch.tensor([True, True]))
@@ -101,8 +101,8 @@ def test_scopes_nest_and_a_denominator_of_an_outer_scope_is_seen():
     assert numbers["ppo_actor/n_valid_tokens"] == 2
 
 
-def test_named_trackers_begin_their_names_and_are_one_per_process():
-    stats_collector.export_all()  # what earlier tests of this process have left
+def test_named_trackers_prefix_their_statistics_and_are_unique_per_process():
+    stats_collector.export_all()  # discards what earlier tests of this process left
     assert stats_collector.get("eval-rollout") is stats_collector.get("eval-rollout")
     stats_collector.get("eval-rollout").scalar(reward=1.0)
     stats_collector.get().scalar(plain=3.0)
@@ -113,7 +113,7 @@ def test_named_trackers_begin_their_names_and_are_one_per_process():
     assert stats_collector.export_all() == {}
 
 
-def test_export_of_one_key_takes_and_forgets_only_that():
+def test_exporting_one_key_returns_and_resets_only_that_key():
     tracker = StatsTracker()
     tracker.scalar(a=1.0, b=2.0)
     with tracker.scope("s"):
@@ -132,12 +132,12 @@ def test_timings_add_up_inside_a_process_and_the_slowest_process_counts():
             with trackers[0].record_timing("train_step"):
                 pass
     with pytest.raises(KeyError), trackers[1].record_timing("train_step"):
-        raise KeyError  # what failed took its time too
+        raise KeyError  # a block that fails is timed too
     assert trackers[0].export(reset=False) == {"timeperf/train_step": 3.5}
     assert reduced(merge([one.parts() for one in trackers])) == {"timeperf/train_step": 9.0}
 
 
-def test_export_all_gathers_what_the_other_ranks_have():
+def test_export_all_gathers_the_statistics_of_the_other_ranks():
     ranks = [StatsTracker("rollout") for _ in range(2)]
     ranks[0].scalar(reward=1.0)
     for _ in range(3):
@@ -174,12 +174,12 @@ def test_scopes_of_threads_and_tasks_do_not_mix():
         (lambda t: (t.denominator(x=torch.ones(2).bool()), t.scalar(x=1.0)), "recorded as sum, but now as scalar"),
     ],
 )
-def test_misuse_is_said_with_its_remedy(use, words):
+def test_misuse_is_reported_with_a_remedy(use, words):
     with pytest.raises((ValueError, TypeError), match=words):
         use(StatsTracker())
 
 
-def test_importing_and_scalars_load_neither_torch_nor_numpy():
+def test_importing_and_recording_scalars_loads_neither_torch_nor_numpy():
     code = (
         "import sys, areno.observability.stats_collector as t\n"
         "t.get().scalar(x=1.0); t.export_all()\n"

@@ -1,4 +1,4 @@
-"""What a step of an experiment tells: the quickstart's words, exact numbers in metrics.jsonl, services that fail alone."""
+"""What an experiment reports per step: the quickstart's line, exact metrics.jsonl, and services that fail on their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areno.storage.run_layout import EXPERIMENT
 
 
 class Remembering:
-    """A service in this process."""
+    """An in-process service that keeps the steps it receives."""
 
     name = "memory"
 
@@ -49,7 +49,7 @@ def make(run_dir, *services, clock=None):
     return StatsLogger(run_dir, total_epochs=5, steps_per_epoch=19, services=services, clock=clock or Clock())
 
 
-def test_main_log_has_the_words_of_the_quickstart_and_each_statistic_by_name(run_dir, capsys):
+def test_main_log_has_the_line_of_the_quickstart_and_each_statistic_by_name(run_dir, capsys):
     clock = Clock()
     with setup_logging(run_dir, level="INFO"):
         logger = make(run_dir, clock=clock)
@@ -63,7 +63,7 @@ def test_main_log_has_the_words_of_the_quickstart_and_each_statistic_by_name(run
     assert "step 6/19" in capsys.readouterr().err  # the terminal has the same lines
 
 
-def test_values_of_the_table_stand_below_each_other():
+def test_values_of_the_table_are_aligned():
     lines = table(
         {"b": math.nan, "a/very/long/name/of/a/statistic/that/is/longer/than/most": 3, "c": -math.inf}
     ).splitlines()
@@ -71,7 +71,7 @@ def test_values_of_the_table_stand_below_each_other():
     assert [line.split()[-1] for line in lines] == ["3", "nan", "-inf"]
 
 
-def test_metrics_are_those_that_areno_tools_read(run_dir, capsys):
+def test_metrics_and_samples_can_be_read_by_areno_tools(run_dir, capsys):
     logger = make(run_dir)
     logger.commit(0, 0, 0, {"ppo_actor/loss": 0.1, "bad": math.nan})
     (record,) = run_dir.read_metrics()
@@ -84,14 +84,14 @@ def test_metrics_are_those_that_areno_tools_read(run_dir, capsys):
     assert "four" in capsys.readouterr().out
 
 
-def test_a_recovered_run_writes_each_step_once_and_services_never_go_back(run_dir):
+def test_a_recovered_run_writes_each_step_once_and_steps_of_services_never_decrease(run_dir):
     clock, service = Clock(), Remembering()
     first = make(run_dir, service, clock=clock)
     for step in range(3):
         clock.now += 10
         first.commit(0, step, step, {"x": float(step)})
         if step == 1:
-            state = json.loads(json.dumps(first.state_dict()))  # recovery keeps it as JSON
+            state = json.loads(json.dumps(first.state_dict()))  # recovery stores it as JSON
     clock.now = 5.0  # another process, another clock
     second = make(run_dir, service, clock=clock)
     second.load_state_dict(state)
@@ -103,7 +103,7 @@ def test_a_recovered_run_writes_each_step_once_and_services_never_go_back(run_di
     assert [step for step, _ in service.steps] == [0, 1, 2, 2]
 
 
-def test_a_step_number_that_goes_back_is_moved_behind_the_last_one(run_dir):
+def test_a_repeated_or_decreasing_step_is_moved_past_the_last_one(run_dir):
     service = Remembering()
     logger = make(run_dir, service)
     for global_step in (0, 4, 4, 2, 9):
@@ -111,7 +111,7 @@ def test_a_step_number_that_goes_back_is_moved_behind_the_last_one(run_dir):
     assert [step for step, _ in service.steps] == [0, 4, 5, 6, 9]
 
 
-def test_what_is_measured_before_training_does_not_shift_the_steps(run_dir):
+def test_measurements_before_training_do_not_shift_the_steps(run_dir):
     service = Remembering()
     logger = make(run_dir, service)
     logger.before_step({"eval-rollout/reward": 0.25, "eval-rollout/reward__count": 8})
@@ -121,7 +121,7 @@ def test_what_is_measured_before_training_does_not_shift_the_steps(run_dir):
     assert [r.get("eval-rollout/reward") for r in run_dir.read_metrics()] == [0.25, None, None]
 
 
-def test_a_service_that_fails_is_left_out_and_training_goes_on(run_dir, caplog):
+def test_a_failing_service_is_disabled_and_training_continues(run_dir, caplog):
     broken, whole = Remembering(fails_at=1), Remembering()
     logger = make(run_dir, broken, whole)
     for step in range(3):

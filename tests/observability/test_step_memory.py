@@ -1,4 +1,4 @@
-"""The memory figures of a step are those of the kernel, and include what was freed and what other processes have taken."""
+"""Memory figures of a step come from the kernel, and include memory that was freed and memory of child processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def figures() -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel keeps no peak")
-def test_the_peak_is_that_of_the_kernel_and_includes_what_a_child_has_freed():
+def test_the_peak_covers_that_of_the_kernel_and_includes_memory_freed_by_a_child():
     before = figures()[PEAK]
     (own,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert before >= int(own) / 2**20
@@ -33,7 +33,7 @@ def test_the_peak_is_that_of_the_kernel_and_includes_what_a_child_has_freed():
     assert figures()[PEAK] - before < 0.1
 
 
-def test_the_peak_of_a_process_that_ended_remains():
+def test_the_peak_of_an_ended_process_is_kept():
     memory = StepMemory(lambda: 0)
     with subprocess.Popen([sys.executable, "-c", _TAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
@@ -54,7 +54,7 @@ def test_a_gpu_has_a_figure_only_if_there_is_one():
     assert StepMemory(lambda: 3 * 2**29).figures()[PEAK_GPU] == 1.5
 
 
-def test_a_slow_reading_is_repeated_instead_of_slowing_the_steps():
+def test_a_slow_reading_is_reused_instead_of_slowing_down_the_steps():
     readings = []
 
     def slow() -> int:

@@ -1,4 +1,4 @@
-"""Tracking services: each really written to and read back with its own format, on this machine; none imported unless used."""
+"""Tracking services: each is written to and read back in its own format, locally, and none is imported unless used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.config.experiment.samples import rl
 
 RUN = RunName("my exp", "trial/1", {"lr": 0.5})
 
-# A program per test: services take settings from the environment when they are imported, and keep a global run.
+# One process per test, because services read the environment when they are imported, and keep a global run.
 PROGRAM = """
 import json, sys, pathlib
 from areno.observability.tracking_services import RunName, open_services
@@ -56,7 +56,7 @@ def send(folder, starts, **sections):
 
 
 def chunks_of(data):
-    """Records of a log file of the LevelDB kind: blocks of 32 KiB, pieces with a header of checksum, length and type."""
+    """Records of a log file in the LevelDB format: 32 KiB blocks of fragments, each with checksum, length and type."""
     place, record = 7, b""  # W&B's own header comes first
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -66,7 +66,7 @@ def chunks_of(data):
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
         record += data[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or its last fragment
             yield record
             record = b""
 
@@ -100,7 +100,7 @@ def test_wandb_offline_keeps_every_step_under_the_documented_run_id(tmp_path):
 
 
 @needs("wandb")
-def test_wandb_true_means_online_which_cannot_be_had_without_a_server(tmp_path):
+def test_wandb_mode_true_means_online_and_fails_without_a_server(tmp_path):
     unreachable = {"wandb_base_url": "http://127.0.0.1:9", "wandb_api_key": "k" * 40}
     program = PROGRAM.replace('print("LOADED"', 'print("LOADED", service._run.settings.mode, "X"')
     arguments = [str(tmp_path), json.dumps({"wandb": {"mode": True, **unreachable}}), "[[]]"]
@@ -145,7 +145,7 @@ def mlflow_rows(database, table):
 
 
 @needs("mlflow", "sqlalchemy")
-def test_mlflow_continues_its_run_after_a_restart_with_the_steps_as_they_are(tmp_path):
+def test_mlflow_continues_its_run_after_a_restart_with_unchanged_steps(tmp_path):
     database = tmp_path / "mlflow.db"
     send(tmp_path, [[0, 1, 5], [3, 4]], mlflow={"mode": "enabled", "tracking_uri": f"sqlite:///{database}"})
     assert "my exp" in [row["name"] for row in mlflow_rows(database, "experiments")]
@@ -158,7 +158,7 @@ def test_mlflow_continues_its_run_after_a_restart_with_the_steps_as_they_are(tmp
 
 
 @needs("mlflow")
-def test_a_dead_mlflow_server_is_said_within_seconds(tmp_path):
+def test_an_unreachable_mlflow_server_is_reported_within_seconds(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     sections = json.dumps({"mlflow": {"mode": "enabled", "tracking_uri": "http://127.0.0.1:9"}})
     done = subprocess.run(
@@ -202,7 +202,9 @@ def test_nothing_is_imported_for_disabled_services():
         ("mlflow", "mlflow", {"mode": "enabled"}),
     ],
 )
-def test_a_missing_package_is_said_with_the_command_that_installs_it(section, package, fields, tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(
+    section, package, fields, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ImportError
     with pytest.raises(
         UsageError, match=rf"{section}\.mode requires.*pip install '{package}'.*{section}\.mode=disabled"
@@ -220,7 +222,7 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(section, pa
         ({"mlflow": {"mode": "online"}}, r"mlflow\.mode='online'.*enabled, disabled"),
     ],
 )
-def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
+def test_an_invalid_mode_is_refused(sections, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         open_services(RUN, tmp_path, **sections)
 
@@ -229,7 +231,7 @@ def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
 
 
 def section(kind, /, **fields):
-    """A section of ``stats_logger`` as an experiment hands it on."""
+    """A section of ``stats_logger`` as an experiment passes it on."""
     loggers = rl(**{f"stats_logger__{kind}__{key}": value for key, value in fields.items()}).stats_logger
     return {kind: asdict(getattr(loggers, kind))}
 
@@ -259,45 +261,45 @@ def test_wandb_fields_reach_the_run(tmp_path):
 
 
 class StandIn(types.ModuleType):
-    """In place of a package whose cloud cannot be reached: keeps what it is called with."""
+    """Stands in for a package whose cloud is out of reach, and keeps the arguments of its calls."""
 
     def __init__(self, name):
         super().__init__(name)
         self.calls = {}
 
-    def login(self, **given):
-        self.calls["login"] = given
+    def login(self, **options):
+        self.calls["login"] = options
 
-    def init(self, *names, **given):
-        self.calls["init"] = {**given, **({"project": names[0]} if names else {})}
+    def init(self, *names, **options):
+        self.calls["init"] = {**options, **({"project": names[0]} if names else {})}
         return types.SimpleNamespace(finish=lambda: None, log=lambda *_, **__: None)
 
 
-def test_swanlab_gets_what_its_section_says(tmp_path, monkeypatch):
+def test_swanlab_gets_the_settings_of_its_section(tmp_path, monkeypatch):
     package = StandIn("swanlab")
     monkeypatch.setitem(sys.modules, "swanlab", package)
     fields = {"project": "p", "name": "n", "config": {"shown": 3}, "logdir": str(tmp_path / "x"), "api_key": "key"}
     open_services(RUN, tmp_path, **section("swanlab", mode="cloud", **fields))
-    told = package.calls["init"]
+    arguments = package.calls["init"]
     assert package.calls["login"] == {"api_key": "key"}
-    assert (told["project"], told["name"], told["config"], told["log_dir"], told["mode"]) == (
+    assert (arguments["project"], arguments["name"], arguments["config"], arguments["log_dir"], arguments["mode"]) == (
         *("p", "n", {"shown": 3}, str(tmp_path / "x")),
         "online",
     )
     assert open_services(RUN, tmp_path, **section("swanlab")) == []
 
 
-def test_trackio_gets_what_its_section_says(tmp_path, monkeypatch):
+def test_trackio_gets_the_settings_of_its_section(tmp_path, monkeypatch):
     package = StandIn("trackio")
     monkeypatch.setitem(sys.modules, "trackio", package)
     open_services(RUN, tmp_path, **section("trackio", mode="online", project="p", name="n", space_id="a/b"))
-    told = package.calls["init"]
-    assert (told["project"], told["name"], told["space_id"]) == ("p", "n", "a/b")
+    arguments = package.calls["init"]
+    assert (arguments["project"], arguments["name"], arguments["space_id"]) == ("p", "n", "a/b")
     assert open_services(RUN, tmp_path, **section("trackio")) == []
 
 
 class MLflowStandIn(types.ModuleType):
-    """In place of the package mlflow: keeps what a client is called with, and knows one experiment and no runs."""
+    """Stands in for mlflow: keeps the calls of its client, and has one experiment and no runs."""
 
     def __init__(self):
         super().__init__("mlflow")
@@ -332,7 +334,7 @@ class MLflowStandInClient:
         return call
 
 
-def test_mlflow_gets_what_its_section_says(tmp_path, monkeypatch):
+def test_mlflow_gets_the_settings_of_its_section(tmp_path, monkeypatch):
     package = MLflowStandIn()
     monkeypatch.setitem(sys.modules, "mlflow", package)
     fields = {"tracking_uri": "http://user:secret@host", "experiment": "x", "name": "n"}

@@ -78,7 +78,7 @@ def test_every_metric_of_a_run_is_on_the_page(algo, tmp_path, tiny_checkpoint, m
     assert {shown[algo], "memory/peak_resident_gib", "memory/available_gib"} <= recorded
 
 
-def test_every_metric_on_the_page_is_made_somewhere_in_the_code():
+def test_every_metric_on_the_page_is_produced_somewhere_in_the_code():
     sources = [path.read_text(encoding="utf-8") for path in (REPO / "areno").rglob("*.py") if path != TABLE]
     quoted = set(re.findall(r"[\"'/]([\w@{}]+)[\"']", "\n".join(sources)))
     composed = {"NAME", "pass@K", "num_sequences", "skipped_long", "total_skipped_long"}
@@ -93,7 +93,7 @@ def test_every_metric_on_the_page_is_made_somewhere_in_the_code():
     assert missing == []
 
 
-def test_the_page_is_what_make_metrics_writes():
+def test_the_page_is_up_to_date_with_make_metrics():
     spec = importlib.util.spec_from_file_location("make_metrics", REPO / "docs" / "make_metrics.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -105,7 +105,7 @@ def test_a_name_is_documented_once():
     assert len(names) == len(set(names)) > 150
 
 
-def test_advice_is_for_metrics_that_exist_and_for_those_that_matter():
+def test_advice_covers_the_metrics_that_matter_and_only_existing_ones():
     page = names_on_the_page()
     assert ADVICE.keys() - page == set()
     assert len(ADVICE) >= 40

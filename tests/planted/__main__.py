@@ -1,12 +1,12 @@
-"""Plant defects one at a time, and see whether the tests catch them.
+"""Plant defects one at a time, and check whether the tests catch them.
 
     python -m tests.planted
     python -m tests.planted --only staleness
     python -m tests.planted --tests-from main
 
-copies this source tree to a temporary folder, and there runs the tests that ``tests.planted.defects`` names for each defect.
-With ``--tests-from`` the tests are those of another commit. First all of these tests run without any defect, because one
-that fails anyway catches nothing.
+This copies the source tree to a temporary folder and runs there, for each defect, the tests that ``tests.planted.defects``
+names. With ``--tests-from``, the tests are those of another commit. First, all of these tests run without any defect, because
+a test that fails anyway proves nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from tests.planted.defects import DEFECTS, Defect
 
 ROOT = Path(__file__).resolve().parents[2]
-_PASSED, _FAILED = 0, 1  # exit codes of pytest; others say that it could not run the tests
+_PASSED, _FAILED = 0, 1  # exit codes of pytest; others mean that it could not run the tests
 _TEST_TIMEOUT_S = 120
 
 
 def main() -> int:
-    """The exit code says whether all defects are caught."""
+    """Return the exit code, which is 0 if all defects are caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only defects whose name or file holds TEXT")
     parser.add_argument("--tests-from", metavar="COMMIT", help="take the tests of this commit")
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def copy_tree(copy: Path, tests_from: str | None) -> None:
-    """Copy what git knows of this tree, changes that are not committed included; times stay, so compiled files fit."""
+    """Copy all files that git does not ignore, with uncommitted changes; file times stay, so that compiled files are valid."""
     for name in _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").decode().split("\0"):
         if name and (ROOT / name).is_file() and not (tests_from and name.startswith("tests/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,9 +58,9 @@ def copy_tree(copy: Path, tests_from: str | None) -> None:
 
 def _plant_all(copy: Path, chosen: Sequence[Defect]) -> int:
     began = time.perf_counter()
-    code, said = _run(copy, list(dict.fromkeys(name for defect in chosen for name in defect.tests)))
+    code, summary = _run(copy, list(dict.fromkeys(name for defect in chosen for name in defect.tests)))
     print(
-        f"{_clock(began)} the tests without any defect: {'passed' if code == _PASSED else f'FAILED, {said}'}",
+        f"{_clock(began)} the tests without any defect: {'passed' if code == _PASSED else f'FAILED, {summary}'}",
         flush=True,
     )
     if code != _PASSED:
@@ -76,23 +76,23 @@ def _plant_all(copy: Path, chosen: Sequence[Defect]) -> int:
 
 
 def _plant(copy: Path, defect: Defect) -> str:
-    """Run the tests of a defect with it in place, and say what came of that."""
+    """Run the tests of a defect with it in place, and return the verdict."""
     file = copy / defect.file
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     if text.count(defect.before) != 1:
         return f"does not apply: {defect.file} holds the line {text.count(defect.before)} times"
     file.write_text(text.replace(defect.before, defect.after), encoding="utf-8")
     try:
-        code, said = _run(copy, defect.tests)
+        code, summary = _run(copy, defect.tests)
     finally:
         shutil.copy2(ROOT / defect.file, file)
     if code == _FAILED:
-        return f"caught by {said}"
-    return "NOT CAUGHT" if code == _PASSED else f"NOT CAUGHT, the tests did not run: {said}"
+        return f"caught by {summary}"
+    return "NOT CAUGHT" if code == _PASSED else f"NOT CAUGHT, the tests did not run: {summary}"
 
 
 def _run(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """The exit code of pytest, and the test that failed or what was said last."""
+    """The exit code of pytest, and the failed test or the last line of the output."""
     planted = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     data = {"ARENO_TEST_DATA": os.environ.get("ARENO_TEST_DATA", str(ROOT.parent / "shared" / "data"))}
     words = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", f"--timeout={_TEST_TIMEOUT_S}"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """A mistake: ``before``, a line of ``file`` or a part of it that is there once, becomes ``after``, and ``tests`` fail."""
+    """A mistake: ``before``, a line or part of a line that occurs once in ``file``, becomes ``after``, and ``tests`` fail."""
 
     name: str
     file: str
@@ -71,7 +71,7 @@ DEFECTS = (
         "areno/engine/rollout/logit_edits.py",
         "if self._length < self._params.min_new_tokens:",
         "if self._length <= self._params.min_new_tokens:",
-        ("tests/experiments/test_real_engine.py::test_least_length_keeps_stop_tokens_away",),
+        ("tests/experiments/test_real_engine.py::test_stop_tokens_are_masked_before_the_minimum_length",),
     ),
     Defect(
         "admission forgets the new sequence",
@@ -152,7 +152,7 @@ DEFECTS = (
         "following = values[actions[-1]] if bootstrap and actions else 0.0",
         "following = values[actions[-1]] if actions else 0.0",
         (
-            "tests/e2e/test_ppo.py::test_a_response_of_one_token_earns_its_reward_and_a_cut_one_its_continuation_where_that_counts",
+            "tests/e2e/test_ppo.py::test_a_truncated_one_token_response_earns_its_reward_and_its_bootstrapped_value_if_enabled",
         ),
     ),
     Defect(
@@ -167,9 +167,7 @@ DEFECTS = (
         "areno/api/evaluation.py",
         "greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)",
         "greedy = options.greedy or options.eval_n_samples == 1",
-        (
-            "tests/api/test_evaluation.py::test_one_sample_is_greedy_and_several_are_drawn_unless_a_temperature_is_given",
-        ),
+        ("tests/api/test_evaluation.py::test_one_sample_is_greedy_unless_a_temperature_is_set_and_several_are_random",),
     ),
     Defect(
         "reference log-probs of other masks reused",
@@ -198,7 +196,7 @@ DEFECTS = (
         "self._draws[key] += samples",
         "self._draws[key] += 1",
         (
-            "tests/agentic/test_session.py::test_requests_for_the_same_prompt_never_share_a_seed_and_have_the_same_ones_in_every_run",
+            "tests/agentic/test_session.py::test_requests_for_the_same_prompt_get_distinct_seeds_that_repeat_in_every_run",
         ),
     ),
     Defect(
@@ -234,14 +232,14 @@ DEFECTS = (
         "areno/training/checkpoints.py",
         "return 0 if copied else backend.checkpoint_bytes()",
         "return 0",
-        ("tests/experiments/test_recovery.py::test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun",),
+        ("tests/experiments/test_recovery.py::test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_started",),
     ),
     Defect(
         "knobs of the loss not passed on",
         "areno/experiments/trainers/update.py",
         "if name in names} | others)",
         "if name in others} | others)",
-        ("tests/experiments/test_settings_update.py::test_a_knob_of_the_loss_gives_its_formula",),
+        ("tests/experiments/test_settings_update.py::test_each_loss_setting_follows_its_formula",),
     ),
     Defect(
         "samples numbered from 1",
@@ -256,7 +254,7 @@ DEFECTS = (
         "checksum.update(raw(tensor).cpu().numpy().data)",
         "pass",
         (
-            "tests/experiments/fleet/test_weight_updates.py::test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand",
+            "tests/experiments/fleet/test_weight_updates.py::test_a_bit_flipped_in_transfer_is_found_and_the_old_weights_stay",
         ),
     ),
     Defect(
@@ -271,7 +269,7 @@ DEFECTS = (
         "areno/rewards/runner.py",
         "batch.losses[index] <= self._retries",
         "batch.losses[index] <= self._retries + 1",
-        ("tests/rewards/test_runner_processes.py::test_record_that_kills_its_worker_again_is_named",),
+        ("tests/rewards/test_runner_processes.py::test_record_that_kills_its_worker_twice_is_named",),
     ),
     Defect(
         "held back text lost",
@@ -288,7 +286,7 @@ DEFECTS = (
         "areno/text/growing.py",
         "len(self.text) - len(marker) + 1)",
         "len(self.text))",
-        ("tests/text/test_tool_calls_stream.py::test_any_cut_says_what_the_whole_says",),
+        ("tests/text/test_tool_calls_stream.py::test_streaming_in_any_pieces_gives_the_same_result_as_the_whole_text",),
     ),
     Defect(
         "fastest rank told",
@@ -337,6 +335,6 @@ DEFECTS = (
         "areno/quickstart/task.py",
         "and problem.held_out == held_out:",
         "and problem.held_out >= held_out:",
-        ("tests/quickstart/test_task.py::test_training_and_held_out_problems_never_meet",),
+        ("tests/quickstart/test_task.py::test_training_and_held_out_problems_are_disjoint",),
     ),
 )

@@ -1,4 +1,4 @@
-"""The list of planted defects stays true: each line is where it is said to be, and so are the tests."""
+"""The list of planted defects stays valid: each line is in its file, and the tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``areno quickstart``: a shortened one here, the whole one for three seeds among the long tests."""
+"""``areno quickstart``: a shortened run, and the full one with three seeds as a long test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUM = re.compile(r"(\d+) \+ (\d+)")
 
 
 def printed_commands(text: str) -> list[list[str]]:
-    """Arguments of every ``$ areno train`` that a quickstart printed, its continued lines joined."""
+    """Arguments of every ``$ areno train`` that a quickstart printed, with continuation lines joined."""
     joined = text.replace("\\\n", " ")
     return [shlex.split(line.partition("$ areno train")[2]) for line in joined.splitlines() if "$ areno train" in line]
 
@@ -53,7 +53,7 @@ def short_run(tmp_path_factory):
     return root, printed.getvalue()
 
 
-def test_the_summary_says_what_was_reached_and_how(short_run):
+def test_the_summary_reports_the_accuracy_and_how_it_was_reached(short_run):
     root, printed = short_run
     summary = json.loads((root / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "seed", "steps"} <= set(summary)
@@ -65,7 +65,7 @@ def test_the_summary_says_what_was_reached_and_how(short_run):
     assert "mean reward of each GSPO step" in printed
 
 
-def test_the_printed_commands_are_the_runs_that_were_done(short_run, tmp_path):
+def test_the_printed_commands_are_those_of_the_runs(short_run, tmp_path):
     root, printed = short_run
     commands = printed_commands(printed)
     assert len(commands) == 2
@@ -85,7 +85,7 @@ def test_held_out_problems_are_in_no_data_file(short_run):
     assert_nothing_held_out_is_trained_on(root)
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
+def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["quickstart", "--run-dir", str(tmp_path)]) == 2
     assert "the folder is not empty" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def assert_nothing_held_out_is_trained_on(root):
 
 
 def plain_accuracy(checkpoint: str, problems: list[Problem]) -> float:
-    """Greedy accuracy, one question at a time, with nothing of areno."""
+    """Greedy accuracy, one question at a time, without areno."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     right = 0

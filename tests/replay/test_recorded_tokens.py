@@ -1,4 +1,4 @@
-"""What ``samples.jsonl`` has of training, token by token: log-probs by stock transformers, and what was clipped."""
+"""What ``samples.jsonl`` records of training, per token: log-probs, compared with stock transformers, and clipping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flat(row, name):
     return [value for segment in row for value in segment[name]]
 
 
-def truth(checkpoint, tokens, temperature):
+def logprobs_by_transformers(checkpoint, tokens, temperature):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double() / temperature
@@ -30,12 +30,12 @@ def truth(checkpoint, tokens, temperature):
 
 
 def check_rows(samples, checkpoint, temperature):
-    """Every trained token has the log-prob before the update, every other one null."""
+    """Every trained token has its log-prob before the update, every other token null."""
     tokens_of_answers = 0
     for sample in samples:
         (row,) = sample["rows"]
         tokens, recorded = flat(row, "tokens"), flat(row, "train_logprobs")
-        expected = truth(checkpoint, tokens, temperature)
+        expected = logprobs_by_transformers(checkpoint, tokens, temperature)
         trained = [segment["trained"] for segment in row for _ in segment["tokens"]]
         assert sum(trained) == sample["response_len"] > 0
         for i, counts in enumerate(trained):
@@ -46,7 +46,7 @@ def check_rows(samples, checkpoint, temperature):
 
 
 def test_a_run_records_logprobs_before_the_update_and_clipped_tokens(runs, tiny_checkpoint):
-    """Step 1 starts from its checkpoint, so its first minibatch sees exactly those weights; all of step 0 do with gspo."""
+    """Each step starts from known weights, and gspo makes one update per step, so its log-probs are those of these weights."""
     run = runs("gspo")
     for step, checkpoint in ((0, tiny_checkpoint), (1, run / "checkpoints" / "step_000001")):
         samples = of_step(run, step, "samples.jsonl")
@@ -55,8 +55,8 @@ def test_a_run_records_logprobs_before_the_update_and_clipped_tokens(runs, tiny_
         assert not any(any(flat(sample["rows"][0], "clipped")) for sample in samples), "every ratio is 1"
 
 
-def test_tokens_are_clipped_where_ratio_and_advantage_say_so(runs):
-    """In the second minibatch the policy has moved; the range is that of ``--grpo-clip-eps``."""
+def test_clipped_tokens_follow_from_ratio_and_advantage(runs):
+    """In the second minibatch the policy has moved; the clip range is that of ``--grpo-clip-eps``."""
     clipped = 0
     for sample in of_step(runs("grpo"), 2, "samples.jsonl"):
         for segment in sample["rows"][0]:
@@ -65,7 +65,7 @@ def test_tokens_are_clipped_where_ratio_and_advantage_say_so(runs):
             columns = (segment[name] for name in ("train_logprobs", "logprobs", "advantages", "clipped"))
             for new, old, advantage, flag in zip(*columns, strict=True):
                 ratio = math.exp(new - old)
-                if abs(abs(ratio - 1) - 0.002) > 1e-5:  # the file rounds
+                if abs(abs(ratio - 1) - 0.002) > 1e-5:  # the file has rounded values
                     assert flag == ((ratio > 1.002 and advantage > 0) or (ratio < 0.998 and advantage < 0))
                     clipped += flag
     assert clipped > 5
@@ -78,8 +78,8 @@ def test_an_experiment_records_the_same(tmp_path, tiny_checkpoint):
     check_rows(samples, tiny_checkpoint, 0.8)
 
 
-def test_a_critic_leaves_the_records_to_the_policy(runs, tiny_checkpoint):
-    """In its first step PPO trains the critic alone, in the second both."""
+def test_with_a_critic_only_the_policys_update_is_recorded(runs, tiny_checkpoint):
+    """In its first step PPO trains only the critic, in the second both."""
     first, second = (of_step(runs("ppo"), step, "samples.jsonl") for step in (0, 1))
     assert not any("train_logprobs" in segment for sample in first for segment in sample["rows"][0])
     check_rows(second, tiny_checkpoint, 0.9)
@@ -93,11 +93,11 @@ def test_only_rows_that_will_be_recorded_are_observed(monkeypatch):
     monkeypatch.setattr(samples_module, "MAX_TOKENS", 100)
     rows = [[row(10), row(20)], [row(10)], [row(30)], [row(40)], [row(1)]]
     observe([0, 0, 0, 1, 1], [0.5, 0.4, 1.0, 2.0, 0.0], rows)
-    # First, worst and best of prompt 0 have 70 tokens; the first of prompt 1 would be too much, and ends the choice.
+    # First, worst and best of prompt 0 have 70 tokens; the first of prompt 1 would exceed the limit, which ends the selection.
     assert [[each.observed for each in of_sample] for of_sample in rows] == [[0, 1], [2], [3], [-1], [-1]]
 
 
-def test_segments_hold_what_belongs_to_their_tokens():
+def test_segments_hold_the_values_of_their_tokens():
     tokenizer = bpe_tokenizer(TEXTS)
     sequence = TrainSequence(
         [True, True, False, True, False, False],
@@ -116,7 +116,7 @@ def test_segments_hold_what_belongs_to_their_tokens():
     assert not any("train_logprobs" in segment for segment in row_segments(sequence, TokenTexts(tokenizer)))
 
 
-def test_a_backend_that_keeps_nothing_is_asked_for_nothing():
+def test_a_backend_without_token_records_gives_none():
     class Loop(TrainingLoop):
         backend = object()
 

@@ -1,4 +1,4 @@
-"""``areno replay``: the same options and weights give the same update bit for bit, others what their formulas say."""
+"""``areno replay``: the same options and weights give the same update bit for bit, others what their formulas predict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_SAMPLES = (
     ),
     *("critic_explained_variance", "m2_filtered_fraction", "ref_logprob", "agent_"),
 )
-"""Statistics of the rollout and of advantages, which a replay takes as they are."""
+"""Statistics of the rollout and of advantages, which a replay does not recompute."""
 OF_UPDATE = ("critic_value_mse",)
 
 
@@ -45,7 +45,7 @@ def update_of(run, step):
 
 
 def contents(folder):
-    """Every file below a folder, with its digest and time."""
+    """Every file below a folder, with its digest and modification time."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in files}
 
@@ -85,7 +85,7 @@ def test_the_same_options_give_the_recorded_update_bit_for_bit(name, runs, tmp_p
         assert difference == "0"
 
 
-def test_without_a_directory_nothing_is_left(runs, tmp_path, monkeypatch, capsys):
+def test_without_an_output_directory_nothing_is_left_behind(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run = runs("grpo")
     before = contents(run)
@@ -96,7 +96,7 @@ def test_without_a_directory_nothing_is_left(runs, tmp_path, monkeypatch, capsys
     assert {line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("train/")} == {"0"}
 
 
-def test_older_weights_are_named_and_give_another_update(runs, tmp_path, capsys):
+def test_older_weights_are_reported_and_give_another_update(runs, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(runs("gspo"), run)
     shutil.rmtree(run / "checkpoints" / "step_000002")
@@ -112,7 +112,7 @@ def test_older_weights_are_named_and_give_another_update(runs, tmp_path, capsys)
     assert contents(run) == before
 
 
-def test_changed_options_change_what_they_should(runs, tmp_path, capsys):
+def test_changed_options_have_the_expected_effects(runs, tmp_path, capsys):
     run, out = runs("gspo"), tmp_path / "out"
     capsys.readouterr()
     assert replay(run, 2, "--lr", "2e-4", "--min-lr", "2e-5", "--kl-coef", "0.3", "--out", out) == 0
@@ -131,7 +131,7 @@ def test_changed_options_change_what_they_should(runs, tmp_path, capsys):
 
 
 def pushes(samples):
-    """How far each answer's mean ratio has moved to where its advantage pushes it, and its marks."""
+    """Yield how far each answer's mean ratio has moved in the direction of its advantage, and its clip flags."""
     for sample in samples:
         segments = [segment for segment in sample["rows"][0] if segment["trained"]]
         gaps = [a - b for s in segments for a, b in zip(s["train_logprobs"], s["logprobs"], strict=True)]
@@ -143,7 +143,7 @@ def pushes(samples):
 
 
 def test_another_algorithm_trains_on_the_same_rows(runs, tmp_path, capsys):
-    """GSPO clips whole answers by their mean log-ratio; the second update has moved, and the first clips nothing."""
+    """GSPO clips whole answers by their mean log-ratio: none in the first update, one in the second."""
     run = runs("grpo")
     once = ("--algo", "gspo", "--update-epochs", 1, "--update-minibatches", 1, "--updates", 2)
     assert replay(run, 2, *once, "--gspo-clip-eps", 0.5, "--out", tmp_path / "wide") == 0
@@ -161,7 +161,7 @@ def test_another_algorithm_trains_on_the_same_rows(runs, tmp_path, capsys):
     assert sum(clipped for clipped, _ in marks) == 1
 
 
-def test_updates_repeat_on_the_same_rows(runs, tmp_path, capsys):
+def test_updates_can_be_repeated_on_the_same_rows(runs, tmp_path, capsys):
     run, out = runs("grpo"), tmp_path / "out"
     capsys.readouterr()
     assert replay(run, 2, "--updates", "3", "--out", out) == 0
@@ -209,7 +209,7 @@ def test_advantages_with_a_critic_are_computed_with_its_recorded_state(runs, tmp
     assert replayed["train/return_mean"] != recorded["train/return_mean"]
 
 
-def test_recorded_samples_are_used_where_rollouts_are_not_saved(runs, tmp_path, capsys):
+def test_recorded_samples_are_used_if_rollouts_are_not_saved(runs, tmp_path, capsys):
     run, out = runs("gspo"), tmp_path / "out"
     capsys.readouterr()
     assert replay(run, 0, "--out", out) == 0
@@ -227,7 +227,7 @@ def test_recorded_samples_are_used_where_rollouts_are_not_saved(runs, tmp_path, 
     assert "only some were recorded; train with --save-rollouts" in capsys.readouterr().err
 
 
-def test_a_kept_replay_is_a_run_that_can_be_continued(runs, tmp_path):
+def test_a_saved_replay_is_a_run_that_can_be_resumed(runs, tmp_path):
     out = tmp_path / "out"
     assert replay(runs("gspo"), 2, "--lr", "2e-3", "--out", out) == 0
     assert main(["train", "--resume", str(out), "--max-steps", "4"]) == 0
@@ -250,7 +250,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_what_cannot_be_replayed_is_one_message(problem, runs, capsys):
+def test_impossible_replays_are_one_line_errors(problem, runs, capsys):
     arguments, message = PROBLEMS[problem]
     run = runs("gspo")
     capsys.readouterr()

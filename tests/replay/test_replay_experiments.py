@@ -96,7 +96,7 @@ def test_changed_settings_change_the_loss(runs, tmp_path, capsys):
     assert replayed["ppo_actor/update/loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_advantages_follow_changed_settings_of_rewards(runs, tmp_path, capsys):
+def test_advantages_follow_changed_reward_settings(runs, tmp_path, capsys):
     run, out = runs("critic"), tmp_path / "out"
     capsys.readouterr()
     assert replay(run, "--out", out, "actor.reward_norm=null", "actor.reward_scaling=2", "actor.gae_lambda=1") == 0
@@ -107,7 +107,7 @@ def test_advantages_follow_changed_settings_of_rewards(runs, tmp_path, capsys):
     assert record["ppo_actor/final_reward/avg"] == pytest.approx(2 * arrays["reward"].mean(), rel=1e-6)
 
 
-def test_recorded_samples_and_the_initial_model_where_nothing_was_saved(runs, tmp_path, tiny_checkpoint, capsys):
+def test_recorded_samples_and_the_initial_model_are_used_if_nothing_was_saved(runs, tmp_path, tiny_checkpoint, capsys):
     run = run_kind("rl", tiny_checkpoint, tmp_path / "plain", {}).folder
     capsys.readouterr()
     assert main(["replay", str(run), "--step", "0"]) == 0
@@ -125,7 +125,7 @@ def test_an_experiment_on_a_data_set_is_refused(tmp_path, tiny_checkpoint, capsy
     assert "trains on its data set, so there are no samples to replay" in capsys.readouterr().err
 
 
-def test_a_wrong_setting_is_named(runs, capsys):
+def test_the_error_names_a_wrong_setting(runs, capsys):
     capsys.readouterr()
     assert replay(runs("critic"), "actor.eps_clipp=1") == 2
     assert "actor.eps_clipp" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Saved rollouts: files that hold the rows of a step exactly, and as many of them as were asked for."""
+"""Saved rollouts: files hold the rows of a step exactly, and the requested number of them is kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LISTS = ("returns", "values", "ref_logprobs", "prox_logprobs", "teacher_logprobs
 
 
 def random_rows(seed):
-    """Rows with some of the optional fields, each in all rows or in none, as a train call takes them."""
+    """Rows with some of the optional fields, each in all rows or in none, as a train call requires."""
     rng = random.Random(seed)
     present = {
         name for name in (*LISTS, "versions", "keep", "loss_mask", "parts", "routed_experts") if rng.random() < 0.5
@@ -68,7 +68,7 @@ def random_rows(seed):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_rows_come_back_as_they_were(seed):
+def test_rows_are_restored_exactly(seed):
     rows = random_rows(seed)
     saved = rows_of_arrays(arrays_of(rows, range(3, 3 + len(rows))))
     assert saved.samples == list(range(3, 3 + len(rows)))
@@ -82,13 +82,13 @@ def test_rows_come_back_as_they_were(seed):
             elif field.name == "loss_mask":
                 assert after == (before or [True] * len(row.tokens))
             else:
-                assert repr(after) == repr(before), field.name  # bit for bit, and NaN is itself
+                assert repr(after) == repr(before), field.name  # bit for bit; as text, NaN equals itself
         assert parts_of(back.reward) == parts_of(row.reward)
         assert back.knows_temperature
         assert back.trainable() == row.trainable()
 
 
-def test_a_file_has_what_the_step_sampled_and_trained_on(runs):
+def test_a_file_holds_what_the_step_sampled_and_trained_on(runs):
     run = runs("grpo")
     arrays = load_file(run / "rollouts" / "step_000002.safetensors")
     ends = arrays["lengths"].cumsum()
@@ -99,7 +99,7 @@ def test_a_file_has_what_the_step_sampled_and_trained_on(runs):
     assert arrays["logprobs"][~arrays["prompt_mask"]].mean() == pytest.approx(
         metrics["rollout/logprobs_mean"], rel=1e-6
     )
-    assert set(arrays["versions"][~arrays["prompt_mask"]].tolist()) == {8}, "the optimizer steps of steps 0 and 1"
+    assert set(arrays["versions"][~arrays["prompt_mask"]].tolist()) == {8}, "steps 0 and 1 made 8 optimizer steps"
     assert set(arrays["temperature"].tolist()) == {0.9}
     for sample in of_step(run, 2, "samples.jsonl"):
         row = 4 * sample["prompt_index"] + sample["sample_index"]
@@ -137,7 +137,7 @@ def test_without_the_option_nothing_is_saved(kept, tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("value", ["-1", "some", "1.5", "²"])
-def test_another_value_is_refused(value, tmp_path, tiny_checkpoint, capsys):
+def test_an_invalid_value_is_refused(value, tmp_path, tiny_checkpoint, capsys):
     arguments = ["--ckpt", str(tiny_checkpoint), "--run-dir", str(tmp_path), "--dataset-path", "gsm8k:main"]
     assert main(["train", *arguments, "--save-rollouts", value]) == 2
     assert f"--save-rollouts {value!r} is neither a number of steps nor all" in capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_an_experiment_saves_the_rows_that_it_trains_on(kept, steps, tmp_path, t
         assert len(arrays["tokens"]) == run.column("ppo_actor/n_tokens")[1]
 
 
-def test_a_damaged_or_unwritable_file_is_one_message(tmp_path):
+def test_a_damaged_or_unwritable_file_is_a_clear_error(tmp_path):
     files = RolloutFiles(tmp_path / "rollouts", 5)
     files.write(3, {"x": np.arange(3)})
     files.path(3).write_bytes(b"not tensors")
@@ -173,7 +173,7 @@ def test_a_damaged_or_unwritable_file_is_one_message(tmp_path):
         RolloutFiles(tmp_path / "file", 5).write(0, {"x": np.arange(3)})
 
 
-def test_truncation_leaves_the_rollouts_of_earlier_steps(tmp_path):
+def test_truncation_keeps_the_rollouts_of_earlier_steps(tmp_path):
     run_dir = RunDirectory(tmp_path).create()
     files = RolloutFiles(run_dir.rollouts_path, math.inf)
     for step in (0, 1, 2, 1_000_000):

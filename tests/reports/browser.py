@@ -15,7 +15,7 @@ import pytest
 
 
 def browse(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Open a page; console messages are on standard error. Skips the test without Chromium."""
+    """Open a page; console messages are on standard error. Skips the test if Chromium is missing."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("chromium is not installed")
@@ -33,7 +33,7 @@ def browse(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address at which the files of a folder are served."""
+    """Serve the files of a folder; yields the address."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Reads numbers off a chart, by the places of its elements and the labels of its axes."""
+"""Reads numbers off a chart from the positions of its elements and the labels of its axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def points(path):
 
 
 def scale(svg):
-    """Functions from places on the canvas to numbers, by the labels of the axes."""
+    """Functions that map positions on the canvas to numbers, based on the axis labels."""
     texts = [
         (float(t.get("x")), float(t.get("y")), t.text) for t in elements(svg, "text") if t.get("transform") is None
     ]

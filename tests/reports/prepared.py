@@ -1,4 +1,4 @@
-"""Run directories as runs write them, with curves and samples that a test chooses."""
+"""Run directories in the format of real runs, with curves and samples chosen by a test."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample(step: int, index: int, number: int, reward: float, **fields: Any) -> 
 
 
 def row(tokens: list[str], advantage: float, **fields: Any) -> list[list[dict[str, Any]]]:
-    """The rows of a sample with a prompt of one token and an answer."""
+    """The training rows of a sample: one row with a prompt of one token and an answer."""
     count = len(tokens)
     prompt = {"role": "user", "turn": 0, "trained": False, "version": -1, "tokens": [7], "texts": ["Why? "]}
     answer = {"role": "text", "turn": 0, "trained": True, "version": 3, "tokens": [*range(count)], "texts": tokens}
@@ -63,7 +63,7 @@ def row(tokens: list[str], advantage: float, **fields: Any) -> list[list[dict[st
 
 @dataclass
 class Prepared:
-    """A run to write: ``metrics`` are columns of equal length, ``evaluations`` records by completed steps."""
+    """A run to write: ``metrics`` has columns of equal length, ``evaluations`` has records by number of completed steps."""
 
     metrics: Mapping[str, Iterable[float]]
     config: dict[str, Any] = field(default_factory=lambda: dict(OPTIONS))
@@ -104,7 +104,7 @@ def curve(rng: np.random.Generator, steps: int, start: float, end: float, noise:
 
 
 def policy_metrics(rng: np.random.Generator, steps: int, **columns: Any) -> dict[str, np.ndarray]:
-    """The metrics of a healthy RL run whose reward rises, except those that are passed by short name."""
+    """The metrics of a healthy RL run whose reward rises; ``columns`` override them by name, ``reward`` the mean reward."""
     reward = columns.pop("reward", curve(rng, steps, 0.2, 0.8))
     metrics = {
         "rollout/rewards_mean": reward,
@@ -133,14 +133,14 @@ def policy_metrics(rng: np.random.Generator, steps: int, **columns: Any) -> dict
 
 
 def prompt_samples(
-    rng: np.random.Generator, steps: int, of: Callable[[int, int], dict[str, Any]] = lambda step, prompt: {}
+    rng: np.random.Generator, steps: int, best_fields: Callable[[int, int], dict[str, Any]] = lambda step, prompt: {}
 ) -> list[dict[str, Any]]:
-    """Three samples of four prompts in each step; ``of`` returns the fields of the best one."""
+    """Three samples for each of four prompts per step; ``best_fields`` returns fields of the best one."""
     records = []
     for step in range(steps):
         for prompt in range(4):
             records.append(sample(step, prompt, 0, 0.2, completion=prose(rng)))
-            best = {"completion": prose(rng), **of(step, prompt)}
+            best = {"completion": prose(rng), **best_fields(step, prompt)}
             records.append(sample(step, prompt, 1, best.pop("reward", 1.0), picked=["best"], **best))
             records.append(sample(step, prompt, 2, 0.0, picked=["worst"], completion=prose(rng)))
     return records
@@ -160,7 +160,7 @@ class Element:
         return "".join(child if isinstance(child, str) else child.text for child in self.children)
 
     def all(self, tag: str = "", **attributes: str) -> list[Element]:
-        """All elements below it with a tag, and with a word in an attribute (``class_`` for class)."""
+        """All descendants with this tag and with these words in their attributes (``class_`` for class)."""
         wanted = {name.rstrip("_"): value for name, value in attributes.items()}
         matches = []
         for child in self.children:
@@ -172,13 +172,13 @@ class Element:
         return matches
 
     def one(self, tag: str = "", **attributes: str) -> Element:
-        """The only such element."""
+        """The only such descendant."""
         (match,) = self.all(tag, **attributes)
         return match
 
 
 class Page(html.parser.HTMLParser):
-    """A parsed page: its elements, checked for balance."""
+    """A parsed page; asserts that its tags are balanced."""
 
     VOID = ("meta", "br", "link", "img", "input", "hr")
 

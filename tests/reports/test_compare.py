@@ -1,4 +1,4 @@
-"""``areno diff`` names the first step that differs, the first phase in causal order, and the settings that act there."""
+"""``areno diff`` names the first step that differs, its first differing phase in causal order, and the settings behind it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def diff(capsys, first, second):
 
 
 def changed(step, change, prompt=0, sample=1):
-    """Changes one sample of a step, or all if ``prompt`` is None."""
+    """A function that changes one sample of a step, or all of them if ``prompt`` is None."""
 
     def samples(record):
         where = (record["step"], record["prompt_index"], record["sample_index"])
@@ -40,7 +40,7 @@ def from_step(step, **values):
     ) else record  # fmt: skip
 
 
-def test_equal_runs_have_no_difference_although_they_took_other_times(tmp_path, capsys):
+def test_equal_runs_have_no_difference_even_if_their_timings_differ(tmp_path, capsys):
     slower = lambda step, record: {**record, "time/rollout": 9.0, "train/tokens_per_second": 5.0}  # noqa: E731
     code, text, data = diff(capsys, write_run(tmp_path / "a"), write_run(tmp_path / "b", metrics=slower))
     assert code == 0
@@ -50,7 +50,7 @@ def test_equal_runs_have_no_difference_although_they_took_other_times(tmp_path, 
     assert data["settings"] == data["environment"] == []
 
 
-def test_rounding_is_reported_and_is_no_difference(tmp_path, capsys):
+def test_rounding_is_reported_but_is_not_a_difference(tmp_path, capsys):
     nearly = from_step(2, train__loss=0.25 / 3 * (1 + 1e-8))
     code, text, data = diff(
         capsys, write_run(tmp_path / "a", steps=3), write_run(tmp_path / "b", steps=3, metrics=nearly)
@@ -60,7 +60,7 @@ def test_rounding_is_reported_and_is_no_difference(tmp_path, capsys):
     assert data["divergence"]["unequal"]["metrics"][0]["relative"] == pytest.approx(1e-8, rel=1e-3)
 
 
-def test_a_run_that_went_on_longer_differs(tmp_path, capsys):
+def test_a_run_with_more_steps_differs(tmp_path, capsys):
     code, text, _ = diff(capsys, write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=6))
     assert code == 1
     assert "No difference: the 4 steps that both recorded are bit-equal." in text
@@ -111,7 +111,7 @@ def advantage(record):
     ],
 )  # fmt: skip
 def test_the_first_phase_that_differs_is_read_from_the_samples(change, prompt, phase, words, tmp_path, capsys):
-    # What follows from it in the metrics: everything from that step on.
+    # Consequences in the metrics: everything differs from that step on.
     follows = from_step(2, rollout__rewards_mean=9.0, train__loss=9.0, rollout__logprobs_mean=-9.0)
     other = write_run(tmp_path / "b", metrics=follows, samples=changed(2, change, prompt, 0))
     code, text, data = diff(capsys, write_run(tmp_path / "a"), other)
@@ -125,7 +125,7 @@ def test_the_first_phase_that_differs_is_read_from_the_samples(change, prompt, p
     }
 
 
-def test_tokens_of_a_tool_that_differ_are_told_from_those_of_the_model(tmp_path, capsys):
+def test_differing_tool_tokens_are_distinguished_from_sampled_tokens(tmp_path, capsys):
     def with_tool(result):
         def samples(record):
             segment = {"role": "tool", "turn": 1, "trained": False, "version": -1, "tokens": [8, result]}
@@ -141,7 +141,7 @@ def test_tokens_of_a_tool_that_differ_are_told_from_those_of_the_model(tmp_path,
     assert expected in data["divergence"]["different"]["text"]
 
 
-def test_samples_that_differ_before_any_metric_are_found(tmp_path, capsys):
+def test_samples_that_differ_before_any_metric_are_reported(tmp_path, capsys):
     other = write_run(tmp_path / "b", samples=changed(1, reward), metrics=from_step(3, train__loss=5.0))
     _, _, data = diff(capsys, write_run(tmp_path / "a"), other)
     assert (data["divergence"]["different"]["step"], data["divergence"]["different"]["phase"]) == (1, "rewards")
@@ -166,7 +166,7 @@ def test_samples_that_differ_before_any_metric_are_found(tmp_path, capsys):
         ),
     ],
 )
-def test_without_an_earlier_phase_in_the_samples_the_metrics_say_which(values, config, phase, cause, tmp_path, capsys):
+def test_the_phase_comes_from_the_metrics_if_no_samples_differ(values, config, phase, cause, tmp_path, capsys):
     config = {**config, "eval_interval": 7}
     other = write_run(tmp_path / "b", config=config, metrics=from_step(0, **values))
     code, text, data = diff(capsys, write_run(tmp_path / "a"), other)
@@ -193,7 +193,7 @@ def test_settings_are_split_by_whether_they_change_results(tmp_path, capsys):
         assert "hf_" not in text + json.dumps(data)
 
 
-def test_the_environment_is_compared_without_the_time_of_its_record(tmp_path, capsys):
+def test_the_environment_is_compared_without_its_timestamp(tmp_path, capsys):
     other = {"cores": 8, "packages": {"torch": "2.14.0"}, "recorded": 2.0}
     _, _, data = diff(capsys, write_run(tmp_path / "a"), write_run(tmp_path / "b", environment=other))
     assert {each["name"]: each["values"] for each in data["environment"]} == {
@@ -201,7 +201,7 @@ def test_the_environment_is_compared_without_the_time_of_its_record(tmp_path, ca
     }
 
 
-def test_curves_are_those_of_the_steps_that_both_have(tmp_path, capsys):
+def test_curves_cover_the_steps_that_both_runs_have(tmp_path, capsys):
     doubled = lambda step, record: {**record, "rollout/rewards_mean": step / 4}  # noqa: E731
     _, text, data = diff(
         capsys, write_run(tmp_path / "a", steps=5), write_run(tmp_path / "b", steps=3, metrics=doubled)
@@ -245,13 +245,13 @@ def test_runs_of_both_front_ends_are_compared_by_what_their_metrics_mean(tmp_pat
     assert {"reward", "loss", "learning_rate"} == {curve["key"] for curve in data["curves"]}
 
 
-def test_what_is_no_run_is_a_usage_error(tmp_path, capsys):
+def test_arguments_other_than_two_runs_are_a_usage_error(tmp_path, capsys):
     assert main(["diff", str(write_run(tmp_path / "a")), str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     assert main(["diff", str(tmp_path / "a")]) == 2
 
 
-def test_what_a_model_wrote_does_not_steer_the_terminal(tmp_path, capsys):
+def test_text_from_a_model_does_not_control_the_terminal(tmp_path, capsys):
     def evil(record):
         set_prompt(record)
         record["prompt"] = "\x1b[2J"
@@ -262,7 +262,7 @@ def test_what_a_model_wrote_does_not_steer_the_terminal(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def trained(tiny_checkpoint, tmp_path_factory):
-    """Real runs: one, the same again, with another seed in the order of the file, and with another reward."""
+    """Real runs without shuffling: one, the same again, one with another seed, and one with another reward."""
     folder = tmp_path_factory.mktemp("trained")
     task = write_task(folder / "task")
     reward = folder / "reward.py"
@@ -274,7 +274,7 @@ def trained(tiny_checkpoint, tmp_path_factory):
     return folder
 
 
-def test_real_runs_differ_first_where_they_were_made_to(trained, capsys):
+def test_real_runs_first_differ_where_they_should(trained, capsys):
     capsys.readouterr()
     assert diff(capsys, trained / "a", trained / "again")[0] == 0
     for name, phase, cause in (("seeded", "sampled tokens", "seed"), ("scored", "rewards", "reward_fn_path")):

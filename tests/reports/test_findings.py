@@ -1,4 +1,4 @@
-"""What the verdict says beyond the optimized number: parts, held-out data, truncation, collapse, and what was saved."""
+"""The verdict beyond the optimized number: reward parts, held-out data, truncation, collapse, and saved models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys(result):
 
 
 def with_parts(rng, steps, columns, config=None, scale=1.0):
-    """A run whose reward rises, with parts; a sample has the mean of each part, so that no sample decides."""
+    """A run with reward parts whose reward rises; the parts of a sample are equal, so that no sample decides."""
     metrics = policy_metrics(rng, steps, reward=scale * curve(rng, steps, 0.3, 1.0))
     metrics |= {f"rollout/reward_parts/{name}": column for name, column in columns.items()}
     metrics["rollout/rewards_max"] = np.full(steps, scale)
@@ -36,7 +36,7 @@ def with_parts(rng, steps, columns, config=None, scale=1.0):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("steps", [40, 150, 500])
-def test_a_part_without_weight_that_is_lost_in_the_first_steps_decides(seed, steps, tmp_path):
+def test_losing_a_part_without_weight_in_the_first_steps_is_an_exploit(seed, steps, tmp_path):
     rng = np.random.default_rng(seed)
     exact = np.concatenate([[0.18, 0.12, 0.1, 0.06, 0.03], rng.binomial(1, 0.1, steps - 5) / 64])
     run = with_parts(rng, steps, {"form": curve(rng, steps, 0.3, 0.95), "exact": exact}, {"reward_weights": "exact=0"})
@@ -56,13 +56,11 @@ def test_a_part_without_weight_that_is_lost_in_the_first_steps_decides(seed, ste
     "other",
     [
         lambda rng, steps: rng.binomial(128, 0.02, steps) / 128,  # rare, and constant
-        lambda rng, steps: curve(
-            rng, steps, 0.9, 0.8, 0.02
-        ),  # a little less, which may be the price of a better answer
+        lambda rng, steps: curve(rng, steps, 0.9, 0.8, 0.02),  # slightly lower, a fair price for a better answer
         lambda rng, steps: np.minimum(curve(rng, steps, -0.02, -0.3, 0.01), 0),  # a penalty for longer answers
     ],
 )
-def test_other_parts_of_a_healthy_run_decide_nothing(other, steps, seed, tmp_path):
+def test_other_parts_of_a_healthy_run_are_not_opposed(other, steps, seed, tmp_path):
     rng = np.random.default_rng(seed)
     result = verdict(
         with_parts(rng, steps, {"answer": curve(rng, steps, 0.3, 0.9), "other": other(rng, steps)}), tmp_path
@@ -104,7 +102,7 @@ def test_several_signs_of_one_exploit_are_one_finding(tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1.0, 50.0])
-def test_repetition_that_is_not_rewarded_exploits_nothing(scale, tmp_path):
+def test_repetition_that_is_not_rewarded_is_not_an_exploit(scale, tmp_path):
     rng, steps = np.random.default_rng(0), 60
     metrics = policy_metrics(rng, steps, reward=scale * curve(rng, steps, 0.5, 0.1, 0.02))
     metrics["rollout/rewards_max"] *= scale
@@ -129,7 +127,7 @@ def held_out(scores, steps, deviation=0.4, count=64):
 
 
 def on_prompts(samples, different):
-    """The samples with ``different`` prompts; the first answer to each prompt of a step is marked."""
+    """The samples with this number of distinct prompts; marks the first answer to each prompt of a step."""
     for record in samples:
         record["prompt"] = f"What is {(4 * record['step'] + record['prompt_index']) % different} plus 7?"
         record["picked"] = sorted({*record["picked"], *(["first"] if record["sample_index"] == 0 else [])})
@@ -140,7 +138,7 @@ def on_prompts(samples, different):
 @pytest.mark.parametrize(
     "scores", [[0.4, 0.36, 0.29, 0.28, 0.27, 0.28, 0.27], [0.3, 0.31, 0.28, 0.3, 0.33], [0.3, 0.5, 0.2]]
 )
-def test_a_few_prompts_are_learned_by_heart(scores, seed, tmp_path):
+def test_a_rise_on_a_few_prompts_alone_is_memorization(scores, seed, tmp_path):
     rng = np.random.default_rng(seed)
     samples = on_prompts(prompt_samples(rng, 100), 12)
     result = verdict(
@@ -159,7 +157,7 @@ def test_many_epochs_are_known_from_the_summary(tmp_path):
 
 
 @pytest.mark.parametrize("different", [12, 10_000])
-def test_prompts_that_recur_are_no_fault_where_held_out_data_confirms_the_rise(different, tmp_path):
+def test_repeated_prompts_are_not_a_problem_if_held_out_data_confirms_the_rise(different, tmp_path):
     rng = np.random.default_rng(0)
     samples = on_prompts(prompt_samples(rng, 100), different)
     evaluations = held_out([0.2, 0.45, 0.6, 0.7], 100)
@@ -167,7 +165,7 @@ def test_prompts_that_recur_are_no_fault_where_held_out_data_confirms_the_rise(d
     assert (result.learned.state, keys(result)) == ("yes", [])
 
 
-def test_different_prompts_that_do_not_carry_over_have_another_cause(tmp_path):
+def test_distinct_prompts_without_a_held_out_rise_are_not_memorization(tmp_path):
     rng = np.random.default_rng(0)
     evaluations = held_out([0.3, 0.31, 0.28, 0.3], 100)
     run = Prepared(
@@ -184,7 +182,7 @@ def test_different_prompts_that_do_not_carry_over_have_another_cause(tmp_path):
         ([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], "from the first to the last evaluation."),
     ],
 )
-def test_held_out_data_that_stopped_rising_is_said_to_be_flat(scores, text, tmp_path):
+def test_a_held_out_reward_that_stopped_rising_is_called_flat(scores, text, tmp_path):
     rng = np.random.default_rng(0)
     run = Prepared(policy_metrics(rng, 120), evaluations=held_out(scores, 120, 0.3, 100))
     learned = verdict(run, tmp_path).learned
@@ -193,7 +191,7 @@ def test_held_out_data_that_stopped_rising_is_said_to_be_flat(scores, text, tmp_
 
 
 def collapsed(broke, steps, rng):
-    """The reward is lost in step ``broke`` of a warm-up to 0.05 that takes 40 steps."""
+    """A run whose reward drops to 0 in step ``broke``; its learning rate warms up to 0.05 in 40 steps."""
     reward = np.where(np.arange(steps) < broke, 0.4, 0.0) + rng.normal(0, 0.01, steps) * (np.arange(steps) < broke)
     metrics = policy_metrics(rng, steps, reward=reward)
     metrics["rollout/rewards_max"] = np.where(reward > 0, 1.0, 0.0)
@@ -204,7 +202,7 @@ def collapsed(broke, steps, rng):
 @pytest.mark.parametrize(
     ("broke", "rate", "remedy"), [(7, "0.01, on its way up to 0.05", "--lr 0.001"), (60, "0.05.", "--lr 0.005")]
 )
-def test_a_collapse_is_dated_and_the_remedy_is_below_the_rate_at_which_it_broke(broke, rate, remedy, tmp_path):
+def test_a_collapse_names_its_step_and_suggests_a_lower_learning_rate(broke, rate, remedy, tmp_path):
     (problem,) = verdict(collapsed(broke, 100, np.random.default_rng(0)), tmp_path).problems
     assert problem.key == "collapsed"
     assert f"It broke at step {broke}, at a learning rate of {rate}" in problem.text
@@ -223,7 +221,7 @@ def cut_answers(steps, rewards, of_reward, share):
     )
 
 
-def test_the_limit_is_raised_only_where_unfinished_answers_cost_reward(tmp_path):
+def test_a_higher_limit_is_suggested_only_if_truncation_costs_reward(tmp_path):
     costly = cut_answers(80, lambda rng: curve(rng, 80, 0.3, 0.3), 0.0, 0.4)
     (problem,) = verdict(costly, tmp_path / "costly").problems
     assert "--max-new-tokens 512 (now 256)" in problem.remedy
@@ -237,7 +235,7 @@ def test_the_limit_is_raised_only_where_unfinished_answers_cost_reward(tmp_path)
 
 
 @pytest.mark.parametrize(("repeats", "advice"), [(False, False), (True, True)])
-def test_rewards_that_are_all_equal_because_no_answer_gets_to_its_end(repeats, advice, tmp_path):
+def test_rewards_that_are_all_equal_because_no_answer_finishes(repeats, advice, tmp_path):
     steps, zeros = 40, np.zeros(40)
     metrics = policy_metrics(np.random.default_rng(0), steps, reward=zeros, **{"train/truncated_ratio": zeros + 0.99})
     metrics |= {"rollout/rewards_max": zeros, "train/grad_norm": zeros, "train/zero_std_groups": zeros + 1}
@@ -256,7 +254,7 @@ def checkpoint(run, step, name=""):
     (folder / STATE_FILE).write_text(f'{{"format": 1, "step": {step}}}')
 
 
-def test_a_run_is_continued_from_the_checkpoint_that_it_has(tmp_path):
+def test_the_remedy_resumes_from_the_last_checkpoint(tmp_path):
     status = {**FINISHED, "state": "stopped", "signal": "SIGTERM"}
     run = Prepared(policy_metrics(np.random.default_rng(0), 45), status=status).write(tmp_path / "run").path
     assert "It has no checkpoint to resume from" in verdict_of(RunData(run)).ending.remedy
@@ -266,7 +264,7 @@ def test_a_run_is_continued_from_the_checkpoint_that_it_has(tmp_path):
     assert remedy == f"Continue it from its checkpoint of step 40: areno train --resume {run}"
 
 
-def test_an_experiment_that_cannot_be_resumed_names_the_model_that_it_saved(tmp_path):
+def test_the_remedy_of_an_experiment_that_cannot_be_resumed_names_its_last_saved_model(tmp_path):
     status = {**FINISHED, "state": "stopped", "signal": "SIGINT"}
     config = {**SETTINGS, "recover": {"mode": "disabled"}, "total_train_steps": 150}
     metrics = {"rollout/reward/avg": curve(np.random.default_rng(0), 51, 0.2, 0.9)}
@@ -299,7 +297,7 @@ def test_the_planned_steps_of_an_experiment_are_those_of_all_its_epochs(limit, t
         (("", 80), False, "The model of step 20 was not kept (--keep-best was off)."),
     ],
 )
-def test_whether_the_best_model_was_kept_is_said(saved, keep_best, text, tmp_path):
+def test_the_verdict_says_whether_the_best_model_was_kept(saved, keep_best, text, tmp_path):
     losses = {0: 5.9, 20: 1.7, 40: 2.2, 60: 2.6, 80: 2.9}
     metrics = {"train/loss": 4 * np.exp(-np.arange(80) / 12)}
     config = {**OPTIONS, "algo": "sft", "epochs": 40, "keep_best": keep_best}

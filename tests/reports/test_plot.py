@@ -1,4 +1,4 @@
-"""``areno plot`` draws and writes what ``metrics.jsonl`` says."""
+"""``areno plot`` draws and exports the values of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def waves(seed):
-    """A reward that goes up and down, otherwise for each seed."""
+    """A reward that goes up and down, differently for each seed."""
     return lambda step, record: {**record, "rollout/rewards_mean": ((step * 7 + seed * 3) % 11) / 11}
 
 
@@ -81,7 +81,7 @@ def test_the_mean_over_seeds_has_a_band_from_the_lowest_to_the_highest(tmp_path)
     assert_proportional(np.concatenate([lines(root)[0][:, 1], around]), np.concatenate([values.mean(0), edges]))
 
 
-def test_the_moving_mean_is_that_of_the_values_around(tmp_path):
+def test_the_moving_mean_is_that_of_the_surrounding_values(tmp_path):
     run = write_run(tmp_path / "a", steps=12, metrics=waves(1))
     values = rewards(run)
     around = [values[max(0, i - 1) : i + 3] for i in range(12)]  # four values: one before, two after
@@ -93,7 +93,7 @@ def test_the_moving_mean_is_that_of_the_values_around(tmp_path):
     assert np.isnan(moving(np.array([np.nan, 1.0]), 1)[0]).tolist() == [True, False]
 
 
-def test_the_axis_may_be_tokens_or_time(tmp_path):
+def test_the_x_axis_can_be_tokens_or_time(tmp_path):
     lengths = [10, 50, 20, 5, 40]
     more = lambda step, record: {**record, "rollout/num_sequences": 2, "rollout/response_len_mean": lengths[step]}  # noqa: E731
     run = write_run(tmp_path / "a", steps=5, metrics=more)
@@ -120,7 +120,7 @@ def test_a_long_run_keeps_its_extremes(tmp_path):
     assert points[:, 1].max() > points[0, 1] + 100
 
 
-def test_several_metrics_are_charts_below_each_other(tmp_path, capsys):
+def test_several_metrics_are_charts_stacked_vertically(tmp_path, capsys):
     run = write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", metrics=lambda step, record: {"rollout/rewards_mean": 0.5})
     root = plotted(tmp_path / "x.svg", run, other, "--metric", "reward", "--metric", "train/*norm")
@@ -154,7 +154,7 @@ def test_tables_hold_every_value_in_long_form(suffix, tmp_path):
             step, time = record.pop("step"), record.pop("time")
             expected += [(run.name, step, name, float(value), time) for name, value in record.items()]
     written = [(row["run"], row["step"], row["metric"], float(row["value"]), float(row["time"])) for row in rows]
-    assert repr(written) == repr(expected)  # NaN differs from itself
+    assert repr(written) == repr(expected)  # because NaN is not equal to itself
 
 
 def test_one_name_selects_the_metric_of_both_front_ends(tmp_path):
@@ -209,7 +209,7 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
         (["--out", "x.svg", "--x", "tokens"], "has not recorded how many tokens"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(words, message, tmp_path, monkeypatch, capsys):
+def test_invalid_options_are_usage_errors(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(write_run(tmp_path / "a")), *words]) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Real runs end with a report, however they end but by a kill."""
+"""Real runs write a report when they finish, fail or are stopped; for killed runs ``areno report`` writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def page_of(run):
     return Page((run / "report.html").read_text()).root
 
 
-def here(*command):
+def run_command(*command):
     return main([*map(str, command)])
 
 
@@ -35,7 +35,7 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
         "\n".join(json.dumps({"prompt": f"What is {a} plus 5?", "solutions": ["5"]}) for a in range(40, 44))
     )
     evaluation = ["--eval-dataset-path", held_out, "--eval-interval", 2, "--save-interval", 2, "--epochs", 1]
-    assert here(*task_arguments("grpo", tiny_checkpoint, task, run), *evaluation) == 0
+    assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run), *evaluation) == 0
     page, source = page_of(run), (run / "report.html").read_text()
     assert page.one("span", class_="state").text == "finished"
     assert "It finished: 4 steps, 1 epoch" in page.one("", id="ended").text
@@ -68,14 +68,14 @@ def test_a_failed_run_has_a_report_with_its_error(tiny_checkpoint, tmp_path):
     run = tmp_path / "run"
     task = write_task(tmp_path / "task", rows=12)
     task["reward.py"].write_text("def reward_fn(record):\n    return record.completion / 2\n")
-    assert here(*task_arguments("grpo", tiny_checkpoint, task, run)) == 1
+    assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run)) == 1
     ended = page_of(run).one("", id="ended").text
     assert "failed before the end of its first step: RewardError" in ended
     assert "unsupported operand" in ended
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_has_a_report_and_a_killed_one_gets_it_by_the_command(signum, tiny_checkpoint, tmp_path):
+def test_a_stopped_run_has_a_report_and_a_killed_one_gets_one_from_the_command(signum, tiny_checkpoint, tmp_path):
     run = tmp_path / "run"
     task = write_task(tmp_path / "task")
     process = start(*task_arguments("grpo", tiny_checkpoint, task, run), "--epochs", 1000)
@@ -85,7 +85,7 @@ def test_a_stopped_run_has_a_report_and_a_killed_one_gets_it_by_the_command(sign
         text = "stopped by SIGTERM"
     else:
         assert not (run / "report.html").exists()
-        assert here("report", run) == 0
+        assert run_command("report", run) == 0
         text = "was killed"
     ended = page_of(run).one("", id="ended").text
     assert text in ended
@@ -107,7 +107,7 @@ def test_a_run_in_progress_has_a_report_after_a_checkpoint(tiny_checkpoint, tmp_
         f"        Path({str(tmp_path / 'seen.html')!r}).write_text(page.read_text())\n"
         "    return float(len(record.completion))\n"
     )
-    assert here(*task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1, "--epochs", 1) == 0
+    assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1, "--epochs", 1) == 0
     seen = Page((tmp_path / "seen.html").read_text()).root
     assert seen.one("span", class_="state").text == "running"
     assert re.search("It has not ended: it is running, after [123] steps? of 4", seen.one("", id="ended").text)
@@ -117,7 +117,8 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_run(tiny_checkpoint, tm
     run = tmp_path / "run"
     (run / "report.html").mkdir(parents=True)
     assert (
-        here(*task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task", rows=6), run), "--epochs", 1) == 0
+        run_command(*task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task", rows=6), run), "--epochs", 1)
+        == 0
     )
     assert "WARNING areno.reports.report: the report was not written" in (run / "log.txt").read_text()
     assert json.loads((run / "status.json").read_text())["state"] == "finished"

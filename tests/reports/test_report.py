@@ -1,4 +1,4 @@
-"""The report shows what the files of a run say, whatever they hold and however large they are."""
+"""The report shows the contents of a run's files, whatever they contain and however large they are."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def recorded(run, name):
 
 
 def charts(source):
-    """The charts of a page by the metric that they show."""
+    """The charts of a page, by metric."""
     figures = re.findall(r"<figcaption>.*?<code>(.*?)</code></figcaption>\s*(<svg.*?</svg>)", source, re.DOTALL)
     return dict(figures)
 
 
-def test_curves_have_the_numbers_of_the_metrics(tmp_path):
+def test_curves_show_the_numbers_of_the_metrics(tmp_path):
     run = healthy(tmp_path)
     drawn = charts(report_html(RunData(run.path)))
     names = {
@@ -108,7 +108,7 @@ def test_the_page_is_complete_and_accessible(tmp_path):
     assert page.one("head").one("title").text == "run: report of a run"
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path):
+def test_the_page_is_self_contained(tmp_path):
     source = report_html(RunData(healthy(tmp_path).path))
     page = Page(source).root
     attributes = [attribute for element in page.all() for attribute in element.attributes.items()]
@@ -130,7 +130,7 @@ EVIL = "</style><script>alert(1)</script>{{ 7*7 }}\x00\x1b[2J\u202egnp\u2066'\" 
 SHOWN = "</style><script>alert(1)</script>{{ 7*7 }}\\x00\\x1b[2J\\u202egnp\\u2066'\" onload=x <!-- ]]>"
 
 
-def test_nothing_that_a_model_writes_becomes_markup(tmp_path):
+def test_text_from_a_model_never_becomes_markup(tmp_path):
     tokens = row(["ok", EVIL, "\udc80"], 1.0)
     tokens[0][0]["role"] = tokens[0][0]["texts"][0] = EVIL
     fields = {"prompt": EVIL, "completion": EVIL, "finish_reason": EVIL, "reward_parts": {EVIL: 1.0}}
@@ -157,7 +157,7 @@ def test_nothing_that_a_model_writes_becomes_markup(tmp_path):
         > 20
     )
     assert page.one("", id="ended").text.count(SHOWN) == 1
-    write_report(RunData(run.path))  # also encodes what is no valid text
+    write_report(RunData(run.path))  # also encodes invalid text
     assert run.report_path.read_bytes().decode()
 
 
@@ -199,7 +199,7 @@ print(time.process_time() - start, int(peak.split()[1]) / 1024)
 
 
 def test_ten_thousand_steps_and_a_million_samples_are_reported_quickly(tmp_path):
-    """In two seconds and 300 MiB. The index repeats the positions of few records, because a gigabyte takes long to write."""
+    """In two seconds and 300 MiB. All index entries point to a few records, because writing a gigabyte takes long."""
     steps, each = 10_000, 100
     run = Prepared(policy_metrics(np.random.default_rng(0), steps)).write(tmp_path / "run")
     lines = [
@@ -227,7 +227,7 @@ def test_ten_thousand_steps_and_a_million_samples_are_reported_quickly(tmp_path)
     assert "1,000,000 samples were recorded" in run.report_path.read_text()
 
 
-def test_what_is_too_large_is_left_out_and_named(tmp_path):
+def test_sections_that_are_too_large_are_left_out_and_named(tmp_path):
     worst = "\U000e0001" * 8000  # ten visible characters each
     samples = [
         sample(step, 0, 0, 1.0, prompt=worst, completion=worst, rows=row([worst] * 400, 0.5)) for step in range(20)
@@ -372,7 +372,7 @@ def test_the_verdict_links_to_its_samples(tmp_path):
     assert [f"#{box.attributes['id']}" for box in named] == links
 
 
-def test_a_run_without_anything_has_a_report(tmp_path):
+def test_an_empty_run_has_a_report(tmp_path):
     run = RunDirectory(tmp_path / "run").create()
     run.write_status({"state": "failed", "error": "UsageError: no data", "started": 0.0, "ended": 1.0})
     text = page_of(run).root.text
@@ -397,20 +397,20 @@ def test_the_command_writes_the_report_and_prints_the_verdict(tmp_path, capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_report_in_progress_is_refreshed_when_it_is_old(tmp_path, monkeypatch):
+def test_the_report_of_a_run_in_progress_is_refreshed_when_it_is_old(tmp_path, monkeypatch):
     run = healthy(tmp_path)
     ReportRefresher(run).refresh()
-    assert not run.report_path.exists(), "the run has just begun"
+    assert not run.report_path.exists(), "the run has just started"
     monkeypatch.setattr(report, "REFRESH_S", 0.0)
     refresher = ReportRefresher(run)
     refresher.refresh()
     assert run.report_path.exists()
     run.report_path.unlink()
     refresher.refresh()
-    assert not run.report_path.exists(), "a hundred times what it took has not passed"
+    assert not run.report_path.exists(), "refreshed before 100 times its writing time has passed"
 
 
-def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path, caplog):
     run = healthy(tmp_path)
     run.report_path.mkdir()
     with caplog.at_level(logging.INFO, "areno"), report.report_at_end(run):
@@ -422,7 +422,7 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     )
 
 
-def test_numbers_that_are_no_numbers_do_not_stop_a_report(tmp_path):
+def test_values_that_are_not_finite_do_not_break_a_report(tmp_path):
     samples = [
         sample(step, 0, 0, math.nan, advantage=math.inf, logprob_mean=None, reward_parts={"a": "NaN"})
         for step in range(3)

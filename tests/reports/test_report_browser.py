@@ -1,4 +1,4 @@
-"""The report in a real browser: from disk, narrow, dark, printed, and with nothing that the console complains about."""
+"""The report in a real browser: opened from disk, narrow, dark, printed, and without console messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reports.browser import browse, served
 from tests.reports.prepared import OPTIONS, Page, Prepared, policy_metrics, row, sample
 
 pytestmark = pytest.mark.long
-# A page of the same origin looks into the report, in which no script may run.
+# A page of the same origin inspects the report, in which no script may run.
 PROBE = """<!doctype html><meta charset="utf-8"><title>probe</title>
 <iframe src="/run/report.html#%s" width="%d" height="2000" style="border:0"></iframe><pre id="result"></pre>
 <script>
@@ -66,12 +66,12 @@ def console(done):
     return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
-def test_from_disk_the_console_stays_empty_and_nothing_of_a_sample_runs(run, tmp_path):
+def test_opened_from_disk_the_report_logs_nothing_and_runs_no_script_of_a_sample(run, tmp_path):
     done = browse(f"file://{run.report_path}", tmp_path, "--dump-dom")
     assert console(done) == []
     assert "window.evil" in Page(done.stdout).root.one("main").text
     assert not Page(done.stdout).root.all("script") + Page(done.stdout).root.all("img")
-    broken = tmp_path / "broken.html"  # whether the console would tell
+    broken = tmp_path / "broken.html"  # to see that the console reports scripts
     broken.write_text(run.report_path.read_text().replace("<main>", "<main><script>window.evil = 1</script>"))
     assert len(console(browse(f"file://{broken}", tmp_path, "--dump-dom"))) == 1
 
@@ -86,7 +86,7 @@ def test_nothing_is_wider_than_the_window(width, run, tmp_path):
     assert seen["target"] == "sample-7-2-0"
     assert seen["token"] == "underline"
     assert seen["scripts"]
-    assert min(seen["font"]) > 7, "labels of charts can be read"
+    assert min(seen["font"]) > 7, "chart labels are readable"
 
 
 def luminance(color):

@@ -51,16 +51,16 @@ def saves(folder, step):
         ),
     ],
 )
-def test_the_head_says_how_much_data_there_is_and_how_often_it_was_seen(data, text, tmp_path):
+def test_the_header_says_how_much_data_there_is_and_how_often_it_was_seen(data, text, tmp_path):
     assert text in page_of(written(tmp_path, environment={"data": data})).one("header").text
 
 
 @pytest.mark.parametrize("data", [None, [], {"examples": "many"}, {"examples": 3, "steps_per_epoch": "x"}])
-def test_a_run_without_usable_sizes_of_its_data_has_a_report(data, tmp_path):
+def test_a_run_without_usable_data_sizes_has_a_report(data, tmp_path):
     assert "times in" not in page_of(written(tmp_path, environment={"data": data})).one("header").text
 
 
-def test_the_peak_of_memory_is_beside_that_of_the_machine(tmp_path):
+def test_peak_memory_is_shown_with_the_memory_of_the_machine(tmp_path):
     memory = {
         PEAK: np.linspace(1, 6.5, STEPS),
         AVAILABLE: [*np.linspace(9, 0.25, STEPS - 1), 3.0],
@@ -76,11 +76,11 @@ def test_the_peak_of_memory_is_beside_that_of_the_machine(tmp_path):
     assert all(name in chart.text for name in memory)
 
 
-def test_a_run_that_recorded_no_memory_says_nothing_about_it(tmp_path):
+def test_a_report_without_recorded_memory_does_not_mention_memory(tmp_path):
     assert "GiB" not in section(written(tmp_path), "time").text
 
 
-def test_the_head_lists_checkpoints_and_models_of_a_run(tmp_path):
+def test_the_header_lists_checkpoints_and_models_of_a_run(tmp_path):
     run = written(tmp_path)
     assert "No checkpoint exists." in page_of(run).one("header").text
     for step in (5, 10):
@@ -120,13 +120,13 @@ def test_a_copy_of_an_experiment_whose_checkpoints_were_not_copied_has_a_report(
 
 
 @pytest.mark.parametrize("path", [7, ["a"], {"b": 1}, "\0"])
-def test_settings_of_a_wrong_type_do_not_stop_a_report(path, tmp_path):
+def test_settings_of_the_wrong_type_do_not_break_a_report(path, tmp_path):
     page = page_of(written(tmp_path, config={**OPTIONS, "save_path": path}))
     other = page_of(written(tmp_path / "other", config={**SETTINGS, "recover": path, "saver": {"fileroot": path}}))
     assert all(one.all("section", **{"aria-labelledby": "files"}) for one in (page, other))
 
 
-def test_the_expected_answer_is_beside_each_sample_and_comparison(tmp_path):
+def test_the_expected_answer_is_shown_with_each_sample_and_comparison(tmp_path):
     samples = [
         sample(step, 0, number, float(number), data={"solutions": "['<7>']", "level": "3"})
         for step in range(3)
@@ -163,13 +163,13 @@ def test_samples_with_equal_rewards_are_not_called_best(tmp_path):
         ({"eval/loss": 0.5, "eval/accuracy": 1.0}, "Evaluation: share of pairs ranked correctly"),
     ],
 )
-def test_the_accuracy_of_an_evaluation_is_called_what_it_is(evaluation, title, tmp_path):
+def test_the_accuracy_of_an_evaluation_is_titled_by_what_it_measures(evaluation, title, tmp_path):
     curves = section(written(tmp_path, evaluations={0: evaluation, 20: evaluation}), "curves").text
     assert f"{title}eval/accuracy" in curves
     assert "Evaluation: accuracy" not in curves
 
 
-def test_chosen_settings_are_open_and_defaults_are_folded(tmp_path):
+def test_chosen_settings_are_shown_and_defaults_are_collapsed(tmp_path):
     configuration = section(
         written(tmp_path, config={**OPTIONS, "reward_weights": "exact=0", "top_k": -1}), "configuration"
     )

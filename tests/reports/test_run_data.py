@@ -1,4 +1,4 @@
-"""Run directories of both front ends as data."""
+"""Data read from run directories of both front ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from areno.reports.run_data import RunData
 from areno.storage.run_dir import RunDirectory
 
 
-def test_a_part_of_the_reward_is_its_mean_in_both_front_ends(tmp_path):
-    """An experiment also records the lowest and the highest value of each part, which are no parts of their own."""
+def test_a_reward_part_is_read_as_its_mean_for_both_front_ends(tmp_path):
+    """An experiment also records the minimum and the maximum of each part, which are not parts themselves."""
     for front_end, metrics in {
         "train": {"rollout/reward_parts/short": 0.25, "rollout/reward_parts/right": 1.0},
         "run": {

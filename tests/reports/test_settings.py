@@ -1,4 +1,4 @@
-"""A report shows first what the user of a run chose, which is what differs from the defaults."""
+"""A report first lists the settings that the user chose: those that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_settings_of_an_experiment_that_differ_are_those_that_its_file_sets():
     assert len(chosen) < 15 < len(others)
 
 
-def test_a_setting_without_known_default_is_shown_first():
+def test_a_setting_without_a_known_default_is_shown_first():
     assert settings_of_run({"own": {"a": 1, "b": None}}) == ([("own.a", 1)], [])
     config = {"experiment_name": "e", "train_dataset": {"type": "my own"}}
     assert settings_of_run(config) == ([("experiment_name", "e"), ("train_dataset.type", "my own")], [])

@@ -1,4 +1,4 @@
-"""Charts show the numbers that they were drawn from, and are valid SVG whatever these are."""
+"""Charts show the numbers that they were drawn from, and are valid SVG for any numbers."""
 
 from __future__ import annotations
 

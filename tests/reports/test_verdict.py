@@ -1,4 +1,4 @@
-"""The verdict on runs that were prepared to fail in known ways, and on runs that did not fail."""
+"""The verdict on runs that were prepared to fail in known ways, and on healthy runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(rng, value=0.3):
 
 @dataclass
 class Expected:
-    """What a reader must learn: ``cause`` is the first problem, or in ``ending``; ``change`` is in its remedy."""
+    """What the verdict must say: ``cause`` is the first problem (empty: the ending itself), ``change`` is in its remedy."""
 
     learned: str
     cause: str
@@ -241,7 +241,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("prepare", RUNS, ids=lambda prepare: prepare.__name__)
-def test_a_run_that_failed_is_understood(prepare, tmp_path):
+def test_the_verdict_names_the_cause_of_a_failure_and_a_remedy(prepare, tmp_path):
     prepared, expected = prepare()
     run = RunData(prepared.write(tmp_path / "run").path)
     verdict = verdict_of(run)
@@ -270,7 +270,7 @@ def test_a_run_that_failed_is_understood(prepare, tmp_path):
         ({"train/entropy": np.linspace(0.5, 3.0, STEPS)}, "entropy_explosion", "--kl-coef 0.01"),
     ],
 )
-def test_one_bad_metric_is_enough(changes, key, remedy, tmp_path):
+def test_one_bad_metric_is_reported_as_a_problem(changes, key, remedy, tmp_path):
     rng = rng_of()
     metrics = policy_metrics(rng, STEPS, reward=flat(rng), **changes)
     problems = verdict_of(RunData(Prepared(metrics).write(tmp_path / "run").path)).problems
@@ -294,7 +294,7 @@ def samples_of(run):
     return run.files.samples_path.read_text().splitlines()
 
 
-def test_the_samples_named_are_those_with_the_fault(tmp_path):
+def test_the_named_samples_are_those_with_the_problem(tmp_path):
     prepared, _ = one_part_at_the_cost_of_another()
     (problem,) = verdict_of(RunData(prepared.write(tmp_path / "parts").path)).problems
     assert all(name.split("/")[1:] == ["2", "1"] and int(name.split("/")[0]) > 50 for name in problem.samples)
@@ -306,7 +306,7 @@ def test_the_samples_named_are_those_with_the_fault(tmp_path):
     assert all(int(name.split("/")[0]) >= 90 for name in problem.samples)
 
 
-def test_what_follows_from_an_exploited_reward_is_not_listed_beside_it(tmp_path):
+def test_consequences_of_an_exploited_reward_are_not_listed_as_problems(tmp_path):
     """As in a real run: the exploit reaches the highest reward, so that all rewards are equal and the gradient is zero."""
     rng = rng_of()
     late = np.arange(STEPS) > 40
@@ -326,7 +326,7 @@ def test_what_follows_from_an_exploited_reward_is_not_listed_beside_it(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_healthy_run_has_learned_and_nothing_is_wrong(seed, tmp_path):
+def test_a_healthy_run_has_learned_and_has_no_problems(seed, tmp_path):
     rng = rng_of(seed)
     scores = np.linspace(0.2, 0.75, 5)
     evaluations = {
@@ -341,8 +341,8 @@ def test_a_healthy_run_has_learned_and_nothing_is_wrong(seed, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [8, 12, 40, 400])
-def test_noise_is_not_taken_for_learning(steps):
-    """Three standard errors: wrong once in 370 runs, so not in five of 500."""
+def test_noise_is_not_mistaken_for_learning(steps):
+    """A threshold of three standard errors is wrong in one run of 370, so in fewer than five of 500."""
     wrong = 0
     for seed in range(500):
         trend = trend_of(Series(array("q", range(steps)), array("d", rng_of(seed).normal(0.5, 0.2, steps))))
@@ -352,18 +352,18 @@ def test_noise_is_not_taken_for_learning(steps):
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 @pytest.mark.parametrize("steps", [20, 100, 1000])
-def test_learning_is_seen_through_noise(noise, steps, tmp_path):
+def test_learning_is_detected_despite_noise(noise, steps, tmp_path):
     run = Prepared({"rollout/rewards_mean": curve(rng_of(), steps, 0.3, 0.7, noise)})
     assert verdict_of(RunData(run.write(tmp_path / "run").path)).learned.state == "yes"
 
 
-def test_few_steps_say_nothing(tmp_path):
+def test_few_steps_give_no_verdict(tmp_path):
     run = Prepared({"rollout/rewards_mean": [0.1, 0.9, 0.2]})
     learned = verdict_of(RunData(run.write(tmp_path / "run").path)).learned
     assert (learned.state, "too few steps" in learned.text) == ("unknown", True)
 
 
-def test_a_solved_task_is_no_failure(tmp_path):
+def test_a_solved_task_is_not_a_failure(tmp_path):
     rng = rng_of()
     reward = np.minimum(np.linspace(0.2, 2.5, STEPS), 1)
     metrics = policy_metrics(rng, STEPS, reward=reward, **{"rollout/rewards_min": np.where(reward < 1, 0, 1.0)})
@@ -373,7 +373,7 @@ def test_a_solved_task_is_no_failure(tmp_path):
     assert "harder problems" in verdict.problems[0].remedy
 
 
-def test_preferences_are_counted_for_dpo(tmp_path):
+def test_dpo_is_judged_by_its_preference_accuracy(tmp_path):
     rng = rng_of()
     metrics = {
         "train/loss": curve(rng, STEPS, 0.69, 0.3, 0.01),
@@ -422,16 +422,16 @@ def test_a_run_in_progress_has_not_ended(tmp_path):
         ending = verdict_of(RunData(run.path)).ending
     assert (ending.state, ending.remedy) == ("running", "")
     assert "after 100 steps of 400" in ending.text
-    assert "minutes old" in ending.text  # the last record is of 2025
+    assert "minutes old" in ending.text  # the last record is from 2025
     assert verdict_of(RunData(run.path)).ending.state == "killed"
 
 
-def test_memory_that_ran_out_has_its_own_remedy(tmp_path):
+def test_running_out_of_memory_has_its_own_remedy(tmp_path):
     status = {**FAILED, "error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"}
     run = Prepared(policy_metrics(rng_of(), STEPS), status=status).write(tmp_path / "run")
     assert "lower --mini-bs first" in verdict_of(RunData(run.path)).ending.remedy
 
 
-def test_nothing_recorded_is_no_error(tmp_path):
+def test_a_run_without_records_is_not_an_error(tmp_path):
     verdict = verdict_of(RunData(Prepared({}, status=None).write(tmp_path / "run").path))
     assert (verdict.learned.state, verdict.ending.state, verdict.problems) == ("unknown", "", ())

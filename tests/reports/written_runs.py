@@ -1,4 +1,4 @@
-"""Small run directories whose numbers a test knows, written as runs write them."""
+"""Small run directories with known numbers, in the format of real runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENVIRONMENT: Record = {"areno": "0.1.0", "cores": 2, "gpus": [], "packages": {"t
 
 
 def metrics_of(step: int) -> Record:
-    """The metrics of a step, which no two steps share."""
+    """The metrics of a step, different for each step."""
     return {
         "rollout/prompt_len_mean": 3.0,
         "rollout/response_len_mean": 4.0,
@@ -32,15 +32,15 @@ def metrics_of(step: int) -> Record:
 
 
 def samples_of(step: int) -> Iterator[Record]:
-    """Two samples of each of two prompts, each of three prompt tokens and four sampled ones."""
+    """Two samples for each of two prompts, each with three prompt tokens and four sampled ones."""
     for prompt in (0, 1):
         for sample in (0, 1):
             tokens = [100 * prompt + 10 * sample + step + position for position in range(4)]
             advantage = sample - 0.5
-            given = {"role": "user", "turn": 0, "trained": False, "version": -1, "tokens": [1, 2, 7 + prompt]}
+            context = {"role": "user", "turn": 0, "trained": False, "version": -1, "tokens": [1, 2, 7 + prompt]}
             sampled = {"role": "text", "turn": 0, "trained": True, "version": step, "tokens": tokens}
             rows = [
-                {**given, "texts": list("abc"), "logprobs": [0.0] * 3, "advantages": [0.0] * 3},
+                {**context, "texts": list("abc"), "logprobs": [0.0] * 3, "advantages": [0.0] * 3},
                 {**sampled, "texts": list("wxyz"), "logprobs": [-1.0, -1.5, -2.0, -2.5], "advantages": [advantage] * 4},
             ]
             yield {
@@ -69,7 +69,7 @@ def write_run(
     metrics: Callable[[int, Record], Record] = lambda step, record: record,
     samples: Callable[[Record], Record] | None = lambda record: record,
 ) -> Path:
-    """Write a run; ``metrics`` and ``samples`` change what is recorded; without ``samples`` there are none."""
+    """Write a run; ``metrics`` and ``samples`` change what is recorded; if ``samples`` is None, no samples are."""
     run = RunDirectory(path).create()
     run.write_config(yaml.safe_dump({**CONFIG, **(config or {})}))
     run.write_environment({**ENVIRONMENT, **(environment or {})})

@@ -1,4 +1,4 @@
-"""A judge by address. The server here is a stand-in that answers what the test says; a real model's grades prove nothing."""
+"""A judge at a URL. The server is a stub that returns what each test sets: grades of a real model would prove nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from areno.rewards.judge import Judge
 from areno.types import RewardRecord
 
 
-class Stand(ThreadingHTTPServer):
-    """Keeps the requests, and answers the next of ``says``."""
+class StubServer(ThreadingHTTPServer):
+    """Keeps the requests, and answers each with the next of ``replies``."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.asked, self.says = [], []
+        self.requests, self.replies = [], []
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -29,8 +29,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.headers.get("Authorization"), body))
-        self.answer({"choices": [{"message": {"content": self.server.says.pop(0)}}]})
+        self.server.requests.append((self.headers.get("Authorization"), body))
+        self.answer({"choices": [{"message": {"content": self.server.replies.pop(0)}}]})
 
     def answer(self, value) -> None:
         text = json.dumps(value).encode()
@@ -44,8 +44,8 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def stand():
-    made = Stand()
+def stub():
+    made = StubServer()
     yield made
     made.shutdown()
 
@@ -53,32 +53,32 @@ def stand():
 QUESTION = 'Grade from 0 to 10, as {"grade": N}.\nQ: {prompt}\nA: {completion}\nright: {answer} {level}'
 
 
-def test_a_record_and_the_texts_of_an_experiment_are_asked_for_alike(stand, monkeypatch):
+def test_a_record_and_the_arguments_of_an_experiment_give_the_same_request(stub, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    judge = Judge(stand.url, QUESTION, max_tokens=5)
-    stand.says += ["The answer 3 is right. Grade: 8", "7.5"]
-    said = "{answer} {prompt} is 3"
-    record = RewardRecord(prompt="1+2?", completion=said, answer="3", source_record={"level": "easy"}, tokens=[1])
+    judge = Judge(stub.url, QUESTION, max_tokens=5)
+    stub.replies += ["The answer 3 is right. Grade: 8", "7.5"]
+    completion = "{answer} {prompt} is 3"
+    record = RewardRecord(prompt="1+2?", completion=completion, answer="3", source_record={"level": "easy"}, tokens=[1])
     assert judge(record) == 0.8
-    assert judge("1+2?", said, [1], [2], answer="3", level="easy") == 0.75
-    (key, first), (_, second) = stand.asked
+    assert judge("1+2?", completion, [1], [2], answer="3", level="easy") == 0.75
+    (key, first), (_, second) = stub.requests
     assert key == "Bearer secret"
     assert first == second
     assert first["model"] == "judge-7b"
     assert (first["temperature"], first["max_tokens"]) == (0, 5)
     text = 'Grade from 0 to 10, as {"grade": N}.\nQ: 1+2?\nA: {answer} {prompt} is 3\nright: 3 easy'
-    assert first["messages"] == [{"role": "user", "content": text}]  # what the policy says stays as it is
+    assert first["messages"] == [{"role": "user", "content": text}]  # placeholders in the completion stay as they are
 
 
-def test_grades_beyond_the_bounds_are_cut_and_words_are_an_error(stand):
-    judge = Judge(stand.url, "{completion}", most=5, model="other")
-    stand.says += ["12", "-3", "excellent"]
+def test_grades_out_of_bounds_are_clamped_and_words_are_an_error(stub):
+    judge = Judge(stub.url, "{completion}", most=5, model="other")
+    stub.replies += ["12", "-3", "excellent"]
     assert [judge("p", "c"), judge("p", "c")] == [1.0, 0.0]
     with pytest.raises(RewardError, match=r"returned no number: 'excellent'"):
         judge("p", "c")
-    assert {body["model"] for _, body in stand.asked} == {"other"}
+    assert {body["model"] for _, body in stub.requests} == {"other"}
 
 
-def test_nobody_there_is_an_error_of_the_reward():
+def test_an_unreachable_judge_is_a_reward_error():
     with pytest.raises(RewardError, match=r"the request to the judge at http://127\.0\.0\.1:9/v1 failed: ConnectError"):
         Judge("http://127.0.0.1:9/v1", "{completion}")("p", "c")

@@ -1,4 +1,4 @@
-"""The math-verify reward: symbolic equality, the last box, and no answer that stops a run."""
+"""The math-verify reward: symbolic equality, the last box, and answers that must not stop a run."""
 
 import logging
 import subprocess
@@ -83,7 +83,7 @@ def test_words_around_a_result_do_not_change_it(result, answer):
         ("London", "Paris"),
     ],
 )
-def test_words_make_no_wrong_result_right(result, answer):
+def test_words_around_a_wrong_result_do_not_make_it_right(result, answer):
     assert math_verify_reward(f"so \\boxed{{{result}}}.", answer) == 0.0
 
 

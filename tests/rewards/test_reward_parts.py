@@ -61,7 +61,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': 1e308, 'b': 1e308}"], "", ["the weighted sum of its parts {'a': 1e+308, 'b': 1e+308} is inf"]),
     ],
 )
-def test_what_is_wrong_with_parts_is_the_error_of_its_record(reward_file, records, texts, weights, messages):
+def test_invalid_parts_are_an_error_of_their_record(reward_file, records, texts, weights, messages):
     outcomes = outcomes_of(reward_file(PARTS), records(*texts), weights)
     for outcome, message in zip(outcomes, messages, strict=True):
         assert (outcome.value is None) == (message is not None)
@@ -76,7 +76,7 @@ def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records)
         outcomes_of(reward_file(PARTS), records(*texts), on_error="stop")
 
 
-def test_runners_of_one_function_know_each_others_parts():
+def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     parts = RewardParts()
     assert parts.weigh({"a": 1.0, "b": 2.0}) == 3.0
     assert "returned a, without b, which" in parts.problem(parts.weigh({"a": 1.0}))
@@ -90,7 +90,7 @@ def test_runners_of_one_function_know_each_others_parts():
 @pytest.mark.parametrize(
     "body", [b'["parts", 0, {}, 0.1]', b'["parts", 0, {"a": "1"}, 0.1]', b'["parts", 0, {"a": NaN}, 0.1]']
 )
-def test_a_worker_cannot_report_what_is_no_part(body):
+def test_a_worker_cannot_report_invalid_parts(body):
     with pytest.raises(ValueError, match="is not a reward report"):
         parse_message(body)
 
@@ -103,12 +103,12 @@ def test_weights_are_read_from_text():
 @pytest.mark.parametrize(
     "text", ["", "format", "format=", "=1", "a=nan", "a=inf", "a=-1", "a=1,a=2", "1a=1", "a=1,,b=2"]
 )
-def test_weights_that_are_none_are_refused(text):
+def test_invalid_weights_are_refused(text):
     with pytest.raises(UsageError, match=r"not a valid weight: .* as in format=0\.2,answer=1"):
         part_weights(text)
 
 
-def test_a_weighted_reward_is_a_number_that_travels():
+def test_a_weighted_reward_is_a_number_that_can_be_pickled():
     reward = WeightedReward(1.2, {"a": 1.0, "b": 0.2})
     copied = pickle.loads(pickle.dumps(reward))
     assert (copied, dict(copied.parts)) == (1.2, {"a": 1.0, "b": 0.2})

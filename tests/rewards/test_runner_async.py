@@ -39,7 +39,7 @@ def test_many_coroutines_run_at_once(reward_file, records):
         assert time.monotonic() - start < 3
 
 
-def test_coroutine_past_its_deadline_is_cancelled_and_costs_only_itself(reward_file, records):
+def test_coroutine_past_its_deadline_is_cancelled_and_only_its_record_fails(reward_file, records):
     with RewardRunner(path=reward_file(ASYNC), timeout_s=0.4, workers=1, on_error="drop") as runner:
         outcomes = runner.run(records("wait 0.1", "wait 60", "ok"))
     assert _values(outcomes) == [1.0, None, 1.0]
@@ -47,20 +47,20 @@ def test_coroutine_past_its_deadline_is_cancelled_and_costs_only_itself(reward_f
 
 
 @pytest.mark.parametrize(("bad", "text"), [("block 60", "no result within 0.4 s"), ("die", "exit code 5")])
-def test_stuck_or_dead_event_loop_costs_only_the_guilty_record(reward_file, records, bad, text):
+def test_only_the_record_that_blocks_or_kills_the_event_loop_fails(reward_file, records, bad, text):
     with RewardRunner(path=reward_file(ASYNC), timeout_s=0.4, workers=1, on_error="drop") as runner:
         outcomes = runner.run(records("wait 0.2", "ok", bad, "wait 0.1", "ok"))
     assert _values(outcomes) == [1.0, 1.0, None, 1.0, 1.0]
     assert text in outcomes[2].error
 
 
-def test_own_timeout_error_of_a_coroutine_is_told_apart(reward_file, records):
+def test_timeout_error_raised_by_a_coroutine_is_not_mistaken_for_a_deadline(reward_file, records):
     path = reward_file(ASYNC)
     with RewardRunner(path=path, timeout_s=5, workers=1) as runner, pytest.raises(RewardError, match="Error: my own"):
         runner.run(records("raise"))
 
 
-def test_client_session_bound_to_the_loop_survives_from_batch_to_batch(reward_file, records):
+def test_client_session_bound_to_the_loop_survives_across_batches(reward_file, records):
     path = reward_file("""
         import asyncio
         loops = set()
@@ -94,7 +94,7 @@ def test_closure_is_called_in_threads_with_the_record_itself(records):
     assert sorted(map(id, (record for _, record in seen))) == sorted(map(id, batch))
 
 
-def test_async_closure_runs_many_at_once_in_one_loop(records):
+def test_calls_of_an_async_closure_run_concurrently_in_one_loop(records):
     async def reward(record):
         await asyncio.sleep(0.2)
         return threading.get_ident()
@@ -118,7 +118,7 @@ def test_closure_errors_read_like_those_of_files(records):
 
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
-def test_hanging_closure_is_given_up_at_its_deadline(records, kind):
+def test_hanging_closure_is_abandoned_at_its_deadline(records, kind):
     release = threading.Event()
 
     def plain(record):
@@ -138,7 +138,7 @@ def test_hanging_closure_is_given_up_at_its_deadline(records, kind):
         assert _values(outcomes) == [1.0, None, 1.0]
         assert "no result within 0.3 s" in outcomes[1].error
         release.set()
-        assert _values(runner.run(records("a", "b"))) == [1.0, 1.0], "late results of given-up calls are ignored"
+        assert _values(runner.run(records("a", "b"))) == [1.0, 1.0], "late results of abandoned calls are ignored"
 
 
 def test_partials_and_callable_objects_work(records):

@@ -1,4 +1,4 @@
-"""What a reward function starts ends with its worker, and workers end with the program, whatever ends it."""
+"""Processes started by a reward function end with its worker, and workers end with the program, even if it is killed."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _wait_until(condition, seconds=5.0):
     return condition()
 
 
-def test_killing_a_worker_kills_what_its_function_started(reward_file, records, tmp_path):
+def test_killing_a_worker_kills_the_processes_that_its_function_started(reward_file, records, tmp_path):
     path = reward_file(f"""
         import subprocess
         def reward_fn(record):
@@ -78,8 +78,7 @@ def test_workers_and_their_children_die_with_a_killed_parent(reward_file, tmp_pa
     assert _wait_until(lambda: not any(_alive(pid) for pid in pids))
 
 
-# What a reward function does to the connection, found among the process's open sockets.
-def test_killed_workers_are_replaced_idle_or_busy(reward_file, records, tmp_path, caplog):
+def test_killed_workers_are_replaced_whether_idle_or_busy(reward_file, records, tmp_path, caplog):
     path = reward_file(f"""
         import os, signal
         def reward_fn(record):
@@ -132,5 +131,5 @@ def test_daemons_of_a_reward_function_end_with_its_worker(reward_file, records, 
         runner.run(records("x"))
         pid = int((tmp_path / "pid").read_text())
         if end != "return 1":
-            assert not _alive(pid), "it ends before its worker is replaced"
+            assert not _alive(pid), "the daemon ends before its worker is replaced"
     assert not _alive(pid)

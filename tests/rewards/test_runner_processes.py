@@ -12,7 +12,7 @@ def _values(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
-def test_values_come_in_the_order_of_the_records(reward_file, records):
+def test_values_are_returned_in_the_order_of_the_records(reward_file, records):
     path = reward_file("""
         import time
         def reward_fn(record):
@@ -75,7 +75,7 @@ def test_error_names_file_line_cause_record_and_texts(reward_file, records):
     assert len(message) < 2500
 
 
-def test_dropped_records_keep_the_others(reward_file, records):
+def test_dropping_a_record_keeps_the_others(reward_file, records):
     path = reward_file("def reward_fn(record): return int(record.completion)")
     with RewardRunner(path=path, timeout_s=10, workers=2, on_error="drop") as runner:
         outcomes = runner.run(records("1", "x", "3"))
@@ -85,7 +85,7 @@ def test_dropped_records_keep_the_others(reward_file, records):
 
 
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "re.match(r'(a+)+$', 'a' * 60 + 'b')"])
-def test_hanging_record_is_killed_at_its_deadline_and_costs_only_itself(reward_file, records, hang):
+def test_hanging_record_is_killed_at_its_deadline_and_only_that_record_fails(reward_file, records, hang):
     path = reward_file(f"""
         import re, time
         def reward_fn(record):
@@ -99,7 +99,7 @@ def test_hanging_record_is_killed_at_its_deadline_and_costs_only_itself(reward_f
         assert _values(outcomes) == [1.0, None, 1.0, None, 1.0]
         assert "no result within 0.5 s (--reward-timeout-s)" in outcomes[1].error
         assert 0.5 <= outcomes[1].seconds < 3
-        assert _values(runner.run(records("a"))) == [1.0], "the runner goes on working"
+        assert _values(runner.run(records("a"))) == [1.0], "the runner keeps working"
     assert time.monotonic() - start < 8
 
 
@@ -132,7 +132,7 @@ def test_death_of_a_worker_is_an_error_of_its_record_only(reward_file, records, 
 
 
 @pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
-def test_deadline_may_be_as_long_as_one_likes(reward_file, records, timeout_s):
+def test_deadline_may_be_arbitrarily_long(reward_file, records, timeout_s):
     for source in ("def reward_fn(record): return 1", "async def reward_fn(record): return 1"):
         with RewardRunner(path=reward_file(source), timeout_s=timeout_s, workers=1) as runner:
             assert _values(runner.run(records("x"))) == [1.0]
@@ -157,7 +157,7 @@ def test_after_an_error_the_next_batch_is_scored_as_usual(reward_file, records):
         assert _values(runner.run(records("4", "5"))) == [4.0, 5.0]
 
 
-def test_all_workers_are_busy(reward_file, records):
+def test_workers_run_in_parallel(reward_file, records):
     path = reward_file("""
         import time
         def reward_fn(record):
@@ -215,7 +215,7 @@ def test_workers_run_in_a_main_thread_without_torch_and_survive_ctrl_c(reward_fi
         assert _values(runner.run(records("x"))) == [1.0]
 
 
-def test_module_beside_the_reward_file_can_be_imported(reward_file, records):
+def test_module_next_to_the_reward_file_can_be_imported(reward_file, records):
     reward_file("VALUE = 7", name="beside_the_reward.py")
     path = reward_file("import beside_the_reward\ndef reward_fn(record): return beside_the_reward.VALUE")
     with RewardRunner(path=path, timeout_s=10, workers=1) as runner:
@@ -285,6 +285,7 @@ def test_closed_runner_refuses_work(reward_file, records):
         runner.run(records("x"))
 
 
+# What a reward function does to the connection, which it identifies among the open sockets of its process.
 _RAW = """
     import os, signal, stat, subprocess, sys, time
     def raw(data):
@@ -302,11 +303,11 @@ _RAW = """
     [
         ("b'garbage'", "violated the protocol"),
         ("bytes(1000)", "violated the protocol"),
-        # The frames of multiprocessing: length and body.
+        # A frame of multiprocessing: length and body.
         ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "violated the protocol"),
     ],
 )
-def test_bytes_that_are_no_report_cost_their_record_alone(reward_file, records, sent, text):
+def test_bytes_that_are_not_a_report_fail_only_their_record(reward_file, records, sent, text):
     path = reward_file(f"""{_RAW}
     def reward_fn(record):
         if record.completion == "forge":
@@ -325,8 +326,8 @@ def test_bytes_that_are_no_report_cost_their_record_alone(reward_file, records, 
 @pytest.mark.parametrize(
     "forged", [["value", 0, 99.0, 0.1], ["value", "x"], ["value", 7, 1.0, 1.0], ["start", 0], 5, {}]
 )
-def test_reports_that_do_not_fit_are_errors_and_not_rewards(reward_file, records, forged):
-    """Whole frames with the connection's own key: what code inside the worker could make up at worst."""
+def test_reports_that_do_not_match_are_never_taken_as_rewards(reward_file, records, forged):
+    """Complete frames with the connection's own key: the worst that code inside the worker could forge."""
     path = reward_file(f"""
         import gc, json, time
         from areno.frames import Frames
@@ -344,7 +345,7 @@ def test_reports_that_do_not_fit_are_errors_and_not_rewards(reward_file, records
         assert _values(outcomes) == [1.0, 0.5, 1.0]
 
 
-def test_half_a_report_is_waited_for_no_longer_than_the_deadline(reward_file, records):
+def test_incomplete_report_is_awaited_only_until_the_deadline(reward_file, records):
     path = reward_file("""
         import gc, os, signal, time
         from areno.frames import Frames
@@ -363,7 +364,7 @@ def test_half_a_report_is_waited_for_no_longer_than_the_deadline(reward_file, re
     assert time.monotonic() - start < 15
 
 
-def test_record_that_kills_its_worker_again_is_named(reward_file, records):
+def test_record_that_kills_its_worker_twice_is_named(reward_file, records):
     path = reward_file("""
         import os, signal
         def reward_fn(record):

@@ -1,4 +1,4 @@
-"""Servers that many tests share: starting one takes seconds."""
+"""Servers shared by many tests, because starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def taught_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(sharp_checkpoint: Path) -> Iterator[Running]:
-    """A server of a random model."""
+    """A server with a random model."""
     with running(
         sharp_checkpoint,
         *("--served-model-name", "tiny", "--max-running-prompts", 8, "--max-queue", 24, "--kv-cache-tokens", 40000),
-    ) as found:
-        yield found
+    ) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="session")
 def taught(taught_checkpoint: Path) -> Iterator[Running]:
-    """A server of a model that knows its answers."""
-    with running(taught_checkpoint, "--served-model-name", "taught", "--kv-cache-tokens", 40000) as found:
-        yield found
+    """A server with a model that has memorized its answers."""
+    with running(taught_checkpoint, "--served-model-name", "taught", "--kv-cache-tokens", 40000) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="session")

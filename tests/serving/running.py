@@ -1,4 +1,4 @@
-"""The real server in a process of its own, and models whose answers are known."""
+"""The real server in its own process, and models with known answers."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Running:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def metric(self, name: str, labels: str = "") -> float:
-        """A figure of ``/metrics``."""
+        """A value of ``/metrics``."""
         page = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{name}{re.escape(labels)} (\S+)$", page, re.MULTILINE)
-        assert found, page
-        return float(found[1])
+        match = re.search(rf"^{name}{re.escape(labels)} (\S+)$", page, re.MULTILINE)
+        assert match, page
+        return float(match[1])
 
     def wait_idle(self, timeout: float = 20) -> None:
         """Wait until the engine has nothing to do."""
@@ -81,9 +81,9 @@ def begin(checkpoint: Path, *options: object, fresh: bool = False) -> tuple[Proc
     process = start("serve", "--model-path", checkpoint, "--port", 0, *options, fresh=fresh)
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.search(r"at (http://\S+)/v1", line)
-    assert found, line + process.stdout.read()
-    return process, found[1]
+    match = re.search(r"at (http://\S+)/v1", line)
+    assert match, line + process.stdout.read()
+    return process, match[1]
 
 
 def wait_ready(url: str, timeout: float = 60) -> None:
@@ -96,7 +96,7 @@ def wait_ready(url: str, timeout: float = 60) -> None:
 
 @contextmanager
 def running(checkpoint: Path, *options: object) -> Iterator[Running]:
-    """A server that is ready; must end with exit code 0 when asked to."""
+    """A server that is ready; it must exit with code 0 when it is terminated."""
     process, url = begin(checkpoint, *options)
     try:
         wait_ready(url)
@@ -112,7 +112,7 @@ def running(checkpoint: Path, *options: object) -> Iterator[Running]:
 
 
 def save_sharp_checkpoint(folder: Path) -> Path:
-    """A random model whose distribution is far from flat, so that greedy choices are no ties."""
+    """A random model whose distribution is far from flat, so that greedy decoding has no ties."""
     tokenizer = bpe_tokenizer(TEXTS)
     module = tiny_module(
         "llama", vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id, hidden=32, layers=2, heads=2, sharpen=4.0
@@ -124,7 +124,7 @@ def save_sharp_checkpoint(folder: Path) -> Path:
 
 
 def save_taught_checkpoint(folder: Path) -> Path:
-    """A model that has learned `ANSWERS` by heart, with and without tools in its prompt."""
+    """A model that has memorized `ANSWERS`, with and without tools in its prompt."""
     tokenizer = bpe_tokenizer([*ANSWERS, *ANSWERS.values(), str(WEATHER)])
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = TEMPLATE
@@ -133,9 +133,9 @@ def save_taught_checkpoint(folder: Path) -> Path:
         for tools in (None, [WEATHER]):
             messages = [{"role": "user", "content": question}]
             prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-            given = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            said = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-            rows.append((given, said))
+            prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            rows.append((prompt_ids, answer_ids))
     module = tiny_module(
         "llama", vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id, hidden=64, layers=2, sharpen=1.0
     )
@@ -147,12 +147,12 @@ def save_taught_checkpoint(folder: Path) -> Path:
 
 
 def _teach(module: Any, rows: list[tuple[list[int], list[int]]]) -> None:
-    width = max(len(given) + len(said) for given, said in rows)
+    width = max(len(prompt_ids) + len(answer_ids) for prompt_ids, answer_ids in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), -100)
-    for row, (given, said) in enumerate(rows):
-        tokens[row, : len(given) + len(said)] = torch.tensor(given + said)
-        labels[row, len(given) : len(given) + len(said)] = torch.tensor(said)
+    for row, (prompt_ids, answer_ids) in enumerate(rows):
+        tokens[row, : len(prompt_ids) + len(answer_ids)] = torch.tensor(prompt_ids + answer_ids)
+        labels[row, len(prompt_ids) : len(prompt_ids) + len(answer_ids)] = torch.tensor(answer_ids)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     for _ in range(400):
         loss = module(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels).loss
@@ -178,7 +178,7 @@ class Reference:
         return out[0, len(prompt) :].tolist()
 
     def logprobs(self, prompt: list[int], response: list[int]) -> torch.Tensor:
-        """Log-probs [response, V] at each place of the response."""
+        """Log-probs [response, V] at each position of the response."""
         with torch.no_grad():
             logits = self.model(torch.tensor([prompt + response])).logits[0].double()
         return logits.log_softmax(-1)[len(prompt) - 1 : -1]

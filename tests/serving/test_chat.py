@@ -22,7 +22,7 @@ def chat(server, messages=GREETING, **body):
 
 
 def ask(taught, question, **body):
-    """The whole answer of the taught model, checked against the same answer as a stream."""
+    """The answer of the taught model, compared with the same answer as a stream."""
     body = {"model": "taught", "max_tokens": 200, **body}
     messages = [{"role": "user", "content": question}]
     whole = chat(taught, messages, **body).choices[0]
@@ -49,11 +49,11 @@ def merged(chunks):
             calls.append(call)
         finish = choice.finish_reason or finish
     if message.get("tool_calls") and not message["content"]:
-        del message["content"]  # a message of calls alone has none
+        del message["content"]  # a message with calls only has none
     return message, finish
 
 
-def test_greedy_answer_is_that_of_transformers(server, reference):
+def test_the_greedy_answer_matches_transformers(server, reference):
     prompt = reference.tokenizer.apply_chat_template(GREETING, add_generation_prompt=True, return_dict=False)
     expected = reference.greedy(prompt, 24)
     answer = chat(server, extra_body={"return_token_ids": True})
@@ -67,7 +67,7 @@ def test_greedy_answer_is_that_of_transformers(server, reference):
     assert merged(chat(server, stream=True))[0]["content"] == answer.choices[0].message.content
 
 
-def test_logprobs_are_those_of_transformers_and_cover_every_token(server, reference):
+def test_logprobs_match_transformers_and_cover_every_token(server, reference):
     def check(entries, ids, prompt):
         expected = reference.logprobs(prompt, ids)
         assert [entry.logprob for entry in entries] == pytest.approx(
@@ -96,7 +96,7 @@ class EMPTY:
     content = ()
 
 
-def test_a_seed_gives_what_the_sdk_gives(server, sharp_checkpoint):
+def test_a_seed_gives_the_same_samples_as_in_the_sdk(server, sharp_checkpoint):
     from areno import SamplingParams, Trainer
 
     answer = chat(server, n=2, temperature=0.8, seed=5, extra_body={"return_token_ids": True})
@@ -125,7 +125,7 @@ def test_the_asynchronous_client_streams_many_at_once(server):
     assert [together[0], together[11]] == alone
 
 
-def test_every_form_of_message_is_taken(server):
+def test_every_form_of_message_is_accepted(server):
     parts = [{"type": "text", "text": "What is 3 "}, {"type": "text", "text": "plus 4?"}]
     messages = [
         {"role": "developer", "content": "Be short."},
@@ -141,19 +141,19 @@ def call(name, arguments):
     return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_max_completion_tokens_wins(server):
+def test_max_completion_tokens_overrides_max_tokens(server):
     answer = chat(server, max_tokens=20, max_completion_tokens=3, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 3
 
 
-def test_reasoning_and_tool_calls_are_split_out(taught):
+def test_reasoning_and_tool_calls_are_separated_from_the_content(taught):
     choice = ask(taught, "weather?", tools=[WEATHER])
     assert choice.finish_reason == "tool_calls"
     assert choice.message.reasoning_content == "I look it up."
     assert choice.message.content == "Let me see."
-    (found,) = choice.message.tool_calls
-    assert found.function.name == "get_weather"
-    assert json.loads(found.function.arguments) == {"city": "Paris", "days": 2}
+    (tool_call,) = choice.message.tool_calls
+    assert tool_call.function.name == "get_weather"
+    assert json.loads(tool_call.function.arguments) == {"city": "Paris", "days": 2}
 
 
 def test_without_tools_a_call_is_text(taught):
@@ -164,7 +164,7 @@ def test_without_tools_a_call_is_text(taught):
         assert choice.message.tool_calls is None
 
 
-def test_parallel_calls_are_separate_and_can_be_refused(taught):
+def test_parallel_calls_are_separate_and_can_be_disabled(taught):
     choice = ask(taught, "two calls?", tools=[WEATHER])
     assert choice.message.content is None
     assert [json.loads(c.function.arguments)["city"] for c in choice.message.tool_calls] == ["Paris", "Rome"]
@@ -188,21 +188,21 @@ def test_a_stop_string_cuts_the_content(taught):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_required_call_comes_from_any_model(server, choice):
+def test_any_model_makes_a_required_call(server, choice):
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
     body = {"tools": [WEATHER, other], "tool_choice": choice, "temperature": 1.0, "parallel_tool_calls": False}
     named = set()
     for seed in range(4):
-        found = chat(server, max_tokens=1500, seed=seed, **body).choices[0]
-        assert found.finish_reason == "tool_calls", found
-        (made,) = found.message.tool_calls
+        answer = chat(server, max_tokens=1500, seed=seed, **body).choices[0]
+        assert answer.finish_reason == "tool_calls", answer
+        (made,) = answer.message.tool_calls
         named.add(made.function.name)
         if made.function.name == "get_weather":
             jsonschema.validate(json.loads(made.function.arguments), WEATHER["function"]["parameters"])
     assert "get_weather" in named if choice == "required" else named == {"get_weather"}
 
 
-def test_a_required_call_comes_after_the_reasoning_of_a_model_that_thinks(taught):
+def test_a_reasoning_model_makes_a_required_call_after_its_reasoning(taught):
     choice = ask(taught, "weather?", tools=[WEATHER], tool_choice="required", max_tokens=1500)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.reasoning_content == "I look it up."
@@ -219,7 +219,7 @@ SCHEMA = {
 }
 
 
-def test_a_json_schema_holds_for_a_model_that_knows_no_json(server):
+def test_a_json_schema_is_enforced_on_a_model_that_knows_no_json(server):
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
     for seed in range(4):
         choice = chat(server, temperature=1.0, seed=seed, max_tokens=400, response_format=form).choices[0]
@@ -229,7 +229,7 @@ def test_a_json_schema_holds_for_a_model_that_knows_no_json(server):
         assert merged(streamed)[0]["content"] == choice.message.content
 
 
-def test_a_json_object_is_one_as_far_as_it_goes(server):
+def test_a_json_object_is_valid_unless_it_is_truncated(server):
     body = {"response_format": {"type": "json_object"}, "temperature": 1.0, "max_tokens": 300}
     for seed in range(3):
         choice = chat(server, seed=seed, **body).choices[0]
@@ -238,7 +238,7 @@ def test_a_json_object_is_one_as_far_as_it_goes(server):
             assert isinstance(json.loads(choice.message.content), dict)
 
 
-def test_a_thinking_model_may_think_before_its_json(taught):
+def test_a_reasoning_model_may_reason_before_its_json(taught):
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
     messages = [{"role": "user", "content": "weather?"}]
     choice = chat(taught, messages, model="taught", max_tokens=1500, response_format=form).choices[0]
@@ -246,7 +246,7 @@ def test_a_thinking_model_may_think_before_its_json(taught):
     jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 
 
-def test_a_conversation_that_goes_on_is_not_computed_again_and_says_the_same(server, reference):
+def test_a_continued_conversation_reuses_cached_tokens_and_gives_the_same_answer(server, reference):
     before = server.metric("areno_reused_tokens_total")
     messages = [{"role": "user", "content": "Tell me about sums. " * 6}]
     first = chat(server, messages).choices[0].message.content

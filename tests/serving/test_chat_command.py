@@ -1,4 +1,4 @@
-"""``areno chat`` as a person and as a pipe use it, against a running server and with a model of its own."""
+"""``areno chat`` in a terminal and in a pipe, with a running server and with its own model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prefilled(taught, *options):
     return taught.metric("areno_prefilled_tokens_total") - before
 
 
-def test_a_server_that_is_not_there_or_refuses_is_said_so(taught):
+def test_an_unreachable_server_and_a_refused_request_are_reported(taught):
     done = piped("hi\n", "--base-url", "http://127.0.0.1:9/v1")
     assert done.returncode == 2
     assert "error: --base-url http://127.0.0.1:9/v1 is unreachable" in done.stderr
@@ -75,7 +75,7 @@ def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):
     sent = []
 
     class Client:
-        """Keeps what is sent to it; it is what this test looks at."""
+        """Records what is sent to it."""
 
         def stream(self, body):
             sent.append([message["content"] for message in body["messages"]])
@@ -121,10 +121,10 @@ def test_a_conversation_in_a_terminal(taught):
 
 
 def expect(terminal, text, timeout=40):
-    """Read the terminal until a text shows."""
+    """Read the terminal until a text appears."""
     seen, deadline = "", time.monotonic() + timeout
     while text not in seen:
         if time.monotonic() > deadline:
-            pytest.fail(f"{text!r} did not show; there was {seen!r}")
+            pytest.fail(f"{text!r} did not appear; the output was {seen!r}")
         if select.select([terminal], [], [], 0.1)[0]:
             seen += os.read(terminal, 4096).decode(errors="replace")

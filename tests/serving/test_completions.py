@@ -1,4 +1,4 @@
-"""``/v1/completions`` and sampling, through the real openai client against a real server; the truth is transformers."""
+"""``/v1/completions`` and sampling, with the real openai client and a real server, compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def joined(chunks, index=0):
 
 
 def finish_of(chunks, index=0):
-    found = [c.finish_reason for chunk in chunks for c in chunk.choices if c.index == index and c.finish_reason]
-    assert len(found) == 1
-    return found[0]
+    reasons = [c.finish_reason for chunk in chunks for c in chunk.choices if c.index == index and c.finish_reason]
+    assert len(reasons) == 1
+    return reasons[0]
 
 
-def test_greedy_text_is_that_of_transformers(server, reference):
+def test_greedy_text_matches_transformers(server, reference):
     prompt = reference.tokenizer(PROMPT)["input_ids"]
     expected = reference.greedy(prompt, 40)
     whole = complete(server, max_tokens=40, extra_body={"return_token_ids": True})
@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_transformers(server, reference):
     )
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(server):
+def test_a_stream_has_the_content_of_the_complete_answer(server):
     whole = complete(server, max_tokens=30, extra_body={"return_token_ids": True})
     chunks = streamed(
         server, max_tokens=30, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
@@ -61,7 +61,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(server):
     assert len(chunks) > 10
 
 
-def test_logprobs_are_those_of_transformers(server, reference):
+def test_logprobs_match_transformers(server, reference):
     prompt = reference.tokenizer(PROMPT)["input_ids"]
     choice = complete(server, max_tokens=12, logprobs=3, extra_body={"return_token_ids": True}).choices[0]
     expected = reference.logprobs(prompt, choice.token_ids)
@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_transformers(server, reference):
 
 def test_a_stop_string_across_tokens_ends_the_text_before_it(server):
     text = complete(server, max_tokens=60).choices[0].text
-    # Any two characters in the middle of the text: the tiny vocabulary has few pairs, so most lie across tokens.
+    # Three characters in the middle of the text: with the tiny vocabulary, most of them are spread across tokens.
     stop = next(text[i : i + 3] for i in range(10, len(text) - 3) if text.find(text[i : i + 3]) == i)
     chunks = streamed(server, max_tokens=60, stop=["never ever", stop])
     assert joined(chunks) == text[: text.find(stop)]
@@ -89,13 +89,13 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(server):
     assert whole.usage.completion_tokens < 60
 
 
-def test_text_that_only_begins_a_stop_string_is_not_lost(server):
+def test_text_that_is_only_the_start_of_a_stop_string_is_not_lost(server):
     text = complete(server, max_tokens=20).choices[0].text
     chunks = streamed(server, max_tokens=20, stop=text[-2:] + "\x00\x01 not there")
     assert joined(chunks) == text
 
 
-def test_stop_token_ids_end_an_answer_and_do_not_show(server):
+def test_stop_token_ids_end_an_answer_and_are_not_shown(server):
     ids = complete(server, max_tokens=30, extra_body={"return_token_ids": True}).choices[0].token_ids
     last = next(i for i in range(3, 30) if ids.index(ids[i]) == i)
     choice = complete(
@@ -108,7 +108,7 @@ def test_stop_token_ids_end_an_answer_and_do_not_show(server):
     assert len(choice.text) <= len(before) + 3
 
 
-def test_samples_differ_and_a_seed_repeats_all_of_them(server):
+def test_samples_differ_and_a_seed_reproduces_all_of_them(server):
     def texts(seed):
         answer = complete(server, n=4, temperature=1.0, max_tokens=16, seed=seed)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -132,15 +132,15 @@ def test_logit_bias_forces_and_forbids_tokens(server, reference):
     assert other.choices[0].token_ids[0] != usual
 
 
-def test_penalties_keep_tokens_from_coming_back(server):
-    # A large frequency penalty on a random model: no token wins twice while others are within its reach.
+def test_penalties_reduce_repetition(server):
+    # With large penalties, a random model repeats no token while the scores of others are close.
     extra = {"return_token_ids": True, "ignore_eos": True}
     plain = complete(server, max_tokens=60, extra_body=extra).choices[0].token_ids
     varied = complete(server, max_tokens=60, frequency_penalty=2, presence_penalty=2, extra_body=extra)
     assert len(set(varied.choices[0].token_ids)) > len(set(plain))
 
 
-def test_top_k_of_one_is_greedy_and_min_p_of_one_too(server):
+def test_extreme_sampling_settings_are_greedy(server):
     greedy = complete(server, max_tokens=12).choices[0].text
     for extra in ({"top_k": 1}, {"min_p": 1.0}):
         assert complete(server, max_tokens=12, temperature=1.0, extra_body=extra).choices[0].text == greedy
@@ -148,7 +148,7 @@ def test_top_k_of_one_is_greedy_and_min_p_of_one_too(server):
     assert complete(server, max_tokens=12, temperature=1e-30).choices[0].text == greedy
 
 
-def test_prompts_as_texts_and_as_tokens_give_the_same(server, reference):
+def test_text_and_token_prompts_give_the_same_answers(server, reference):
     other = "The answer is"
     ids = [reference.tokenizer(text)["input_ids"] for text in (PROMPT, other)]
     alone = [complete(server, prompt=text, max_tokens=8).choices[0].text for text in (PROMPT, other)]
@@ -174,7 +174,7 @@ def test_an_answer_is_cut_where_the_context_ends(server, reference):
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_every_figure_of_the_metrics_is_there_once(server):
+def test_every_metric_is_listed_once(server):
     families = [f.name for f in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)]
     assert len(families) == len(set(families))
     assert {"areno_reused_tokens", "areno_drafted_tokens", "areno_agreed_tokens", "areno_replayed_steps"} <= set(

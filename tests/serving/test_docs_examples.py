@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md run as they stand, against a server that listens where they look; its tables are complete."""
+"""The examples of docs/serving.md run as written, except for the URL of the server; its tables are complete."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 @pytest.fixture
-def here(server):
-    """Code of the page with the address of a running server."""
+def with_server_url(server):
+    """A function that inserts the URL of a running server into code of the page."""
     return lambda code: code.replace(ADDRESS, server.url)
 
 
-def test_the_curl_example_gets_an_answer(here):
+def test_the_curl_example_gets_an_answer(with_server_url):
     (command,) = [block for block in code_blocks(PAGE, "bash") if block.startswith("curl")]
-    done = subprocess.run(["bash", "-c", here(command)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", with_server_url(command)], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0, done.stderr
 
 
-def test_the_openai_example_prints_answers(here, tmp_path):
+def test_the_openai_example_prints_answers(with_server_url, tmp_path):
     program = tmp_path / "ask.py"
-    program.write_text(here(code_blocks(PAGE, "python")[0]), encoding="utf-8")
+    program.write_text(with_server_url(code_blocks(PAGE, "python")[0]), encoding="utf-8")
     done = python(program, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\[[\d, ]+\] \d+$", done.stdout, re.MULTILINE)

@@ -71,7 +71,7 @@ JSON = {"Content-Type": "application/json"}
 def dumps(body):
     import json
 
-    return json.dumps(body).encode()  # escapes half a surrogate pair, as a careless client does
+    return json.dumps(body).encode()  # escapes an unpaired surrogate, as a careless client does
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_bad_completion_fields_are_named(server, body, param, message):
     "content",
     [b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', b"[" * 5000],
 )
-def test_a_body_that_is_no_request_is_refused(server, content):
+def test_a_body_that_is_not_a_request_is_rejected(server, content):
     error_of(httpx.post(f"{server.base_url}/chat/completions", content=content, headers=JSON), 400)
 
 
@@ -107,7 +107,7 @@ def test_unknown_fields_are_ignored(server):
     assert server.post("/v1/chat/completions", {**CHAT, "wishes": {"a": [1]}, "user": "me"}).status_code == 200
 
 
-def test_null_counts_as_not_given(server):
+def test_null_counts_as_unset(server):
     nothing = dict.fromkeys(("n", "stop", "stream", "temperature", "logit_bias", "tools", "response_format", "seed"))
     assert server.post("/v1/chat/completions", {**CHAT, **nothing}).status_code == 200
 
@@ -119,7 +119,7 @@ def test_a_prompt_that_fills_the_context_is_refused(server):
         assert "the model's context is 4096 tokens" in error["message"]
 
 
-def test_another_model_and_another_path_are_not_found(server):
+def test_an_unknown_model_and_an_unknown_path_are_not_found(server):
     error = error_of(server.post("/v1/chat/completions", {**CHAT, "model": "gpt-4"}), 404)
     assert error["code"] == "model_not_found"
     assert "'tiny'" in error["message"]
@@ -130,14 +130,14 @@ def test_another_model_and_another_path_are_not_found(server):
     error_of(httpx.get(f"{server.base_url}/chat/completions"), 405)
 
 
-def test_a_large_body_is_refused_whether_or_not_it_says_its_length(server):
+def test_a_large_body_is_rejected_with_and_without_content_length(server):
     error = error_of(httpx.post(f"{server.base_url}/completions", content=b"x" * (17 * 2**20), headers=JSON), 413)
     assert error["code"] == "body_too_large"
     chunks = (b"x" * 2**20 for _ in range(18))
     error_of(httpx.post(f"{server.base_url}/completions", content=chunks, headers=JSON), 413)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(server):
+def test_a_full_queue_rejects_requests_and_says_when_to_retry(server):
     body = {"prompt": "x", "max_tokens": 300, "n": 16, "ignore_eos": True}
     answers = []
 
@@ -158,7 +158,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(server):
     assert server.post("/v1/completions", TEXT).status_code == 200
 
 
-def test_no_bad_request_has_hurt_the_engine(server):
+def test_the_engine_still_works_after_bad_requests(server):
     server.wait_idle()
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert server.post("/v1/chat/completions", CHAT).status_code == 200
@@ -166,11 +166,11 @@ def test_no_bad_request_has_hurt_the_engine(server):
 
 @pytest.fixture(scope="module")
 def locked(sharp_checkpoint):
-    with running(sharp_checkpoint, "--api-key", "s3cret", "--cors-origin", "https://example.org") as found:
-        yield found
+    with running(sharp_checkpoint, "--api-key", "s3cret", "--cors-origin", "https://example.org") as server_with_key:
+        yield server_with_key
 
 
-def test_the_key_is_asked_for_everywhere_but_at_the_health_checks(locked):
+def test_the_key_is_required_everywhere_except_for_health_checks(locked):
     paths = ["/v1/models", "/metrics", "/openapi.json", "/v1/nothing"]
     headers = [
         {},

@@ -1,4 +1,4 @@
-"""``areno eval`` of a model behind an address: areno's own server is asked, and the folder that it serves is the truth."""
+"""``areno eval`` of a model behind a URL: areno's own server, compared with the checkpoint that it serves."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def measured(capsys, ckpt, *more):
     return json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
 
 
-def test_a_server_is_measured_as_the_model_that_it_serves(task, taught, taught_checkpoint, tmp_path, capsys):
+def test_a_server_gets_the_results_of_the_model_that_it_serves(task, taught, taught_checkpoint, tmp_path, capsys):
     there = measured(capsys, taught.base_url, "--output", "there.jsonl")
     here = measured(capsys, taught_checkpoint, "--output", "here.jsonl")
-    # Chat endpoints cut reasoning and tool calls out of the text: answers without them are the same.
+    # Chat endpoints remove reasoning and tool calls from the text; answers without them are the same.
     texts = [
         [json.loads(line)["completion"] for line in (tmp_path / name).read_text().splitlines()]
         for name in ("there.jsonl", "here.jsonl")
@@ -44,7 +44,7 @@ def test_a_server_is_measured_as_the_model_that_it_serves(task, taught, taught_c
     assert set(there) == set(here)
 
 
-def test_samples_have_seeds_of_their_own_and_come_again(task, server, capsys, tmp_path):
+def test_samples_have_different_seeds_and_are_reproducible(task, server, capsys, tmp_path):
     more = (
         "--n-samples",
         "3",
@@ -73,13 +73,13 @@ def test_samples_have_seeds_of_their_own_and_come_again(task, server, capsys, tm
         (["--model", "other"], "--ckpt http://127.0.0.1"),
     ],
 )
-def test_what_a_server_does_not_do_is_said(task, server, capsys, more, message):
+def test_options_that_a_server_does_not_support_are_errors(task, server, capsys, more, message):
     arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
     assert main(["eval", "--ckpt", server.base_url, *arguments, *more]) != 0
     assert message in capsys.readouterr().err
 
 
-def test_no_server_and_no_address_are_said_before_anything_is_asked(task, sharp_checkpoint, capsys):
+def test_an_unreachable_server_and_a_model_name_without_a_server_are_errors(task, sharp_checkpoint, capsys):
     arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
     assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments]) != 0
     assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers (" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The garbage collector looks seldom while servers run, and as before when the last of them has ended."""
+"""The garbage collector runs less often while servers run, and as before once the last of them has stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.serving.service import reduced_gc
 
 @pytest.fixture(autouse=True)
 def thresholds(monkeypatch):
-    """The usual ones, and no server: those of other tests may run in this process."""
+    """Default thresholds and no running server, because servers of other tests may run in this process."""
     monkeypatch.setattr(service, "_previous_thresholds", [])
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
@@ -20,7 +20,7 @@ def thresholds(monkeypatch):
     gc.set_threshold(*before)
 
 
-def test_the_last_server_that_ends_brings_the_thresholds_back():
+def test_the_last_server_to_stop_restores_the_thresholds():
     first, second = reduced_gc(), reduced_gc()
     first.__enter__()
     assert gc.get_threshold()[0] > 700
@@ -31,13 +31,13 @@ def test_the_last_server_that_ends_brings_the_thresholds_back():
     assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_what_the_program_sets_meanwhile_stays():
+def test_thresholds_that_the_program_sets_meanwhile_are_kept():
     with reduced_gc():
         gc.set_threshold(123, 4, 5)
     assert gc.get_threshold() == (123, 4, 5)
 
 
-def test_collections_that_are_off_stay_off():
+def test_a_disabled_garbage_collector_stays_disabled():
     gc.set_threshold(0)
     with reduced_gc():
         assert gc.get_threshold()[0] == 0

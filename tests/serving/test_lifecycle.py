@@ -1,4 +1,4 @@
-"""The life of the process: loading, serving, clients that go away, the end."""
+"""Lifecycle of the server process: loading, serving, disconnected clients, shutdown."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def in_background(url, body):
 def wait_until(condition, timeout=20):
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.02)
 
 
-def test_the_port_answers_while_the_model_is_loaded(sharp_checkpoint):
-    process, url = begin(sharp_checkpoint, *SIZES, fresh=True)  # imports take as long as a large model
+def test_the_port_answers_while_the_model_is_loading(sharp_checkpoint):
+    process, url = begin(sharp_checkpoint, *SIZES, fresh=True)  # importing takes as long as loading a large model
     try:
         for path in ("health", "ready"):
             answer = httpx.get(f"{url}/{path}", timeout=30)
@@ -62,7 +62,7 @@ def test_a_signal_during_loading_ends_the_process_at_once(sharp_checkpoint):
     assert "Traceback" not in output
 
 
-def test_a_model_that_cannot_be_loaded_ends_with_its_reason(tmp_path, sharp_checkpoint):
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_the_reason(tmp_path, sharp_checkpoint):
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -74,14 +74,14 @@ def test_a_model_that_cannot_be_loaded_ends_with_its_reason(tmp_path, sharp_chec
     done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--tool-call-parser", "smoke")
     assert done.returncode == 2
     assert "--tool-call-parser smoke: unknown" in done.stderr
-    assert "loading the model" not in done.stdout, "it is known from the tokenizer"
+    assert "loading the model" not in done.stdout, "the tokenizer alone shows the error"
     done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--reasoning-parser", "smoke")
     assert done.returncode == 2
     assert "--reasoning-parser smoke: unknown" in done.stderr
     assert "loading the model" not in done.stdout
 
 
-def test_a_port_in_use_is_said_so(sharp_checkpoint):
+def test_a_port_in_use_is_reported(sharp_checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -92,7 +92,7 @@ def test_a_port_in_use_is_said_so(sharp_checkpoint):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slots(server, stream):
+def test_a_client_that_disconnects_frees_its_slots(server, stream):
     gone = server.metric("areno_disconnects_total")
     generated = server.metric("areno_generated_tokens_total")
     body = {**LONG, "n": 4, "stream": stream}
@@ -112,7 +112,7 @@ def read_a_little(server, body):
     raise httpx.ReadTimeout("left by choice")
 
 
-def test_a_client_that_never_reads_holds_no_place_in_the_queue(server):
+def test_a_client_that_never_reads_does_not_block_the_queue(server):
     host, port = server.url.removeprefix("http://").split(":")
     body = b'{"prompt": "x", "max_tokens": 800, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
     with socket.create_connection((host, int(port))) as lazy:
@@ -145,7 +145,7 @@ def test_a_signal_lets_running_requests_finish(sharp_checkpoint):
         assert server.process.wait(20) == 0
 
 
-def test_after_the_deadline_what_runs_is_cancelled(sharp_checkpoint):
+def test_requests_that_exceed_the_drain_timeout_are_cancelled(sharp_checkpoint):
     with running(sharp_checkpoint, *SIZES, "--drain-timeout-s", 0.3) as server:
         body = {**LONG, "n": 6}
         thread, answers = in_background(server.url, body)
@@ -164,7 +164,7 @@ def test_after_the_deadline_what_runs_is_cancelled(sharp_checkpoint):
         assert server.process.wait(20) == 0
 
 
-def test_a_second_signal_does_not_wait(sharp_checkpoint):
+def test_a_second_signal_stops_the_server_at_once(sharp_checkpoint):
     with running(sharp_checkpoint, *SIZES) as server:
         thread, answers = in_background(server.url, {**LONG, "n": 12})
         wait_until(lambda: server.metric("areno_samples_running") == 12)

@@ -1,4 +1,4 @@
-"""What one client may cost: connections, heads, bodies, text, items and log-probs are bounded before work is done for them."""
+"""Limits for a client: connections, heads, bodies, text, items and log-probs are bounded before any work is done for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def error_of(answer, status):
     return answer.json()["error"]
 
 
-def said(sock):
+def read_to_end(sock):
     """All that a server sends until it closes the connection."""
     sock.settimeout(20)
     text = b""
@@ -72,11 +72,11 @@ def nested(depth):
 def test_more_connections_than_the_limit_are_refused_and_a_closed_one_makes_room(engine):
     with ServerThread(make_service(engine, max_connections=3)) as server:
         held = [socket.create_connection(address(server)) for _ in range(3)]
-        for sock in held:  # an answer shows that the server has taken the connection
+        for sock in held:  # an answer shows that the server has accepted the connection
             sock.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert sock.recv(100).startswith(b"HTTP/1.1 200")
         with socket.create_connection(address(server)) as one_more:
-            answer = said(one_more)
+            answer = read_to_end(one_more)
         assert answer.startswith("HTTP/1.1 503")
         assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
         for sock in held:
@@ -91,8 +91,8 @@ def test_more_connections_than_the_limit_are_refused_and_a_closed_one_makes_room
 
 
 @pytest.mark.parametrize("pieces", [1, 3000], ids=["one header", "many headers"])
-def test_headers_have_an_end(server, pieces):
-    """Far more than the socket's buffers hold, so that a server that reads on would let all of it be sent."""
+def test_headers_are_limited(server, pieces):
+    """Sends far more than the socket's buffers hold, which would only succeed if the server kept reading."""
     header = b"x" * (2**26 // pieces)
     with socket.create_connection(address(server)) as sock:
         sock.settimeout(20)
@@ -103,10 +103,10 @@ def test_headers_have_an_end(server, pieces):
     assert httpx.get(f"{server.url}/live").status_code == 200
 
 
-def test_a_head_that_is_too_large_is_said_so(server):
+def test_a_head_that_is_too_large_gets_an_error(server):
     with socket.create_connection(address(server)) as sock:
         sock.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * 70_000 + b"\r\n\r\n")
-        answer = said(sock)
+        answer = read_to_end(sock)
     assert answer.startswith("HTTP/1.1 431")
     assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
     assert httpx.get(f"{server.url}/live", headers={"x": "x" * 30_000}).status_code == 200
@@ -124,25 +124,25 @@ def test_a_head_that_is_too_large_is_said_so(server):
     ],
     ids=["nothing", "a line break", "half a head", "half a body", "half an unread body", "half a second head"],
 )
-def test_a_request_that_never_comes_to_its_end_is_given_up(server, monkeypatch, sent, missing):
+def test_a_request_that_is_never_completed_times_out(server, monkeypatch, sent, missing):
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.2)
     with socket.create_connection(address(server)) as sock:
         sock.sendall(sent)
-        answer = said(sock)  # which ends with the connection
+        answer = read_to_end(sock)  # returns once the connection is closed
     if b"/nothing" not in sent:
         assert f"the {missing} of the request did not arrive in time" in answer
         assert "HTTP/1.1 408" in answer
 
 
-def test_an_answer_that_takes_longer_than_the_next_head_may_is_not_cut_off(server, monkeypatch):
+def test_an_answer_is_not_cut_off_by_the_timeout_of_the_next_head(server, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.05)
     body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}\r\n\r\n"
     with socket.create_connection(address(server)) as sock:
         sock.sendall(head.encode() + body + b"GET /")
-        assert '"completion_tokens":400' in said(sock)
+        assert '"completion_tokens":400' in read_to_end(sock)
 
 
 # -- hosts ---------------------------------------------------------------------------------------------------------
@@ -151,19 +151,19 @@ def test_an_answer_that_takes_longer_than_the_next_head_may_is_not_cut_off(serve
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost:1234", "LOCALHOST", "[::1]:80", "a.localhost", "127.1.2.3:80"]
 )
-def test_a_server_without_a_key_is_called_by_names_of_loopback(server, host):
+def test_a_server_without_a_key_accepts_loopback_names(server, host):
     assert httpx.get(f"{server.base_url}/models", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "0.0.0.0", "10.0.0.1"])
-def test_other_names_are_refused_with_the_remedy(server, host):
+def test_other_names_are_rejected_with_the_remedy(server, host):
     error = error_of(httpx.get(f"{server.base_url}/models", headers={"Host": host}), 403)
     assert error["code"] == "host_not_allowed"
     assert f"--allowed-host {host.partition(':')[0]}" in error["message"]
     assert httpx.get(f"{server.url}/live", headers={"Host": host}).status_code == 200
 
 
-def test_further_names_can_be_allowed_and_a_key_makes_names_irrelevant(engine):
+def test_more_names_can_be_allowed_and_a_key_allows_any_name(engine):
     with ServerThread(make_service(engine, allowed_hosts=("proxy.example",))) as server:
         assert httpx.get(f"{server.base_url}/models", headers={"Host": "Proxy.example:80"}).status_code == 200
         assert httpx.get(f"{server.base_url}/models", headers={"Host": "evil.example"}).status_code == 403
@@ -193,7 +193,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, engine, mo
         assert f"the limit is {limit}" in error["message"]
 
 
-def test_the_limit_of_characters_can_be_set(engine):
+def test_the_character_limit_can_be_set(engine):
     with ServerThread(make_service(engine, max_prompt_chars=20)) as server:
         assert httpx.post(f"{server.base_url}/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
         error_of(httpx.post(f"{server.base_url}/completions", json={"prompt": "x" * 20}), 400)
@@ -245,7 +245,7 @@ def test_deeply_nested_bodies_are_refused(server, path, body):
         ("responses", {"input": "x", "text": {"format": 3}}),
     ],
 )
-def test_blocks_that_are_none_are_refused(server, path, body):
+def test_invalid_content_blocks_are_rejected(server, path, body):
     assert error_of(httpx.post(f"{server.base_url}/{path}", json=body), 400)["param"] in ("messages", "input", "text")
 
 
@@ -257,14 +257,14 @@ def test_a_value_is_measured_by_its_text():
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tokenize", "chat_template"])
-def test_template_variables_with_a_meaning_here_are_refused(server, name):
+def test_reserved_template_variables_are_rejected(server, name):
     error = error_of(
         httpx.post(f"{server.base_url}/chat/completions", json=CHAT | {"chat_template_kwargs": {name: 1}}), 400
     )
     assert f"{name} is reserved" in error["message"]
 
 
-def test_alternatives_have_one_budget_over_samples_tokens_and_places(server):
+def test_alternatives_share_one_budget_across_samples_and_tokens(server):
     body = {"prompt": "x", "max_tokens": 2000, "n": 16, "logprobs": 20}
     error = error_of(httpx.post(f"{server.base_url}/completions", json=body), 400)
     assert error["code"] == "too_many_logprobs"
@@ -278,7 +278,7 @@ def test_alternatives_have_one_budget_over_samples_tokens_and_places(server):
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_takes_long_to_prepare_holds_up_no_other_and_has_a_deadline(engine, monkeypatch):
+def test_a_request_that_is_slow_to_prepare_blocks_no_other_and_times_out(engine, monkeypatch):
     monkeypatch.setattr(service, "PREPARE_TIMEOUT_S", 0.3)
     made, release = make_service(engine, max_queue=0), threading.Event()
 
@@ -304,19 +304,19 @@ def test_a_request_that_takes_long_to_prepare_holds_up_no_other_and_has_a_deadli
 def test_many_threads_prepare_the_same_tokens_as_one(server, engine):
     texts = [f"{number} and then some more text " * (number % 7 + 1) for number in range(60)]
     expected = [engine.tokenizer(text)["input_ids"] for text in texts]
-    found: dict[int, list[int]] = {}
+    token_ids: dict[int, list[int]] = {}
 
     def ask(number):
         body = {"prompt": texts[number], "max_tokens": 1, "return_token_ids": True}
         answer = httpx.post(f"{server.base_url}/completions", json=body, timeout=60).json()
-        found[number] = answer["choices"][0]["prompt_token_ids"]
+        token_ids[number] = answer["choices"][0]["prompt_token_ids"]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(60)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[number][-len(ids) :] for number, ids in enumerate(expected)] == expected
+    assert [token_ids[number][-len(ids) :] for number, ids in enumerate(expected)] == expected
 
 
 def test_concurrent_prompts_without_a_seed_get_different_ones(monkeypatch):

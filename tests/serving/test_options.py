@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``: refused before anything is loaded, all mistakes at once, no torch."""
+"""Options of ``areno serve`` and ``areno chat``: checked before anything is loaded, all errors at once, without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(tiny_checkpoint):
         (["MODEL", "--drain-timeout-s", "nan"], "--drain-timeout-s nan is not a finite number"),
     ],
 )
-def test_wrong_input_is_one_message(model, capsys, options, message):
+def test_invalid_options_are_one_error_message(model, capsys, options, message):
     argv = [part for option in options for part in (("--model-path", model) if option == "MODEL" else (option,))]
     assert main(["serve", *argv]) == 2
     captured = capsys.readouterr()
@@ -56,7 +56,7 @@ def test_wrong_input_is_one_message(model, capsys, options, message):
     assert message in captured.err
 
 
-def test_all_mistakes_are_named_together(model, capsys):
+def test_all_errors_are_reported_together(model, capsys):
     assert main(["serve", "--model-path", model, "--port", "-1", "--host", "::"]) == 2
     assert capsys.readouterr().err.startswith("error: 2 problems:\n  1. --port must be non-negative, got -1")
 
@@ -81,7 +81,7 @@ def test_addresses_of_this_machine(host, is_local):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "127.0.0.1.example.org", ""])
-def test_addresses_of_others(host):
+def test_addresses_of_other_machines(host):
     assert not is_loopback(host)
 
 
@@ -96,7 +96,7 @@ def test_addresses_of_others(host):
         (["MODEL", "--temperature", "-1"], "--temperature must be non-negative"),
     ],
 )
-def test_wrong_chat_input_is_one_message(model, options, message):
+def test_invalid_chat_options_are_one_error_message(model, options, message):
     argv = [part for option in options for part in (("--model-path", model) if option == "MODEL" else (option,))]
     with pytest.raises(UsageError) as caught:
         parse_chat(argv)
@@ -104,7 +104,7 @@ def test_wrong_chat_input_is_one_message(model, options, message):
 
 
 @pytest.mark.parametrize("declaration", [ServeOptions, ChatOptions])
-def test_options_that_training_has_too_keep_their_meaning(declaration):
+def test_options_shared_with_training_keep_their_meaning(declaration):
     theirs = {entry.name: entry for entry in options_of(TrainOptions)}
     for entry in options_of(declaration):
         if entry.name in theirs and entry.name not in ("max_running_prompts", "temperature", "seed"):
@@ -142,7 +142,7 @@ def test_missing_packages_are_named(model, capsys, monkeypatch):
     )
 
 
-def test_the_name_that_other_commands_have_for_the_model_is_pointed_out(capsys):
+def test_another_commands_name_for_the_model_option_gets_a_hint(capsys):
     assert main(["serve", "--ckpt", "somewhere"]) == 2
     assert "--ckpt is not an option; this command calls it --model-path" in capsys.readouterr().err
     assert main(["eval", "--model-path", "somewhere"]) == 2

@@ -1,4 +1,4 @@
-"""Requests that nobody would think of, made from the server's own description: none may end in a server error."""
+"""Unexpected requests, generated from the server's own OpenAPI schema: none may end in a server error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ bounded = settings(max_examples=400, deadline=None, suppress_health_check=list(H
 @pytest.fixture(scope="module")
 def target(sharp_checkpoint):
     options = ("--served-model-name", "tiny", "--default-max-tokens", MOST_TOKENS, "--kv-cache-tokens", 40000)
-    with running(sharp_checkpoint, *options) as found:
-        yield found
-        found.wait_idle()
-        assert httpx.get(f"{found.url}/health").status_code == 200
+    with running(sharp_checkpoint, *options) as server:
+        yield server
+        server.wait_idle()
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def check(case, target):
-    """Send a case, and see that the answer is one; long answers are cut short, which is all that they would add."""
+    """Send a case and check its answer; token limits are reduced, because long answers would test nothing more."""
     if isinstance(case.body, dict):
         for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(case.body.get(key), int) and case.body[key] > MOST_TOKENS:
@@ -46,9 +46,9 @@ operations = pytest.mark.parametrize("operation", OPERATIONS)
 def run(operation, target, limits):
     """Send generated cases of one operation, valid and invalid ones."""
     schema = schemathesis.openapi.from_url(f"{target.url}/openapi.json")
-    assert sorted(found.ok().label for found in schema.get_all_operations()) == sorted(OPERATIONS)
+    assert sorted(result.ok().label for result in schema.get_all_operations()) == sorted(OPERATIONS)
     method, path = operation.split()
-    # Whatever stands in the path of a GET is valid: there are no wrong cases to make.
+    # Any path of a GET is valid, so there are no invalid cases to generate.
     modes = list(schemathesis.GenerationMode) if method == "POST" else [schemathesis.GenerationMode.POSITIVE]
     for mode in modes:
         test = given(case=schema[path][method].as_strategy(generation_mode=mode))(lambda case: check(case, target))
@@ -62,5 +62,5 @@ def test_no_request_ends_in_a_server_error(operation, target):
 
 @pytest.mark.long
 @operations
-def test_no_request_of_very_many_ends_in_a_server_error(operation, target):
+def test_none_of_very_many_requests_ends_in_a_server_error(operation, target):
     run(operation, target, bounded)

@@ -1,4 +1,4 @@
-"""The server inside a process: the engine is the caller's, the thread starts and ends when it is told to."""
+"""The server inside a process: it uses the caller's engine, and its thread starts and stops on request."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_it_serves_on_a_free_loopback_port_and_leaves_nothing_behind(engine):
     with pytest.raises(httpx.ConnectError):
         httpx.get(one.url)
     assert {thread.name for thread in threading.enumerate()} - before <= {"areno-rollout"}
-    one.stop()  # a second time does nothing
+    one.stop()  # stopping it twice does nothing
 
 
-def test_stopping_it_cancels_what_runs_and_the_engine_goes_on(engine):
+def test_stopping_it_cancels_running_requests_and_the_engine_keeps_working(engine):
     server = ServerThread(service(engine))
     answers = []
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
@@ -63,13 +63,13 @@ def test_stopping_it_cancels_what_runs_and_the_engine_goes_on(engine):
         assert ask(again).usage.completion_tokens > 0
 
 
-def test_default_length_and_thinking_come_from_the_configuration(engine):
+def test_the_default_length_comes_from_the_configuration(engine):
     with ServerThread(service(engine, default_max_tokens=3)) as server:
         answer = ask(server, max_tokens=None, extra_body={"ignore_eos": True})
         assert answer.usage.completion_tokens == 3
 
 
-def test_an_engine_that_fails_is_reported_and_health_turns_bad(tiny_checkpoint, monkeypatch):
+def test_an_engine_failure_is_reported_by_requests_and_health_checks(tiny_checkpoint, monkeypatch):
     def fail(_):
         raise RuntimeError("the device is lost")
 
@@ -87,7 +87,7 @@ def test_an_engine_that_fails_is_reported_and_health_turns_bad(tiny_checkpoint, 
 
 
 class BrokenGrammar:
-    """Fails at its third token. No schema is known that makes the real grammars fail, so this one is made up."""
+    """Fails at its third token; a stub, because no schema is known that makes the real grammars fail."""
 
     finished = False
 
@@ -107,7 +107,7 @@ class BrokenGrammar:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_fails_costs_its_own_request_alone(engine, monkeypatch, stream):
+def test_a_failing_grammar_fails_only_its_own_request(engine, monkeypatch, stream):
     monkeypatch.setattr("areno.text.grammar.json_object_constraint", lambda *_, **__: BrokenGrammar)
     with ServerThread(service(engine)) as server:
         with pytest.raises(openai.APIError, match="out of fuel"):
@@ -116,19 +116,19 @@ def test_a_grammar_that_fails_costs_its_own_request_alone(engine, monkeypatch, s
         assert ask(server).usage.completion_tokens > 0
 
 
-def test_a_port_that_is_taken_is_refused(engine):
+def test_a_port_in_use_is_an_error(engine):
     with ServerThread(service(engine)) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with pytest.raises(UsageError, match=f"--port {port}"):
             ServerThread(service(engine), port=port)
 
 
-def test_a_format_that_does_not_exist_is_refused_at_once(engine):
+def test_an_unknown_tool_call_format_is_rejected_at_once(engine):
     with pytest.raises(UsageError, match="--tool-call-parser smoke: unknown"):
         service(engine, tool_call_parser="smoke")
 
 
-def test_the_description_of_the_interface_names_its_errors(engine):
+def test_the_openapi_schema_lists_the_errors(engine):
     page = create_app(service(engine)).openapi()
     for path in ("/v1/chat/completions", "/v1/completions"):
         responses = page["paths"][path]["post"]["responses"]

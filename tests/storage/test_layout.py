@@ -1,4 +1,4 @@
-"""A run of either front end stands for its newest model, wherever its settings put it."""
+"""A run of either front end resolves to its newest model, wherever its settings put it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_run_from_options_stands_for_its_newest_checkpoint_or_model(tmp_path, monkeypatch):
+def test_a_run_from_options_resolves_to_its_newest_checkpoint_or_model(tmp_path, monkeypatch):
     run = stored(tmp_path / "runs" / "a", "algo: gspo\n")
     with pytest.raises(UsageError, match=r"--ckpt .*a is a run without a checkpoint; give a model folder"):
         newest_model(run, "--ckpt")
     checkpoint(run / "checkpoints/step_000005", 5)
     newest = checkpoint(run / "checkpoints/step_000012", 12)
-    (run / "checkpoints/step_000200").mkdir()  # a checkpoint without a state is no checkpoint
+    (run / "checkpoints/step_000200").mkdir()  # not a checkpoint, because it has no state
     assert newest_model(run, "--ckpt") == newest_model(run / "checkpoints", "--ckpt") == newest
     best = checkpoint(run / "checkpoints/best", 13)
     assert newest_model(run, "--ckpt") == best
@@ -55,7 +55,7 @@ def test_a_run_from_options_stands_for_its_newest_checkpoint_or_model(tmp_path, 
         assert newest_model(untouched, "--ckpt") == untouched
 
 
-def test_an_experiment_stands_for_its_newest_recovery_point_or_model(tmp_path):
+def test_an_experiment_resolves_to_its_newest_recovery_checkpoint_or_model(tmp_path):
     config = SFTConfig(experiment_name="e", trial_name="t")
     config.cluster.fileroot = str(tmp_path / "root")
     folders = ExperimentFolders(config.cluster.fileroot, "e", "t")
@@ -75,7 +75,7 @@ def test_an_experiment_stands_for_its_newest_recovery_point_or_model(tmp_path):
     assert newest_model(run, "--ckpt") == moved
 
 
-def test_models_from_options_lie_where_the_reader_looks(tmp_path):
+def test_models_of_a_run_from_options_are_saved_where_the_reader_looks(tmp_path):
     run = stored(tmp_path / "run", "algo: sft\n")
     saver = Saver(run / "checkpoints", Frequency(1, 3), mode="sync", layout=OPTIONS)
     steps = [StepInfo(0, step, step, 9, 9) for step in range(9)]

@@ -1,4 +1,4 @@
-"""What tests of adapters share: rows, and what an engine with an adapter says and holds."""
+"""Shared by tests of adapters: rows, and the weights and outputs of an engine with an adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [row([5, 9, 30, 41, 7, 60]), row([12, 3, 8, 11]), row([8, 8, 15, 60, 22, 
 
 
 def base_weights(engine):
-    """A copy of everything that is not the adapter's, by the name that it has in the base checkpoint."""
+    """A copy of all weights that are not the adapter's, by their names in the base checkpoint."""
     named = engine.actor.model.module.named_parameters()
     return {
         name.replace(".base_layer", ""): p.detach().clone()

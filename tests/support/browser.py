@@ -28,7 +28,7 @@ KEYS = {
 
 
 class Page:
-    """A tab; ``problems`` has the uncaught errors and the messages of the console's level "error"."""
+    """A tab; ``problems`` lists uncaught errors and console messages of level "error"."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection, self._ids = connection, itertools.count(1)

@@ -1,6 +1,6 @@
 """The process that builds a decode step, forked with its imports done: ``python -m tests.support.build SPEC PACKAGE PARENT``.
 
-The one that forked it stands in for the parent with whom it ends.
+It ends with the process that forked it, instead of with PARENT.
 """
 
 from __future__ import annotations

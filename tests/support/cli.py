@@ -1,4 +1,4 @@
-"""Running the real command line in a process of its own, which is forked from one that has its imports done."""
+"""Running the real command line in its own process, which is forked from one with all imports done."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def preloaded() -> Preloaded:
-    """The process that this one has programs forked from."""
+    """The process from which programs are forked."""
     return Preloaded(environment())
 
 
 def start_program(words: list[str], variables: dict[str, str], output: int) -> Process | None:
-    """Start a module or a file in the background, with ranks that are forked, too; None where that cannot be."""
-    if sys.platform != "linux" or not preloaded().fits(variables, but=_SET_BY_RANKS):
+    """Start a module or a file in the background, with ranks that are forked, too; None if that is not possible."""
+    if sys.platform != "linux" or not preloaded().fits(variables, ignoring=_SET_BY_RANKS):
         return None
     return Forked(preloaded().fork("tests.support.program", words, variables, output, output))
 
 
 def start_text(text: str, folder: Path, *arguments: object) -> Process:
-    """Start a program that is given as text, from a file in a folder; its output goes to a pipe.
+    """Write the text of a program to a file in a folder and start it; its output goes to a pipe.
 
-    Its ranks are forked like itself; it finds the modules of the tests.
+    Its ranks are forked, too, and it can import the test modules.
     """
     file = folder / "program.py"
     file.write_text(text, encoding="utf-8")
@@ -70,14 +70,14 @@ def start_text(text: str, folder: Path, *arguments: object) -> Process:
 
 
 def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run ``areno`` to its end."""
+    """Run ``areno`` to completion."""
     return _completed(timeout, lambda out, err: _start(arguments, out, err, None), ["areno", *map(str, arguments)])
 
 
 def python(
     program: Path, *arguments: object, folder: Path, timeout: float = 120, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run the file of a program to its end, in a folder. A ``fresh`` process has nothing imported."""
+    """Run a program file to completion, in a folder. A ``fresh`` process has nothing imported."""
     words, variables = [str(each) for each in arguments], environment()
     if fresh or sys.platform != "linux" or not preloaded().fits(variables):
         command = [sys.executable, str(program), *words]
@@ -92,7 +92,7 @@ def python(
 def _completed(
     timeout: float, begin: Callable[[int, int], Process], named: list[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Wait for the end of a process that begins with files for its output and its errors."""
+    """Start a process with files for its output and its errors, and wait until it ends."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = begin(out.fileno(), err.fileno())
         try:
@@ -127,16 +127,16 @@ def _start(
 
 
 def forked_rank(command: Sequence[str], file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> Process:
-    """Stands in for :func:`areno.launch.local.start_process`: a rank has its imports done."""
+    """Replaces :func:`areno.launch.local.start_process`: a forked rank has its imports done."""
     plain = list(command) == [sys.executable, "-m", WORKER]
-    if not plain or not preloaded().fits(environment, but=_SET_BY_RANKS):
+    if not plain or not preloaded().fits(environment, ignoring=_SET_BY_RANKS):
         return start_process(command, file, environment, log)
     outputs = (1, 2) if log is None else (log.fileno(), log.fileno())
     return ForkedRank(preloaded().fork(WORKER, [], environment, *outputs, file))
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of ``metrics.jsonl`` without what the clock and the memory of the machine decide."""
+    """A record of ``metrics.jsonl`` without values that depend on the machine's speed and memory."""
     return {name: value for name, value in record.items() if not re.search("^time|time_s|per_second|^memory/", name)}
 
 
@@ -165,7 +165,7 @@ def task_arguments(algo: str, checkpoint: Path, task: dict[str, Path], run_dir: 
 
 
 def wait_for_text(process: Process, text: str, timeout: float = 120) -> list[str]:
-    """Read a process's output until a line holds ``text``."""
+    """Read a process's output until a line contains ``text``."""
     lines: list[str] = []
     deadline = time.monotonic() + timeout
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""How many examples a property is tried with, and which of several cases."""
+"""How many examples a property is tested with, and which cases run on every change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ THOROUGH = bool(os.environ.get("ARENO_THOROUGH_TESTS"))
 
 
 def examples(number: int) -> int:
-    """All of them where everything is tested; a quarter on every change."""
+    """The number itself in thorough runs, a quarter of it on every change."""
     return number if THOROUGH else -(-number // 4)
 
 
 def some_quick(values: Iterable[str], *quick: str) -> list[Any]:
-    """Parameters of which only some are tried on every change; the others are marked ``long``."""
+    """Parameters of which only the ``quick`` ones run on every change; the others are marked ``long``."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.long) for value in values]

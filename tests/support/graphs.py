@@ -1,7 +1,7 @@
-"""CUDA graphs without a GPU: what a capture forbids is an error, and a replay repeats operations over the same memory.
+"""CUDA graphs without a GPU: what a capture forbids is an error, and a replay repeats operations on the same memory.
 
-A recorded program is a list of operations with the tensors that they had. Replaying runs them again over those tensors, so
-whatever the program took from the host (a number, a new tensor) is what it was at the capture, as on a GPU.
+A captured program is a list of operations with their tensors. Replaying runs them again on those tensors, so whatever the
+program took from the host (a number, a new tensor) keeps its value from the capture, as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _NoHostReads(TorchFunctionMode):
 
 
 class _Recording(TorchDispatchMode):
-    """Notes every operation. What it makes lies in the pool of the graph, and stays there."""
+    """Records every operation and the tensors that it creates, which stay in the pool of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         result = func(*args, **kwargs)
         made = {
             index: x
             for index, x in enumerate(tree_leaves(result))
-            if isinstance(x, torch.Tensor) and _storage(x) not in given
+            if isinstance(x, torch.Tensor) and _storage(x) not in inputs
         }
         self.operations.append((func, args, kwargs, made))
         return result
@@ -60,15 +60,15 @@ class Stream:
 
 
 class FakeCuda:
-    """Replaces what areno uses of ``torch.cuda`` for captures.
+    """Replaces the parts of ``torch.cuda`` that areno uses for captures.
 
     Args:
-        monkeypatch: of the test.
+        monkeypatch: the fixture of the test.
 
     Attributes:
         pools: use count by pool; capturing into one that no graph uses any more is an error, as before PyTorch's fix.
-        current: the stream of the thread.
-        fail: makes the next captures end in this error.
+        current: current stream of the thread.
+        fail: error that the next captures raise.
     """
 
     streams = 0

@@ -1,4 +1,4 @@
-"""A trainer's loop whose steps a test runs by hand, in this process, with a tiny real model."""
+"""A training loop whose steps a test runs one by one, in this process, with a tiny real model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
 
 ROWS = [{"prompt": f"What is {a} plus {b}?"} for a in range(10) for b in range(10)]
-# Every response ends at the limit or at EOS within it; updates are large enough to be seen.
+# Every response ends at EOS or at the limit; updates are large enough to be noticed.
 SIZES: dict[str, Any] = {"batch_size": 4, "n_samples": 3, "max_new_tokens": 8, "mini_bs": 64, "lr": 1e-2}
 
 
@@ -26,7 +26,7 @@ def share_of_even_digits(record: Any) -> float:
 
 
 def open_trainer(checkpoint: Path, lr: float = SIZES["lr"]) -> Trainer:
-    """The trainer of a loop: constant rate, no decay of weights, no clipping."""
+    """The trainer of a loop: constant learning rate, no weight decay, no clipping."""
     trainer = Trainer(1, str(checkpoint), custom_config=ArenoConfig(optimizer={"lr": lr}))
     trainer.init()
     return trainer
@@ -76,7 +76,7 @@ def weights_of(trainer: Trainer, role: str = "actor") -> dict[str, torch.Tensor]
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether weights are bit-equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -17,6 +17,6 @@ def saved(optimizer, folder=None, peers=None):
 
 
 def contents(folder):
-    """Everything that a folder holds: the head under its name, and whole tensors under theirs."""
+    """Everything in a folder: the head as ``head``, and full tensors by their names."""
     state = SavedState(folder)
     return {"head": state.head} | {key: state.read_full(key) for key in state.tensor_names()}

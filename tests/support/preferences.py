@@ -1,4 +1,4 @@
-"""Preference runs through ``areno train``, and what plain ``transformers`` says about the models that come out."""
+"""Preference runs with ``areno train``, and scores of the resulting models by plain ``transformers``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def write_rows(path: Path, rows: list[Row]) -> Path:
 def gsm8k_pairs(folder: Path, *, questions: bool) -> list[Row]:
     """The 731 pairs of right and wrong solutions, shuffled.
 
-    What tells them apart for a model of a few thousand weights is how the solutions look (wrong ones have more odd
-    fractions): logistic regression on counts of their characters and pairs of characters gets 0.65 of held-out pairs,
-    and no more. ``questions=False`` leaves the questions out, which saves time.
+    A model of a few thousand weights can only distinguish them by how the solutions look (wrong ones have more odd
+    fractions): logistic regression on counts of characters and character pairs reaches an accuracy of 0.65 on held-out
+    pairs, and no more. ``questions=False`` omits the questions, which saves time.
     """
     rows = [json.loads(line) for line in (folder / "preferences.jsonl").read_text(encoding="utf-8").splitlines()]
     random.Random(0).shuffle(rows)
@@ -56,13 +56,13 @@ def save_gsm8k_model(folder: Path, rows: list[Row], **sizes: Any) -> Path:
 
 
 def arguments(algo: str, model: Path, run: Path, train: Path, *further: object) -> list[str]:
-    """Command line of a run at a constant rate."""
+    """Command line of a run at a constant learning rate."""
     command: list[object] = ["train", "--algo", algo, "--ckpt", model, "--dataset-path", train, "--run-dir", run]
     return [*map(str, [*command, "--lr-decay-style", "constant", *further])]
 
 
 def run(algo: str, model: Path, run_dir: Path, train: Path, *further: object) -> str:
-    """Run to the end in this process; returns the log."""
+    """Run to completion in this process; returns the log."""
     assert main(arguments(algo, model, run_dir, train, *further)) == 0
     return (run_dir / "log.txt").read_text(encoding="utf-8")
 
@@ -84,7 +84,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def same_weights(a: Path, b: Path, tolerance: float = 0.0) -> bool:
-    """Whether two runs ended with equal weights; the tolerance is relative to the largest of a tensor."""
+    """Whether two runs ended with equal weights; the tolerance is relative to the largest weight of a tensor."""
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(
         (value - second[name]).abs().max() <= tolerance * value.abs().max() for name, value in first.items()
@@ -92,7 +92,7 @@ def same_weights(a: Path, b: Path, tolerance: float = 0.0) -> bool:
 
 
 def standard_error(pairs: int) -> float:
-    """Of the accuracy on some pairs, for a model that guesses."""
+    """Standard error of the accuracy on some pairs, for a model that guesses."""
     return math.sqrt(0.25 / pairs)
 
 
@@ -105,7 +105,7 @@ def _tokens(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], int]:
 
 @torch.inference_mode()
 def answer_logprobs(checkpoint: Path, rows: list[Row]) -> list[tuple[float, float]]:
-    """Summed log-prob of the chosen and the rejected answer of each row, by ``transformers`` one sequence at a time."""
+    """Summed log-prob of the chosen and the rejected answer of each row, by ``transformers``, one sequence at a time."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
@@ -120,7 +120,7 @@ def answer_logprobs(checkpoint: Path, rows: list[Row]) -> list[tuple[float, floa
 
 @torch.inference_mode()
 def classifier_scores(checkpoint: Path, rows: list[Row]) -> list[tuple[float, float]]:
-    """Score of the chosen and the rejected answer of each row, by ``transformers`` one sequence at a time."""
+    """Score of the chosen and the rejected answer of each row, by ``transformers``, one sequence at a time."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     assert model.config.num_labels == 1
@@ -132,5 +132,5 @@ def _both(score: Callable[[str, str], float], rows: list[Row]) -> list[tuple[flo
 
 
 def accuracy(margins: list[float]) -> float:
-    """Share of pairs whose chosen answer is ahead."""
+    """Share of pairs whose chosen answer has the higher score."""
     return sum(margin > 0 for margin in margins) / len(margins)

@@ -1,8 +1,8 @@
-"""Programs in processes that are forked from one with all imports done: real signals and exits, no seconds of imports.
+"""Programs in processes forked from one with all imports done: real signals and exits, without seconds of imports.
 
-A process of its own (``python -m tests.support.preloaded SOCKET``) imports what runs import and then forks itself for each
-program: the command line, or a rank of a group. What is read at import, such as ``HF_HOME``, is as it was when that process
-started; a program whose environment differs in such a variable gets a new interpreter (``fits``).
+A separate process (``python -m tests.support.preloaded SOCKET``) imports what runs import and then forks itself for each
+program: the command line, or a rank of a group. Variables that are read at import, such as ``HF_HOME``, keep the values they
+had when that process started; a program whose environment differs in such a variable gets a new interpreter (``fits``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IMPORTS = (
     "areno.engine.parallel.fsdp",
     "areno.experiments.run_experiment",
 )
-# Libraries read variables of these names when they are imported.
+# Libraries read variables with these prefixes when they are imported.
 _READ_AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
@@ -61,11 +61,11 @@ _READ_AT_IMPORT = (
 )
 _START_S = 120.0
 _ADDRESS = "ARENO_TEST_PRELOADED"
-_LINK = "ARENO_LINK"  # as in areno.launch.links, which this module does not import by itself
+_LINK = "ARENO_LINK"  # as in areno.launch.links, which this module does not import itself
 
 
 class Forked:
-    """A process that a ``Preloaded`` has forked; as much of ``subprocess.Popen`` as tests use."""
+    """A process forked by a ``Preloaded``, with the part of the interface of ``subprocess.Popen`` that tests use."""
 
     ranks: ClassVar[weakref.WeakSet[Forked]] = weakref.WeakSet()
 
@@ -104,13 +104,13 @@ class Forked:
         reader.start()
         self.wait(timeout)
         reader.join(timeout)
-        if reader.is_alive():  # a process that it has started holds the pipe
+        if reader.is_alive():  # one of its child processes keeps the pipe open
             raise subprocess.TimeoutExpired(["areno"], timeout or 0.0)
         return output[0], None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it may have ended since, as for subprocess.Popen
+            with contextlib.suppress(ProcessLookupError):  # it may have ended since; subprocess.Popen ignores it, too
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -131,9 +131,9 @@ class ForkedRank(Forked):
 
 
 class Preloaded:
-    """The process that has imported everything; it ends with the one that made it.
+    """The process that has imported everything; it ends with the process that started it.
 
-    A program that was forked from it is told its ``address``, and then makes no other one.
+    Programs forked from it receive its ``address``, so that they do not start another one.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -149,9 +149,9 @@ class Preloaded:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=root)
         atexit.register(self._close)
 
-    def fits(self, environment: Mapping[str, str], but: frozenset[str] = frozenset()) -> bool:
-        """Whether a program with this environment may be forked; it sets itself what the variables ``but`` would."""
-        differ = {key for key, _ in environment.items() ^ self._environment.items()} - but
+    def fits(self, environment: Mapping[str, str], ignoring: frozenset[str] = frozenset()) -> bool:
+        """Whether a program with this environment may be forked; it applies the variables ``ignoring`` itself."""
+        differ = {key for key, _ in environment.items() ^ self._environment.items()} - ignoring
         return not any(key.startswith(_READ_AT_IMPORT) for key in differ)
 
     def fork(
@@ -161,14 +161,12 @@ class Preloaded:
         environment: Mapping[str, str],
         stdout: int,
         stderr: int,
-        *files: int,  # one at most
+        *files: int,  # at most one
         folder: str | None = None,
     ) -> socket.socket:
-        """Run a module like ``python -m``, or the file of a program; the socket tells the process's id and, at its end, its
-        exit status.
+        """Run a module like ``python -m``, or a program file; the socket sends its process id and, at the end, its exit status.
 
-        The number of an inherited file is in the environment, as a rank expects it. Without a ``folder`` the process has that
-        of this one.
+        The number of an inherited file is in the environment, as a rank expects it. The default ``folder`` is the current one.
         """
         link = socket.socket(socket.AF_UNIX)
         deadline = time.monotonic() + _START_S
@@ -199,10 +197,10 @@ def _serve(address: str) -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    if set(threads[1:]) - {"jemalloc_bg_thd"}:  # pyarrow's memory, which knows about forks
+    if set(threads[1:]) - {"jemalloc_bg_thd"}:  # of pyarrow's allocator, which handles forks
         raise SystemExit(f"threads after the imports, which a fork would lose: {threads}")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the minders
-    gc.freeze()  # or collections in the processes would copy all pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the processes of _mind
+    gc.freeze()  # or garbage collections in the forked processes would copy all pages
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
@@ -219,7 +217,7 @@ def _serve(address: str) -> None:
 
 
 def _mind(link: socket.socket) -> None:
-    """Fork once more, and tell how that process ended."""
+    """Fork once more, and report how that process ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, handles, _, _ = socket.recv_fds(link, 8, 8)
     data = b""

@@ -1,4 +1,4 @@
-"""What runs on this machine, as Linux tells it under /proc."""
+"""Processes on this machine, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.support.preloaded import Forked
 
 
 def workers_of(parent: int) -> list[int]:
-    """Ids of the worker processes that a process has started, in order."""
-    found = [each.pid for each in Forked.ranks if parent == os.getpid() and alive(each.pid)]
+    """Ids of the worker processes that a process has started, sorted."""
+    pids = [each.pid for each in Forked.ranks if parent == os.getpid() and alive(each.pid)]
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -20,12 +20,12 @@ def workers_of(parent: int) -> list[int]:
         except OSError:
             continue  # it has ended meanwhile
         if int(fields[1]) == parent and fields[0] != "Z" and b"areno.engine.parallel.worker" in command:
-            found.append(int(folder.name))
-    return sorted(found)
+            pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not collected yet does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""A program whose ranks are forked like itself: ``python -m tests.support.program MODULE_OR_FILE ARGUMENTS``."""
+"""A forked program whose ranks are forked, too: ``python -m tests.support.program MODULE_OR_FILE ARGUMENTS``."""
 
 from __future__ import annotations
 

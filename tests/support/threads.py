@@ -1,4 +1,4 @@
-"""PyTorch with another number of threads."""
+"""PyTorch with a different number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """That many within the block, and as many as before after it."""
+    """Use this number of threads in the block, and the previous number after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

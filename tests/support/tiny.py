@@ -1,4 +1,4 @@
-"""Tiny real models and tokenizers that tests build on the spot."""
+"""Tiny real models and tokenizers that tests build on the fly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real vLLM in an environment of its own, and a model that it computes with on a CPU."""
+"""A real vLLM in its own environment, and a model that it supports on a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from examples.experiments import toy
 
 VLLM = Path(__file__).parents[2] / ".peers" / "vllm" / "bin" / "vllm"
-# It is a package of gigabytes that clashes with areno's own torch, so that nobody needs it to test the rest.
+# Optional, because vLLM takes gigabytes and conflicts with areno's torch.
 needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm")
 
 
 def make_wide_toy(folder: Path) -> None:
-    """The toy of the examples, with heads of a size that vLLM has on a CPU."""
+    """Write the toy model of the examples, with a head size that vLLM supports on a CPU."""
     toy.make_toy(folder, head_dim=32)

@@ -28,7 +28,7 @@ def test_text_becomes_a_user_turn_of_the_template(make_tokenizer, chatml):
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
-def test_messages_go_through_the_template_as_they_are(make_tokenizer, chatml):
+def test_messages_are_rendered_by_the_template_unchanged(make_tokenizer, chatml):
     tokenizer = make_tokenizer(chat_template=chatml)
     assert _text(tokenizer, encode_generation_prompt(tokenizer, MESSAGES)) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi fox<|im_end|>\n<|im_start|>assistant\n"
@@ -128,7 +128,7 @@ def test_eos_ids_of_a_loaded_config(make_tokenizer):
     assert eos_token_ids(tokenizer, LlamaConfig(eos_token_id=None)) == {tokenizer.eos_token_id}
 
 
-def test_damaged_config_file_is_named(make_tokenizer, tmp_path):
+def test_error_names_a_damaged_config_file(make_tokenizer, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json is not valid JSON"):
         eos_token_ids(make_tokenizer(), tmp_path)

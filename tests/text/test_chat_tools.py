@@ -1,4 +1,4 @@
-"""Messages of OpenAI clients through chat templates: tools, calls, answers of tools, content in parts."""
+"""Messages of OpenAI clients rendered by chat templates: tools, calls, tool results, content in parts."""
 
 import json
 
@@ -24,7 +24,7 @@ HISTORY = [
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
 ]
-# The tool parts of templates as families write them, reduced to what they do with arguments.
+# The tool sections of templates of several model families, reduced to how they treat arguments.
 OBJECTS = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -45,7 +45,7 @@ def _render(make_tokenizer, template, messages=HISTORY, **options):
     return render_generation_prompt(make_tokenizer(chat_template=template), messages, **options).text
 
 
-def test_tools_calls_and_answers_reach_the_template(make_tokenizer):
+def test_tools_calls_and_results_reach_the_template(make_tokenizer):
     text = _render(make_tokenizer, OBJECTS, tools=TOOLS)
     assert [json.loads(line) for line in text.splitlines()[:2]] == TOOLS
     assert "<|im_start|>user\nHow is Rome?<|im_start|>assistant\n<tool_call>get_weather " in text
@@ -63,7 +63,7 @@ def test_tools_calls_and_answers_reach_the_template(make_tokenizer):
     ],
 )
 @pytest.mark.parametrize("as_text", [True, False])
-def test_arguments_suit_templates_that_want_objects_and_those_that_want_text(
+def test_arguments_fit_templates_that_expect_objects_and_those_that_expect_text(
     make_tokenizer, template, expected, as_text
 ):
     arguments = {"city": "Rome", "days": 3}
@@ -72,7 +72,7 @@ def test_arguments_suit_templates_that_want_objects_and_those_that_want_text(
     assert _render(make_tokenizer, template, messages) == expected
 
 
-def test_arguments_that_are_no_json_object_stay_text(make_tokenizer):
+def test_arguments_that_are_not_a_json_object_stay_text(make_tokenizer):
     messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{oops"}}]}]
     assert _render(make_tokenizer, JOINED, messages) == "!{oops!"
 
@@ -104,11 +104,11 @@ def test_a_template_without_a_place_for_tools_gets_them_as_text(make_tokenizer, 
     assert own.count("<|im_start|>system") == 1
 
 
-def test_calls_are_text_where_the_template_has_no_place_for_them(make_tokenizer, chatml):
+def test_calls_are_rendered_as_text_if_the_template_does_not_support_them(make_tokenizer, chatml):
     tokenizer = make_tokenizer(chat_template=chatml)
     text = render_generation_prompt(tokenizer, HISTORY, tools=TOOLS).text
     turn = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
-    calls = parser_for(tokenizer).parse(turn, TOOLS).tool_calls  # the model sees calls in the form that is read back
+    calls = parser_for(tokenizer).parse(turn, TOOLS).tool_calls  # the model sees calls in the format that is parsed
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("get_weather", {"city": "Rome", "days": 3})]
     assert "<|im_start|>tool\nsunny<|im_end|>" in text
 
@@ -123,7 +123,7 @@ def test_without_a_template_messages_become_lines(make_tokenizer):
     assert "get_weather" in render_generation_prompt(make_tokenizer(), "Hi", tools=TOOLS).text
 
 
-def test_the_developer_is_the_system_of_templates_that_do_not_know_the_role(make_tokenizer, chatml):
+def test_the_developer_role_becomes_system_if_the_template_does_not_know_it(make_tokenizer, chatml):
     messages = [{"role": "developer", "content": "Be brief."}]
     assert _render(make_tokenizer, chatml, messages).startswith("<|im_start|>system\nBe brief.")
     known = "{% for m in messages %}{% if m.role == 'developer' %}D:{{ m.content }}{% endif %}{% endfor %}"
@@ -155,7 +155,7 @@ def test_template_variables_are_passed_on(make_tokenizer, chatml):
         ),
     ],
 )
-def test_messages_that_cannot_be_read_are_named(make_tokenizer, chatml, messages, error):
+def test_errors_name_invalid_messages(make_tokenizer, chatml, messages, error):
     with pytest.raises(UsageError, match=error):
         _render(make_tokenizer, chatml, messages)
 

@@ -1,4 +1,4 @@
-"""Incremental detokenizing: final text only, and in sum exactly what the tokenizer says."""
+"""Incremental detokenization: pieces are final, and together exactly what the tokenizer decodes."""
 
 import random
 import time
@@ -77,10 +77,10 @@ def test_ids_outside_the_vocabulary_render_as_nothing(tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_tokens_of_a_byte_level_model_decode_like_all_at_once(make_tokenizer, seed):
+def test_random_tokens_of_a_byte_level_model_decode_as_if_all_at_once(make_tokenizer, seed):
     tokenizer = make_tokenizer("byte_level")
     rng = random.Random(seed)
-    # Many high bytes, so that invalid and half characters are the rule.
+    # Many high bytes, so that most characters are invalid or incomplete.
     ids = [rng.randrange(len(tokenizer)) if rng.random() < 0.3 else rng.randrange(100, 270) for _ in range(120)]
     detokenizer = IncrementalDetokenizer(tokenizer)
     shown = ""
@@ -92,7 +92,7 @@ def test_random_tokens_of_a_byte_level_model_decode_like_all_at_once(make_tokeni
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_words_of_a_metaspace_model_decode_like_all_at_once(make_tokenizer, seed):
+def test_random_words_of_a_metaspace_model_decode_as_if_all_at_once(make_tokenizer, seed):
     tokenizer = make_tokenizer("metaspace")
     rng = random.Random(seed)
     ids = [rng.randrange(len(tokenizer) - 256) for _ in range(120)]

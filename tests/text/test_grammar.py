@@ -1,4 +1,4 @@
-"""Answers in a form: whatever a model picks among the allowed tokens, the text fits in the end."""
+"""Constrained answers: whichever of the allowed tokens a model picks, the finished text fits the grammar."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def tokenizer():
 
 
 def _walk(tokenizer, factory, seed, limit=400, ending=""):
-    """Draw allowed tokens at random; after a while prefer those that bring the text to an end, ``ending`` first."""
+    """Sample allowed tokens at random; after a while prefer those that end the text, starting with ``ending``."""
     draw, state, ids, planned = random.Random(seed), factory(), [], []
     hurry = [tokenizer.convert_tokens_to_ids(char) for char in '"}],:0']
     while True:
@@ -67,7 +67,7 @@ def _walk(tokenizer, factory, seed, limit=400, ending=""):
 
 
 def _accepts(tokenizer, factory, text):
-    """Whether a text is a complete answer, by its own tokens."""
+    """Whether every token of a text is allowed and the text is a complete answer."""
     state = factory()
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         if not state.allowed()[token]:
@@ -149,7 +149,7 @@ def test_values_that_do_not_fit_are_refused(tokenizer, text):
 
 
 @pytest.mark.parametrize("text", ["{\n\n", "{  ", "{\n" + 33 * " "])
-def test_white_space_without_end_is_no_answer(tokenizer, text):
+def test_unbounded_whitespace_is_not_allowed(tokenizer, text):
     state = json_schema_constraint(tokenizer, PERSON)()
     ids = tokenizer.convert_tokens_to_ids(["{" if char == "{" else "Ċ" if char == "\n" else "Ġ" for char in text])
     for token in ids[:-1]:
@@ -159,7 +159,7 @@ def test_white_space_without_end_is_no_answer(tokenizer, text):
 
 
 def choice_constraint(tokenizer, choices, **options):
-    """One of some texts: the smallest grammar."""
+    """One of the choices: the smallest grammar."""
     rules = "body: " + " | ".join(map(grammar._quoted, choices))
     return grammar._compiler(tokenizer, options).factory(rules, None, "choice")
 
@@ -181,7 +181,7 @@ def test_the_end_of_text_is_allowed_only_when_the_answer_is_complete(tokenizer):
     assert state.finished
 
 
-def test_masks_have_the_size_of_the_models_vocabulary_and_its_ends(tokenizer):
+def test_masks_have_the_size_of_the_models_vocabulary_and_use_its_eos_ids(tokenizer):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")}
     factory = choice_constraint(tokenizer, ["a"], vocab_size=len(tokenizer) + 77, eos_ids=ends)
     state = factory()
@@ -213,7 +213,7 @@ def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("marker", ["</think>", "<|user|>"])
-def test_the_form_begins_after_the_reasoning(tokenizer, marker):
+def test_the_grammar_applies_after_the_reasoning(tokenizer, marker):
     factory = json_schema_constraint(tokenizer, {"const": 1}, after=marker)
     for text in (f"One {{ is </b> one.\n{marker}\n\n1", f"{marker}1"):
         assert _accepts(tokenizer, factory, text)
@@ -222,7 +222,7 @@ def test_the_form_begins_after_the_reasoning(tokenizer, marker):
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_the_reasoning_may_have_markers_that_are_tokens(special):
+def test_the_reasoning_may_contain_markers_that_are_tokens(special):
     tokenizer = bpe_tokenizer(["so it is"])
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"], special_tokens=special)
     factory = json_schema_constraint(tokenizer, {"const": 1}, after="</think>")
@@ -233,7 +233,7 @@ def test_the_reasoning_may_have_markers_that_are_tokens(special):
 
 @pytest.mark.parametrize("name", FORMATS + TAGGED)
 @pytest.mark.parametrize("markers", ["text", "tokens", "special"])
-def test_required_calls_are_calls(name, markers):
+def test_required_calls_parse_and_validate(name, markers):
     parser = parser_for(None, name)
     tokenizer = bpe_tokenizer(["get_weather now"])
     long_markers = [marker for marker in parser.markers if len(marker) > 1] + TAG_TOKENS.get(name, [])
@@ -266,7 +266,7 @@ def test_calls_as_a_model_writes_them_are_accepted(tokenizer, name):
     assert not _accepts(tokenizer, factory, WRITERS[name](("rocket", {"city": "x"})))
 
 
-def test_parameters_beyond_the_grammar_matter_only_to_strict_tools(tokenizer):
+def test_unsupported_parameter_schemas_are_refused_only_for_strict_tools(tokenizer):
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     parser = parser_for(None, "json")
     tool_call_constraint(tokenizer, parser, [{"name": "f", "parameters": schema}])
@@ -301,12 +301,12 @@ def test_schemas_that_cannot_be_enforced_are_refused_with_the_reason(tokenizer, 
         json_schema_constraint(tokenizer, schema)
 
 
-def test_a_form_without_an_end_is_refused(tokenizer):
+def test_a_grammar_without_an_eos_token_is_refused(tokenizer):
     with pytest.raises(UsageError, match="requires an EOS token"):
         json_object_constraint(tokenizer, eos_ids=[])
 
 
-def test_without_the_package_the_remedy_is_named(tokenizer, monkeypatch):
+def test_a_missing_package_error_names_the_remedy(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match=re.escape(install_command("serve"))):
         json_object_constraint(tokenizer)
@@ -318,7 +318,7 @@ def test_the_module_loads_without_torch_and_without_the_package():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_tokens_of_the_only_text_that_may_follow_are_forced(tokenizer):
+def test_tokens_are_forced_if_only_one_text_can_follow(tokenizer):
     state = choice_constraint(tokenizer, ["color red", "color blue"])()
     for text, forced in [("co", True), ("lor", True), (" ", True), ("b", False), ("lue", True)]:
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:

@@ -1,4 +1,4 @@
-"""A model that is neither a folder nor cached nor on the hub is refused at once, by a real HTTP server in the hub's place."""
+"""A model that is not a folder, not cached and not on the hub is refused at once; a real HTTP server stands in for the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except UsageError as error:
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Has the model ``some/model`` and no other; says so as the hub does."""
+    """Has the model ``some/model`` and no other, and responds as the hub does."""
 
     def do_HEAD(self) -> None:
         known = self.path.startswith("/some/model/")
@@ -55,19 +55,19 @@ def outcome(name: str, home: object, **variables: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def test_what_the_hub_has_is_fine_and_what_it_lacks_is_named(hub, tmp_path):
+def test_a_model_on_the_hub_is_accepted_and_a_missing_one_is_named(hub, tmp_path):
     assert outcome("some/model", tmp_path, HF_ENDPOINT=hub) == "fine\n"
-    told = outcome("some/modle", tmp_path, HF_ENDPOINT=hub)
-    assert told.startswith(
+    output = outcome("some/modle", tmp_path, HF_ENDPOINT=hub)
+    assert output.startswith(
         "some/modle is neither a folder nor a model in the Hugging Face cache, and the hub has no such model"
     )
 
 
-def test_a_hub_that_does_not_answer_is_told_from_a_wrong_name(tmp_path):
+def test_an_unreachable_hub_is_distinguished_from_a_wrong_name(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        told = outcome("some/model", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
-    assert "the hub is unreachable" in told
+        output = outcome("some/model", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert "the hub is unreachable" in output
 
 
 def test_a_cached_model_needs_no_hub(tmp_path):
@@ -80,6 +80,6 @@ def test_a_cached_model_needs_no_hub(tmp_path):
     assert "HF_HUB_OFFLINE" in outcome("some/other", tmp_path, HF_HUB_OFFLINE="1")
 
 
-def test_what_can_be_no_id_is_said_so(tmp_path):
+def test_an_invalid_id_is_reported_and_a_folder_is_accepted(tmp_path):
     assert "nor a valid hub id" in outcome("a/b/c/d", tmp_path)
     assert outcome(str(tmp_path), tmp_path) == "fine\n"

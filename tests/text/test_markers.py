@@ -1,4 +1,4 @@
-"""Prompts that have the markers of a chat template already are noticed, and instructions about them are not."""
+"""Detection of prompts that already contain the markers of a chat template, but not of instructions about markers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer():
 @pytest.mark.parametrize(
     ("prompt", "marker"),
     [
-        ("<|User|>What is 1 plus 2?<|Assistant|><think>\n", "<|User|>"),  # as some published math data has it
+        ("<|User|>What is 1 plus 2?<|Assistant|><think>\n", "<|User|>"),  # as in some published math data
         ("<｜begin▁of▁sentence｜><｜User｜>What is 1 plus 2?", "<｜begin▁of▁sentence｜>"),
         ("[INST] What is 1 plus 2? [/INST]", "[INST]"),
         ("<|start_header_id|>user<|end_header_id|>\n\nWhat?<|eot_id|>", "<|start_header_id|>"),
@@ -38,13 +38,13 @@ def tokenizer():
         ([{"role": "user", "content": "What is 1 plus 2?"}], None),
     ],
 )
-def test_markers_are_told_from_what_prompts_talk_about(tokenizer, prompt, marker):
+def test_markers_are_distinguished_from_mentions_of_them(tokenizer, prompt, marker):
     assert marker_in(tokenizer, prompt) == marker
     tokenizer.chat_template = None
     assert marker_in(tokenizer, prompt) is None
 
 
-def test_a_run_is_warned_once_of_the_row_the_marker_and_the_remedy(tokenizer, caplog):
+def test_a_run_warns_once_and_names_the_row_the_marker_and_the_remedy(tokenizer, caplog):
     rows = [{"prompt": f"{start}What is {n} plus {n}?"} for n, start in enumerate(["", "", "<|User|>", "<|User|>"])]
     with caplog.at_level(logging.WARNING, logger="areno"):
         for _ in range(2):  # epochs
@@ -72,7 +72,7 @@ def test_no_warning_without_markers(tokenizer, caplog):
     ("prompt", "form"),
     [("What is 2 plus 3?", "used verbatim"), ([{"role": "user", "content": "hi"}], "role: content")],
 )
-def test_a_tokenizer_without_a_template_is_told_of_once(tokenizer, caplog, prompt, form):
+def test_a_tokenizer_without_a_template_is_reported_once(tokenizer, caplog, prompt, form):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""Every parser of model output takes time in proportion to the text, whatever a model says and however it arrives.
+"""Every parser of model output takes time linear in the text, whatever a model writes and however it is split.
 
-Counted are the characters that parsers look at: they get a text that counts what its methods read, and patterns that
-count what they match.
+The tests count the characters that parsers look at: parsers get a text that counts what its methods read, and patterns
+that count what they match.
 """
 
 import re
@@ -34,7 +34,7 @@ class Steps:
 
 
 class Watched(str):
-    """A text that counts the characters that its methods read; parts of it are such texts too."""
+    """A text that counts the characters that its methods read; its slices count them too."""
 
     __slots__ = ()
 
@@ -52,9 +52,9 @@ class Watched(str):
         return Watched(other + str(self))
 
     def find(self, needle, start=0, end=sys.maxsize):
-        found = super().find(needle, start, end)
-        Steps.count += (found + len(needle) if found >= 0 else min(end, len(self))) - min(start, len(self))
-        return found
+        position = super().find(needle, start, end)
+        Steps.count += (position + len(needle) if position >= 0 else min(end, len(self))) - min(start, len(self))
+        return position
 
     def startswith(self, prefix, start=0):
         Steps.count += len(prefix) if isinstance(prefix, str) else sum(map(len, prefix))
@@ -79,7 +79,7 @@ class Watched(str):
 
 
 class WatchedPattern:
-    """A pattern that counts what it matched, or could have looked at where it did not match."""
+    """A pattern that counts the characters that it matched or, without a match, may have looked at."""
 
     def __init__(self, pattern):
         self._pattern = pattern
@@ -90,11 +90,11 @@ class WatchedPattern:
             return method
 
         def counted(text, start=0, end=sys.maxsize):
-            found = method(text, start, end)
+            match = method(text, start, end)
             Steps.count += 1
             if isinstance(text, Watched):
-                Steps.count += (found.end() if found else min(end, len(text))) - min(start, len(text))
-            return found
+                Steps.count += (match.end() if match else min(end, len(text))) - min(start, len(text))
+            return match
 
         return counted
 
@@ -123,7 +123,7 @@ FILLS = ("a", " ", "1,", "[", '"', '<|"|>', "<parameter=a>1</parameter>")
 
 
 def _texts(markers, size):
-    """Each way to begin a call again and again, and once before much of anything."""
+    """Each way to begin a call, repeated, and once before much of each filling."""
     for marker in markers:
         for body in BODIES:
             opening = marker + body
@@ -153,19 +153,19 @@ def _check(make_stream, markers, length):
         assert many <= 2.5 * few + 2000, f"{few} and {many} steps for {small[:60]!r} in pieces of {length or 'all'}"
 
 
-PARSERS = sorted({parser_for(None, name).formats: name for name in sorted(WRITERS)}.values())  # one of each way to read
+PARSERS = sorted({parser_for(None, name).formats: name for name in sorted(WRITERS)}.values())  # one per set of formats
 
 
 @pytest.mark.parametrize("length", [0, 16], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", PARSERS)
-def test_twice_the_text_is_at_most_two_and_a_half_times_the_work_of_a_tool_call_parser(watched, name, length):
+def test_doubling_the_text_takes_at_most_2_5_times_the_work_of_a_tool_call_parser(watched, name, length):
     parser = parser_for(None, name)
     _check(lambda: parser.stream(TOOLS), parser.markers, length)
 
 
 @pytest.mark.parametrize("length", [0, 16], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", sorted(REASONING))
-def test_twice_the_text_is_at_most_two_and_a_half_times_the_work_of_a_reasoning_parser(watched, name, length):
+def test_doubling_the_text_takes_at_most_2_5_times_the_work_of_a_reasoning_parser(watched, name, length):
     parser = REASONING[name]
     _check(parser.stream, parser.markers, length)
 

@@ -1,4 +1,4 @@
-"""Reasoning apart from content: every format, whole and streamed."""
+"""Separating reasoning from content: every format, whole and streamed."""
 
 import itertools
 
@@ -48,7 +48,7 @@ def test_the_prompt_may_open_the_reasoning(parsers, name):
 
 
 @pytest.mark.parametrize("name", sorted(MARKERS))
-def test_reasoning_that_is_cut_off_is_reasoning(parsers, name):
+def test_truncated_reasoning_is_still_reasoning(parsers, name):
     opener, closer = MARKERS[name]
     assert parsers[name].parse(f"{opener}Let me see") == ("Let me see", "")
     assert parsers[name].parse(f"{opener}Let me {closer[:-1]}") == (f"Let me {closer[:-1]}", "")
@@ -60,7 +60,7 @@ def test_empty_reasoning_is_none(parsers):
 
 @pytest.mark.parametrize("name", [*sorted(MARKERS), "none", "harmony"])
 @pytest.mark.parametrize("text", ["", "  Hi there.\n", "a <b> c", "[1] is <", "The word <thinks> is none."])
-def test_text_without_reasoning_stays_as_it_is(parsers, name, text):
+def test_text_without_reasoning_is_unchanged(parsers, name, text):
     assert parsers[name].parse(text) == (None, text)
 
 
@@ -108,7 +108,7 @@ def _joined(deltas):
 @pytest.mark.parametrize("inside", [False, True])
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
-def test_any_cut_says_what_the_whole_says(parsers, name, inside, data):
+def test_streaming_in_any_pieces_gives_the_same_result_as_the_whole_text(parsers, name, inside, data):
     markers = [*parsers[name].markers, *(marker[:-2] for marker in parsers[name].markers)]
     words = ["Hm", " ", "\n\n", "<", "a < b", "final", "analysis", " to=functions.f", "{}", "é"]
     text = "".join(data.draw(st.lists(st.sampled_from(markers + words), max_size=10)))
@@ -121,7 +121,7 @@ def test_any_cut_says_what_the_whole_says(parsers, name, inside, data):
         assert _joined([delta for piece in pieces for delta in stream.push(piece)] + stream.finish()) == expected
 
 
-def test_reasoning_and_content_stream_at_once(parsers):
+def test_reasoning_and_content_are_streamed_immediately(parsers):
     stream = parsers["think"].stream()
     assert stream.push("<think>\n") == []
     assert stream.push("One") == [ReasoningDelta("One")]
@@ -146,18 +146,18 @@ def test_reasoning_and_content_stream_at_once(parsers):
         ("<|im_start|>", "none"),
     ],
 )
-def test_the_chat_template_tells_the_format(make_tokenizer, template, name):
+def test_the_format_is_detected_from_the_chat_template(make_tokenizer, template, name):
     assert reasoning_parser_for(make_tokenizer(chat_template=template)).name == name
 
 
-def test_a_template_that_opens_the_reasoning_itself_is_noticed(make_tokenizer):
+def test_a_template_that_opens_the_reasoning_itself_is_detected(make_tokenizer):
     template = "{{ messages[0].content }}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     parser = reasoning_parser_for(make_tokenizer(chat_template=template))
     assert parser.starts_inside
     assert parser.parse("So.\n</think>\nYes.") == ("So.", "Yes.")
 
 
-def test_added_tokens_tell_the_format_where_the_template_does_not(make_tokenizer, chatml):
+def test_the_format_is_detected_from_added_tokens_if_not_from_the_template(make_tokenizer, chatml):
     plain = make_tokenizer(chat_template="{{ messages }}")
     assert reasoning_parser_for(plain).name == "none"
     plain.add_tokens(["<think>", "</think>"])

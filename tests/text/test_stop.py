@@ -48,7 +48,7 @@ def test_stops_exactly_where_searching_the_whole_text_would(tokenizer, seed):
     assert _fast(tokenizer, ids, stop) == _slow(tokenizer, ids, stop)
 
 
-def test_stop_string_across_token_borders_is_found(make_tokenizer):
+def test_stop_string_across_token_boundaries_is_found(make_tokenizer):
     tokenizer = make_tokenizer("byte_level")
     ids = tokenizer("fox\n\nzqzq tail", add_special_tokens=False)["input_ids"]
     assert _fast(tokenizer, ids, ["zqz"])[1] == "fox\n\n"
@@ -75,7 +75,7 @@ def test_special_tokens_can_be_stop_strings_when_they_are_shown(tokenizer):
     assert not any(hidden.push(token_id) for token_id in ids)
 
 
-def test_without_stop_strings_the_text_is_all_there_is(tokenizer):
+def test_without_stop_strings_the_whole_text_is_returned(tokenizer):
     ids = tokenizer("the quick brown fox 🙂", add_special_tokens=False)["input_ids"]
     assert _fast(tokenizer, ids, []) == (None, "the quick brown fox 🙂")
 

@@ -1,4 +1,4 @@
-"""Tool calls of every format: what is a call, what stays text, and which format a model writes."""
+"""Tool calls in every format: what is a call, what stays text, and which format a model writes."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_text_before_calls_is_the_content(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_text_without_calls_stays_as_it_is(name):
+def test_text_without_calls_is_unchanged(name):
     text = "  If a < b then f(x) = {1, 2} and [3, 4]; `a[0]` is <b>bold</b>.\n"
     message = parser_for(None, name).parse(text, TOOLS)
     assert message.content == text
@@ -54,7 +54,7 @@ def test_a_call_of_an_unknown_tool_stays_text_and_is_counted(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_of_unknown_tools_alone_stay_text_as_they_are(name):
+def test_text_with_only_calls_of_unknown_tools_is_unchanged(name):
     text = WRITERS[name](("launch_rocket", {"city": "Rome"}), ("land_rocket", {}))
     message = parser_for(None, name).parse(text, TOOLS)
     assert (message.content, message.tool_calls, message.malformed) == (text, [], 2)
@@ -86,7 +86,7 @@ def test_only_the_named_tool_may_be_called(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_that_is_cut_off_stays_text(name):
+def test_a_truncated_call_stays_text(name):
     whole = WRITERS[name](ROME)
     cut = whole[: whole.index("Rome") + 2]
     message = parser_for(None, name).parse("Hm. " + cut, TOOLS)
@@ -96,7 +96,7 @@ def test_a_call_that_is_cut_off_stays_text(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_text_passes_through_an_argument(name):
+def test_arguments_may_contain_any_text(name):
     city = "São \"Paulo\" \\ </tool_call> {[ 'x' ; `"
     if name in ("json", "llama3"):
         city += " <tool_call>"
@@ -105,7 +105,7 @@ def test_any_text_passes_through_an_argument(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nested_values_arrive(name):
+def test_nested_values_are_parsed(name):
     call = ("get_weather", {"city": "Rome", "where": [1.5, -2]})
     assert _calls(parser_for(None, name).parse(WRITERS[name](call), TOOLS)) == [call]
 
@@ -114,7 +114,7 @@ def test_nested_values_arrive(name):
     "babble", ["[", "{", '{"a":', "<tool_call>", "[TOOL_CALLS]", "[f(", "<function=", '"', "```json", "[TOOL_CALLS][]"]
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_babble_ends_in_text(name, babble):
+def test_babble_stays_text(name, babble):
     text = babble * 300
     message = parser_for(None, name).parse(text, TOOLS)
     assert message.content == text
@@ -126,7 +126,7 @@ def test_arguments_are_compact_json_of_what_the_model_wrote():
     assert call.arguments == '{"city":"Zürich","days":1.0}'
 
 
-def test_half_a_surrogate_pair_can_still_be_sent():
+def test_a_lone_surrogate_can_still_be_encoded():
     call = (
         parser_for(None, "json").parse(r'{"name": "get_weather", "arguments": {"city": "\ud83d"}}', TOOLS).tool_calls[0]
     )
@@ -136,7 +136,7 @@ def test_half_a_surrogate_pair_can_still_be_sent():
 @pytest.mark.parametrize(
     "arguments", ["[1]", "5", '"no json"', '{"city": NaN}', '{"city": 1e999}', "{'city': 1}", '{"city": nope}']
 )
-def test_arguments_that_are_no_json_object_make_the_call_malformed(arguments):
+def test_arguments_that_are_not_a_json_object_make_the_call_malformed(arguments):
     text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
     message = parser_for(None, "qwen").parse(text, TOOLS)
     assert (message.content, message.tool_calls, message.malformed) == (text, [], 1)
@@ -161,7 +161,7 @@ def test_the_usual_variants_of_bare_json_are_calls(text, expected):
 @pytest.mark.parametrize(
     "text", ['{"city": "Rome"}', "[1, 2]", '{"name": "Ada", "age": 3}', '```json\n{"a": 1}\n```', "[{}]"]
 )
-def test_json_that_is_no_call_is_text_and_not_counted(text):
+def test_json_that_is_not_a_call_is_text_and_not_counted(text):
     message = parser_for(None, "json").parse(text, TOOLS)
     assert (message.content, message.tool_calls, message.malformed) == (text, [], 0)
 
@@ -183,13 +183,13 @@ def test_minicpm_reads_the_tags_of_qwen_too(name):
 
 
 @pytest.mark.parametrize("text", ["[f(x) for x in y]", "[f(a=1) if x else now()]", '[now(a=f"{x}")]', "[now(a=1), 2]"])
-def test_python_that_is_no_list_of_calls_stays_text(text):
+def test_python_that_is_not_a_list_of_calls_stays_text(text):
     message = parser_for(None, "pythonic").parse(text, [{"name": "f"}])
     assert (message.tool_calls, message.content) == ([], text)
     assert message.malformed
 
 
-def test_python_calls_beside_text_outside_ascii_keep_their_own_source():
+def test_python_calls_next_to_non_ascii_text_keep_their_own_source():
     message = parser_for(None, "pythonic").parse("[now(),\r\n nosuch(a='é🙂',\n b=2)]", TOOLS)
     assert _calls(message) == [NOW]
     assert message.content == "nosuch(a='é🙂',\n b=2)"
@@ -200,7 +200,7 @@ def test_an_unclosed_call_ends_where_the_next_begins():
     assert _calls(parser_for(None, "hermes").parse(text, TOOLS)) == [ROME, OSLO]
 
 
-def test_a_broken_string_costs_one_call_only():
+def test_a_broken_string_loses_only_one_call():
     text = '<tool_call>{"name": "now", "arguments": {"a": "oops}}</tool_call> and ' + hermes(ROME)
     message = parser_for(None, "hermes").parse(text, TOOLS)
     assert _calls(message) == [ROME]
@@ -208,18 +208,18 @@ def test_a_broken_string_costs_one_call_only():
     assert message.content == '<tool_call>{"name": "now", "arguments": {"a": "oops}}</tool_call> and'
 
 
-def test_mistral_identifiers_are_left_out():
+def test_mistral_call_ids_are_ignored():
     text = '[TOOL_CALLS]get_weather[CALL_ID]9x8y7z6w5[ARGS]{"city": "Rome", "days": 3}'
     assert _calls(parser_for(None, "mistral").parse(text, TOOLS)) == [ROME]
 
 
 @pytest.mark.parametrize("name", ["now.x(city='a')", "now('a')", "now(**{'a': 1})", "now(a=open('f'))", "now(a={1})"])
-def test_python_that_is_no_plain_call_is_never_run_or_called(name):
+def test_python_that_is_not_a_plain_call_is_neither_executed_nor_parsed_as_one(name):
     message = parser_for(None, "pythonic").parse(f"[{name}]", TOOLS)
     assert (message.tool_calls, message.malformed) == ([], 1)
 
 
-def test_python_calls_know_json_constants_and_dotted_names():
+def test_python_calls_support_json_constants_and_dotted_names():
     tools = [{"name": "web.search", "parameters": {}}]
     message = parser_for(None, "pythonic").parse("[web.search(a=true, b=None, c=[null, -1], d={'k': 'v'})]", tools)
     assert _calls(message) == [("web.search", {"a": True, "b": None, "c": [None, -1], "d": {"k": "v"}})]
@@ -280,17 +280,17 @@ SIGNS = {
 
 
 @pytest.mark.parametrize("name", sorted(SIGNS))
-def test_the_chat_template_tells_the_format(make_tokenizer, name):
+def test_the_format_is_detected_from_the_chat_template(make_tokenizer, name):
     assert parser_for(make_tokenizer(chat_template=SIGNS[name])).name == name
 
 
-def test_the_template_for_tools_is_asked_first(make_tokenizer):
+def test_the_template_for_tools_is_checked_first(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "<tool_call>", "tool_use": "[TOOL_CALLS]"}
     assert parser_for(tokenizer).name == "mistral"
 
 
-def test_added_tokens_tell_the_format_where_the_template_does_not(make_tokenizer, chatml):
+def test_the_format_is_detected_from_added_tokens_if_not_from_the_template(make_tokenizer, chatml):
     tokenizer = make_tokenizer(chat_template=chatml)
     assert parser_for(tokenizer).name == "json"
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
@@ -313,7 +313,7 @@ def test_names_have_aliases_and_unknown_ones_are_refused():
         parser_for(None, "nosuch")
 
 
-def test_a_format_of_ones_own_can_be_registered(monkeypatch):
+def test_a_custom_format_can_be_registered(monkeypatch):
     from areno.text.tool_calls import registry
 
     monkeypatch.setattr(registry, "_PARSERS", dict(registry._PARSERS))
@@ -337,11 +337,11 @@ def test_a_format_of_ones_own_can_be_registered(monkeypatch):
         (TOOLS, {"function": {}}, "tool_choice: .* is not a function"),
     ],
 )
-def test_tools_and_choices_that_make_no_sense_are_usage_errors(tools, choice, message):
+def test_invalid_tools_and_choices_are_usage_errors(tools, choice, message):
     with pytest.raises(UsageError, match=message):
         parser_for(None, "json").parse("", tools, choice)
 
 
-def test_flat_tools_are_understood():
+def test_flat_tools_are_accepted():
     flat = [tool["function"] for tool in TOOLS]
     assert _calls(parser_for(None, "qwen").parse(hermes(ROME), flat)) == [ROME]

@@ -1,4 +1,4 @@
-"""A message in any pieces says what the whole says, and text that cannot be part of a call comes at once."""
+"""A message streamed in any pieces gives the same result as the whole, and text outside of calls is emitted at once."""
 
 import itertools
 
@@ -15,7 +15,7 @@ UNKNOWN = ("launch_rocket", {"city": "Rome"})
 
 
 def _fragments(name):
-    """Whole calls, calls with a piece missing, markers, and prose that looks a little like them."""
+    """Whole calls, slices of calls, markers, and prose that resembles them."""
     writer = WRITERS[name]
     whole = [writer(ROME), writer(OSLO, NOW), writer(UNKNOWN)]
     cut = st.tuples(st.sampled_from(whole), st.integers(0, 200), st.integers(0, 200)).map(
@@ -61,7 +61,7 @@ def _add(delta, content, calls):
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
-def test_any_cut_says_what_the_whole_says(name, data):
+def test_streaming_in_any_pieces_gives_the_same_result_as_the_whole_text(name, data):
     text = data.draw(_fragments(name))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     edges = [0, *cuts, len(text)]
@@ -76,7 +76,7 @@ def test_any_cut_says_what_the_whole_says(name, data):
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
-def test_without_a_good_call_the_text_is_all_there(name, data):
+def test_text_without_a_valid_call_is_kept_completely(name, data):
     text = data.draw(_fragments(name))
     message = parser_for(None, name).parse(text, TOOLS)
     if not message.tool_calls:
@@ -84,7 +84,7 @@ def test_without_a_good_call_the_text_is_all_there(name, data):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_prose_streams_at_once(name):
+def test_prose_is_streamed_immediately(name):
     stream = parser_for(None, name).stream(TOOLS)
     assert stream.push("Hello, ") == [ContentDelta("Hello,")]
     assert stream.push("world") == [ContentDelta(" world")]
@@ -92,7 +92,7 @@ def test_prose_streams_at_once(name):
     assert stream.finish() == []
 
 
-def test_what_may_become_a_marker_is_held_back_only_as_long_as_it_may():
+def test_text_is_held_back_only_while_it_may_become_a_marker():
     stream = parser_for(None, "hermes").stream(TOOLS)
     assert stream.push("a <tool") == [ContentDelta("a")]
     assert stream.push("s>") == [ContentDelta(" <tools>")]
@@ -100,7 +100,7 @@ def test_what_may_become_a_marker_is_held_back_only_as_long_as_it_may():
     assert stream.finish() == [ContentDelta("<tool_cal")]
 
 
-def test_a_call_comes_as_soon_as_it_is_complete():
+def test_a_call_is_emitted_as_soon_as_it_is_complete():
     stream = parser_for(None, "hermes").stream(TOOLS)
     text = hermes(ROME, NOW)
     first_end = text.index("</tool_call>") + len("</tool_call>")

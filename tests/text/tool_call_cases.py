@@ -1,4 +1,4 @@
-"""Messages in every tool-call format, written by hand, with what they say."""
+"""Hand-written renderers of every tool-call format, and calls to render."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The browser of the tests of the page."""
+"""The browser for tests of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tab(tmp_path_factory):
 
 @pytest.fixture
 def page(tab):
-    """The tab without a page, at a desktop's size; a test fails if its pages reported errors."""
+    """A blank tab of desktop size; the test fails if its pages reported errors."""
     tab.open("about:blank")
     tab.size(1280)
     tab.dark(False)

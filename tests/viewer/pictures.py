@@ -1,6 +1,6 @@
 """Makes the pictures of docs/view.md: ``python -m tests.viewer.pictures FOLDER``.
 
-``FOLDER`` has runs of ``areno quickstart``, a run of ``areno run`` with sessions traced, and in ``evaluated`` a run with
+``FOLDER`` contains runs of ``areno quickstart``, a run of ``areno run`` with traced sessions, and in ``evaluated`` a run with
 evaluations.
 """
 
@@ -39,7 +39,7 @@ def main(source: Path) -> None:
 
 
 def take(page: Page, url: str) -> None:
-    """Open and photograph the pages of a viewer."""
+    """Open the pages of a viewer and take screenshots."""
     rows = httpx.get(f"{url}/api/runs").json()["runs"]
     gspo = [row["id"] for row in rows if row["name"] == "gspo"]
     both = "&".join(f"run={run}" for run in gspo)

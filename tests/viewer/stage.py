@@ -1,4 +1,4 @@
-"""What tests of the viewer share: run directories that the real writers wrote, and the real server in a thread."""
+"""Shared by tests of the viewer: run directories written by the real writers, and the real server in a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = "algo: grpo\nckpt: /models/tiny\nlr: 0.001\nseed: 0\nnested:\n  depth: 
 
 
 def write_run(path: Path, steps: int = 20, config: str = CONFIG, prompts: int = 3) -> RunDirectory:
-    """A run with rewards that rise, two evaluations, warnings, a log, and three samples for each prompt of each step."""
+    """A run with rising rewards, two evaluations, warnings, a log, and three samples for each prompt of each step."""
     run = RunDirectory(path).create()
     run.write_config(config)
     run.write_status({"state": "finished", "started": 1_700_000_000.0, "ended": 1_700_000_100.0})
@@ -90,7 +90,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def serving(folder: Path, key: str | None = None) -> Iterator[str]:
-    """The URL of a server on a folder, in a thread."""
+    """Serve a folder from a thread; yields the URL."""
     server, started = ViewerServer(folder, port=0, key=key), threading.Event()
     thread = threading.Thread(target=server.serve, args=[started.set])
     thread.start()

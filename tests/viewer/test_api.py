@@ -1,4 +1,4 @@
-"""The endpoints of the viewer, against the files read by json."""
+"""The endpoints of the viewer, compared with the contents of the files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one(session):
     return f"/api/runs/{run_id(session, 'one')}"
 
 
-def test_the_list_has_a_row_per_run_with_what_its_files_say(session, runs):
+def test_the_list_has_a_row_per_run_with_values_from_its_files(session, runs):
     answer = session.get("/api/runs").json()
     rows = {row["path"]: row for row in answer["runs"]}
     assert answer["folder"] == str(runs)
@@ -98,7 +98,7 @@ def test_secrets_of_a_configuration_are_not_shown(tmp_path):
     assert "sk-hidden" not in answer.text
 
 
-def test_a_series_has_the_values_of_the_file_and_only_new_ones_after_a_count(session, one, runs):
+def test_a_series_has_the_values_of_the_file_and_only_new_ones_after_a_cursor(session, one, runs):
     records = [record for record in lines_of(runs / "one" / "metrics.jsonl") if "train/loss" in record]
     answer = session.get(f"{one}/metrics", params={"name": ["reward", "train/loss", "unknown"]}).json()
     assert answer["series"].keys() == {"reward", "train/loss"}
@@ -135,13 +135,13 @@ def test_a_long_series_keeps_its_extremes(tmp_path):
 
 
 @pytest.mark.parametrize("same_values", [False, True])
-def test_a_resume_that_drops_steps_is_noticed(tmp_path, same_values):
+def test_a_resume_that_drops_steps_is_detected(tmp_path, same_values):
     run = write_run(tmp_path / "run", steps=10)
     with client(tmp_path) as session:
         path = f"/api/runs/{run_id(session, 'run')}/metrics"
         before = session.get(path, params={"name": "reward"}).json()["series"]["reward"]
         run.truncate_after(4)
-        values = [0.25 + step / 64 if same_values else 9.0 for step in range(5, 30)]  # more than there were
+        values = [0.25 + step / 64 if same_values else 9.0 for step in range(5, 30)]  # more than before
         for step, value in enumerate(values, start=5):
             run.append_metrics(step, {"rollout/rewards_mean": value})
         after = session.get(path, params={"name": "reward", "after": before["next"]}).json()["series"]["reward"]
@@ -149,7 +149,7 @@ def test_a_resume_that_drops_steps_is_noticed(tmp_path, same_values):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_points_of_a_client_remain_valid_while_the_server_forgets_the_run(tmp_path, resumed):
+def test_points_of_a_client_remain_valid_after_the_server_closes_the_run(tmp_path, resumed):
     run = write_run(tmp_path / "run", steps=10)
     for number in range(20):  # more than are kept open
         write_run(tmp_path / f"other{number}", steps=1)
@@ -185,7 +185,7 @@ QUERIES = [
 
 @pytest.mark.parametrize(("query", "passes"), QUERIES)
 @pytest.mark.parametrize("limit", [7, 200])
-def test_pages_have_exactly_the_samples_that_pass(session, one, runs, query, passes, limit):
+def test_pages_have_exactly_the_samples_that_match(session, one, runs, query, passes, limit):
     samples = lines_of(runs / "one" / "samples.jsonl")
     expected = [index for index, sample in enumerate(samples) if passes(sample)]
     indices, offset = [], 0
@@ -219,7 +219,7 @@ def test_pages_have_exactly_the_samples_that_pass(session, one, runs, query, pas
         ("shortest", lambda index, sample: (sample["response_len"], index)),
     ],
 )
-def test_orders(session, one, runs, order, key):
+def test_samples_have_the_requested_order(session, one, runs, order, key):
     samples = lines_of(runs / "one" / "samples.jsonl")
     expected = sorted(range(len(samples)), key=lambda index: key(index, samples[index]))
     page = session.get(f"{one}/samples", params={"order": order, "limit": 200}).json()
@@ -246,13 +246,13 @@ def test_pages_do_not_shift_while_samples_arrive(tmp_path):
         ({"step_to": "x"}, "step_to"),
     ],
 )
-def test_wrong_filters_are_named(session, one, query, parameter):
+def test_invalid_filters_are_named(session, one, query, parameter):
     answer = session.get(f"{one}/samples", params=query)
     assert answer.status_code == 400
     assert parameter in answer.json()["error"]["message"]
 
 
-def test_one_sample_in_full_with_the_others_of_its_prompt(session, one, runs):
+def test_a_sample_is_shown_in_full_with_the_others_of_its_prompt(session, one, runs):
     samples = lines_of(runs / "one" / "samples.jsonl")
     answer = session.get(f"{one}/samples/40").json()
     assert answer["record"] == samples[40]
@@ -261,7 +261,7 @@ def test_one_sample_in_full_with_the_others_of_its_prompt(session, one, runs):
     assert session.get(f"{one}/samples/{len(samples)}").status_code == 404
 
 
-def test_what_differs_between_two_runs(session):
+def test_differences_between_two_runs_are_listed(session):
     ids = {"left": run_id(session, "one"), "right": run_id(session, "deep/two")}
     answer = session.get("/api/diff", params=ids).json()
     settings = [(one["name"], one["values"], one["changes_results"]) for one in answer["settings"]]
@@ -335,7 +335,7 @@ def test_a_long_line_of_a_log_is_shortened_and_hides_no_other(tmp_path):
         assert 10 < len(all_lines) < 25
 
 
-def test_numbers_that_are_not_finite_and_incomplete_characters_arrive(tmp_path):
+def test_non_finite_numbers_and_unpaired_surrogates_are_transmitted(tmp_path):
     run = write_run(tmp_path / "run", steps=1)
     with open(run.samples_path, "a") as file:
         file.write('{"step": 1, "prompt_index": 0, "reward": NaN, "prompt": "p", "completion": "half \\ud83d"}\n')
@@ -430,7 +430,7 @@ def test_the_timeline_has_sessions_with_the_version_they_began_with(traced, tmp_
     assert (answer["traced"], answer["earlier"]) == (True, None)
 
 
-def test_without_a_trace_of_the_trainer_versions_are_as_old_as_the_steps_metrics(traced, tmp_path):
+def test_without_a_trainer_trace_versions_have_the_times_of_the_metrics(traced, tmp_path):
     (traced.path / "perf_tracer" / "trainer" / "traces-r0.jsonl").unlink()
     with client(tmp_path) as session:
         answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").json()

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, how it follows, who can use it."""
+"""The page in a real browser: its contents, live updates and accessibility."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_list_shows_the_runs_and_sorts_and_filters_them(page, url, ids):
     assert page.run(names) == ["two"]
 
 
-def test_chosen_runs_lead_to_their_curves_and_differences(page, url, ids):
+def test_chosen_runs_link_to_their_curves_and_differences(page, url, ids):
     show(page, url)
     for run in ids.values():
         page.run(f"document.getElementById('choose-{run}').click()")
@@ -93,7 +93,7 @@ def test_chosen_runs_lead_to_their_curves_and_differences(page, url, ids):
     cells = page.run(
         "[...document.querySelectorAll('.diff tbody tr')].map(row => [...row.children].map(cell => cell.innerText))"
     )
-    # Right or left depends on the order in the list.
+    # Which run is left depends on the order of the list.
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "lr"} == {("0.001", "0.01")}
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "algo"} == {("grpo", "gspo")}
     assert "that both recorded are bit-equal" in page.text()
@@ -114,7 +114,7 @@ def values_of(page: Page, title: str) -> list[str]:
 def test_curves_show_the_numbers_of_the_file_and_new_ones_within_two_seconds(page, folder, url, ids):
     run = write_run(folder / "growing", steps=30)
     with httpx.Client(base_url=url) as session:
-        while True:  # the list is searched every other second
+        while True:  # the folder is searched only every other second
             try:
                 growing = run_id(session, "growing")
                 break
@@ -150,7 +150,7 @@ def test_the_state_of_the_curves_is_in_the_url(page, url, ids):
     page.wait("document.querySelectorAll('figure canvas').length === 2")
 
 
-def test_the_values_of_a_chart_are_a_table_and_read_by_arrow_keys(page, url, ids, folder):
+def test_the_values_of_a_chart_can_be_read_in_a_table_and_with_arrow_keys(page, url, ids, folder):
     show(page, f"{url}/#/run/{ids['one']}/curves?name=reward")
     page.wait("document.querySelector('figure canvas')")
     page.run("document.querySelector('figure details').open = true")
@@ -245,7 +245,7 @@ def test_a_sample_shows_turns_tools_branches_and_tokens(page, url, ids):
     assert "“ I”" in page.text(".token-details")
 
 
-def test_a_conversation_without_messages_comes_from_the_roles_of_its_tokens(page, url, ids):
+def test_a_conversation_without_messages_is_built_from_the_roles_of_its_tokens(page, url, ids):
     show(page, f"{url}/#/run/{ids['one']}/sample/181")
     turns = page.run("[...document.querySelectorAll('.turn')].map(turn => turn.innerText.split('\\n'))")
     assert turns == [
@@ -305,7 +305,7 @@ def test_the_log_is_followed(page, url, ids, folder):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A run whose every text is hostile."""
+    """A run in which every text is hostile."""
     folder = tmp_path_factory.mktemp("hostile")
     name = HOSTILE.replace("/", "_")
     run = write_run(
@@ -359,7 +359,7 @@ def test_a_server_with_a_key_asks_for_it_once(page, folder):
             "document.cookie + location.href + JSON.stringify({...sessionStorage, ...localStorage})"
         )
         page.wait("document.getElementById('live').innerText === 'live'")
-        page.problems[:] = [text for text in page.problems if "401" not in text]  # the browser notes the refusals
+        page.problems[:] = [text for text in page.problems if "401" not in text]  # the browser logs the 401s
         page.open("about:blank")
 
 
@@ -388,7 +388,7 @@ def addresses_of(url, ids):
     ]
 
 
-def test_every_page_has_landmarks_one_title_and_names_for_what_can_be_used(page, url, ids):
+def test_every_page_has_landmarks_one_title_and_named_controls(page, url, ids):
     for address in addresses_of(url, ids):
         show(page, address)
         page.run("document.querySelectorAll('details').forEach(element => (element.open = true))")
@@ -420,7 +420,7 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_texts_have_contrast_in_light_and_dark(page, url, ids, dark):
+def test_text_has_enough_contrast_in_light_and_dark_mode(page, url, ids, dark):
     page.dark(dark)
     show(page, f"{url}/#/run/{ids['one']}")
     back = luminance(page.run("getComputedStyle(document.body).backgroundColor"))

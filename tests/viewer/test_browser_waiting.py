@@ -1,4 +1,4 @@
-"""The page of a run that has just begun: what is not there yet appears, and what the user does is left alone."""
+"""The page of a run that has just started: missing data appears later, and the user is not disturbed."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_sessions_appear_once_they_are_written(page, run, address):
     page.open("about:blank")
 
 
-def test_answers_are_not_drawn_again_because_of_a_line_of_the_log(page, run, address):
+def test_a_new_log_line_does_not_redraw_answers(page, run, address):
     run.append_eval_samples([{"step": 0, "prompt_index": 0, "prompt": "Q", "completion": "A"}])
     show(page, f"{address}/evaluations")
     page.wait("document.getElementById('live').innerText === 'live'")
-    time.sleep(1.5)  # what the connection asks for is drawn
+    time.sleep(1.5)  # the page draws what the new connection requested
     page.run("document.querySelector('main select').dataset.mark = 'kept'")
     with open(run.log_path, "a") as file:
         file.write("another line\n")
@@ -76,7 +76,7 @@ def test_answers_are_not_drawn_again_because_of_a_line_of_the_log(page, run, add
     page.open("about:blank")
 
 
-def test_a_page_that_was_left_does_not_change_the_address(page, run, address):
+def test_a_page_that_was_left_does_not_change_the_url(page, run, address):
     show(page, f"{address}/samples")
     before = page.run("location.hash")
     page.run("import('/app.js').then(app => app.keep('curves', { run: 'other' }))")
@@ -84,14 +84,14 @@ def test_a_page_that_was_left_does_not_change_the_address(page, run, address):
     page.open("about:blank")
 
 
-def test_a_run_that_is_gone_does_not_hide_the_others(page, run, address):
+def test_a_missing_run_does_not_hide_the_others(page, run, address):
     run.append_metrics(0, {"rollout/rewards_mean": 0.25})
     url, shown = address.split("/#/run/")
     show(page, f"{url}/#/curves?run={shown}&run=0000000000000000")
     page.wait("document.querySelectorAll('figure canvas').length >= 1")
     assert "1 run cannot be shown: there is no such run" in page.text()
     page.open("about:blank")
-    page.problems[:] = [text for text in page.problems if "404" not in text]  # the browser notes the refusal
+    page.problems[:] = [text for text in page.problems if "404" not in text]  # the browser logs the 404
 
 
 def test_a_page_says_when_its_run_was_deleted(page, run, address):
@@ -107,7 +107,7 @@ def test_a_page_says_when_its_run_was_deleted(page, run, address):
     page.problems[:] = [text for text in page.problems if "404" not in text]
 
 
-def test_the_focus_stays_where_it_was_while_a_page_is_drawn_again(page, run, address):
+def test_the_focus_stays_when_a_page_is_redrawn(page, run, address):
     run.append_eval_samples({"step": step, "prompt_index": 0, "prompt": "Q", "completion": "A"} for step in (0, 1, 2))
     show(page, f"{address}/evaluations")
     page.run("document.querySelectorAll('main select')[1].focus()")

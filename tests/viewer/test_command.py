@@ -1,4 +1,4 @@
-"""``areno view`` as a process: its address, its end, and what it refuses."""
+"""``areno view`` as a process: its address, its shutdown, and its errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_free_port_replaces_the_default_one_if_that_is_taken(tmp_path):
             taken.bind(("127.0.0.1", PORT))
             taken.listen()
         except OSError:
-            pass  # another program has it, which serves as well
+            pass  # another program uses it, which is just as good
         with view(tmp_path) as (_, url, printed):
             assert not url.endswith(f":{PORT}")
             assert f"port {PORT} is in use" in printed[0]
@@ -83,14 +83,14 @@ def test_the_key_can_come_from_the_environment(tmp_path):
         ([".", "--hots", "x"], "--hots"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(capsys, monkeypatch, tmp_path, arguments, message):
+def test_invalid_arguments_are_rejected_at_once(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ARENO_API_KEY", raising=False)
     assert main(["view", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_taken_port_that_was_asked_for_is_an_error(capsys, tmp_path):
+def test_a_requested_port_that_is_in_use_is_an_error(capsys, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

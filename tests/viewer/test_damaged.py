@@ -54,14 +54,14 @@ def test_a_configuration_that_cannot_be_read_hides_no_run(tmp_path, config):
     assert rows["good"]["algo"] == "grpo"
 
 
-def test_names_of_settings_that_are_dates_are_text(tmp_path):
+def test_setting_names_that_are_dates_become_text(tmp_path):
     write_run(tmp_path / "run", steps=1, config=CONFIG + "2026-01-01: {2026-01-02: x}\n")
     with client(tmp_path) as session:
         config = session.get(f"/api/runs/{run_id(session, 'run')}").raise_for_status().json()["config"]
     assert config["2026-01-01"] == {"2026-01-02": "x"}
 
 
-def test_a_configuration_of_another_kind_does_not_prevent_a_comparison(tmp_path):
+def test_a_configuration_of_unexpected_types_does_not_prevent_a_comparison(tmp_path):
     write_run(tmp_path / "one", steps=1, config="experiment_name: e\nactor: text\n")
     write_run(tmp_path / "two", steps=1)
     with client(tmp_path) as session:
@@ -97,7 +97,7 @@ def test_hostile_lines_are_left_out_and_the_others_are_read(tmp_path):
         assert [sample["prompt"] for sample in searched] == [7]
 
 
-def test_an_index_that_points_anywhere_is_no_error_of_the_list(tmp_path):
+def test_an_index_with_wrong_positions_does_not_break_the_list(tmp_path):
     run = write_run(tmp_path / "run", steps=2, prompts=1)
     index = run.samples_path.with_suffix(".index")
     content = bytearray(index.read_bytes())
@@ -129,21 +129,21 @@ def test_damaged_traces_are_left_out(tmp_path):
     assert [phase["name"] for phase in answer["phases"]] == ["update_weights", "train_step"]
 
 
-def test_an_evaluation_is_no_new_version_of_the_weights(tmp_path):
+def test_an_evaluation_is_not_a_new_weight_version(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     for step in range(3):
         run.append_metrics(step, {"train/loss": 1.0})
     run.append_metrics(3, {"eval/rewards_mean": 1.0})
     path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
     path.parent.mkdir(parents=True)
-    times = {"submit_ts": 1.0, "finalized_ts": 4e9}  # around all of them
+    times = {"submit_ts": 1.0, "finalized_ts": 4e9}  # spans all of them
     append(path, json.dumps({"task_id": 0, "session_id": 0, **times, "phases": {}}))
     with client(tmp_path) as session:
         answer = session.get(f"/api/runs/{run_id(session, 'run')}/timeline").json()
     assert [one["version"] for one in answer["versions"]] == [1, 2, 3]
 
 
-# -- what is no plain file ---------------------------------------------------------------------------------------------
+# -- files that are not regular ----------------------------------------------------------------------------------------
 
 
 def test_a_status_outside_of_the_folder_is_not_read(tmp_path):
@@ -161,7 +161,7 @@ def test_a_status_outside_of_the_folder_is_not_read(tmp_path):
 def test_a_pipe_blocks_neither_the_list_nor_its_events(tmp_path, name):
     run = write_run(tmp_path / "piped", steps=1)
     if name == ".lock":
-        run.status_path.unlink()  # then the lock alone tells the state
+        run.status_path.unlink()  # then the lock alone determines the state
     (run.path / name).unlink(missing_ok=True)
     os.mkfifo(run.path / name)
     other = write_run(tmp_path / "other", steps=1)
@@ -175,7 +175,7 @@ def test_a_pipe_blocks_neither_the_list_nor_its_events(tmp_path, name):
     assert (answer.status_code, name in answer.text) == ((200, False) if name == ".lock" else (403, True))
 
 
-def test_a_file_that_is_read_as_a_whole_has_a_limit(tmp_path):
+def test_a_file_that_is_read_as_a_whole_has_a_size_limit(tmp_path):
     run = write_run(tmp_path / "run", steps=1)
     with open(run.summary_path, "wb") as file:
         file.truncate(2**30)
@@ -216,7 +216,7 @@ def test_a_huge_line_is_left_out_in_little_memory_and_the_others_are_read(tmp_pa
     assert evaluations["steps"] == [0, 2]
 
 
-def test_a_huge_sample_in_the_index_is_listed_and_not_read(tmp_path):
+def test_a_huge_sample_in_the_index_is_listed_but_not_read(tmp_path):
     run = write_run(tmp_path / "run", steps=1, prompts=1)
     run.append_samples([{"step": 1, "prompt_index": 0, "completion": "x" * 2**24}])
     with client(tmp_path) as session:
@@ -227,7 +227,7 @@ def test_a_huge_sample_in_the_index_is_listed_and_not_read(tmp_path):
         assert (answer.status_code, "bytes" in answer.json()["error"]["message"]) == (403, True)
 
 
-def test_a_page_of_samples_stays_small_whatever_their_rewards_have(tmp_path):
+def test_a_page_of_samples_stays_small_whatever_its_reward_parts(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     parts = {f"part{number}": 0.5 for number in range(1000)}
     run.append_samples([{"step": 0, "reward_parts": {"text": "x" * 10_000, "deep": [[]], **parts}}])
@@ -246,7 +246,7 @@ def test_links_to_folders_are_not_searched(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_what_another_user_keeps_private_hides_no_run(tmp_path):
+def test_files_without_read_permission_hide_no_run(tmp_path):
     write_run(tmp_path / "good", steps=1)
     (tmp_path / "private").mkdir(mode=0)
     run = write_run(tmp_path / "unreadable", steps=1)
@@ -262,7 +262,7 @@ def test_what_another_user_keeps_private_hides_no_run(tmp_path):
         (tmp_path / "private").chmod(0o700)
 
 
-def test_a_look_at_the_lock_does_not_keep_a_run_from_being_resumed(tmp_path):
+def test_checking_the_lock_does_not_prevent_a_run_from_resuming(tmp_path):
     with run_lock(tmp_path, "wait"):
         pass
     looking = os.open(tmp_path / ".lock", os.O_RDONLY)
@@ -272,10 +272,10 @@ def test_a_look_at_the_lock_does_not_keep_a_run_from_being_resumed(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith("process ")
 
 
-# -- what is not there yet ---------------------------------------------------------------------------------------------
+# -- files that do not exist yet ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_has_just_begun_has_no_metrics_and_says_how_many_it_gets(tmp_path):
+def test_a_run_that_has_just_started_reports_the_number_of_its_metrics(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     run.metrics_path.unlink()
     with client(tmp_path) as session:

@@ -25,7 +25,7 @@ PROMISED_S = 2.0
 
 @contextmanager
 def listening(url: str, runs: list[str]) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Returns a function that waits for the next event, after the one that tells that events begin."""
+    """Connect to the events and wait for the first one; yields a function that waits for the next one."""
     events: Queue[dict[str, Any]] = Queue()
     session = httpx.Client(base_url=url, timeout=30)
     begun = threading.Event()
@@ -82,7 +82,7 @@ def append(run, part):
 
 
 @pytest.mark.parametrize("part", ["metrics", "samples", "evaluations", "warnings", "status", "log", "timeline"])
-def test_an_event_tells_which_part_of_a_run_is_new(run, url, part):
+def test_an_event_names_the_part_of_a_run_that_is_new(run, url, part):
     with httpx.Client(base_url=url) as session:
         watched = run_id(session, "run")
     with listening(url, [watched]) as next_event:
@@ -112,7 +112,7 @@ def test_a_killed_process_changes_the_status(run, url):
     with ExitStack() as stack:
         stack.enter_context(run_lock(run.path, "wait"))
         next_event = stack.enter_context(listening(url, [watched]))
-        stack.close()  # what remains of the process is its status
+        stack.close()  # releases the lock; the status remains, as after a kill
         assert next_event() == {"run": watched, "changed": ["status"]}
 
 
@@ -128,7 +128,7 @@ def test_the_list_of_runs_follows_new_runs_and_their_steps(run, url):
             time.sleep(0.1)
 
 
-def test_a_deleted_run_is_no_longer_there_and_its_followers_are_told(run, url):
+def test_a_deleted_run_disappears_and_its_followers_are_notified(run, url):
     with httpx.Client(base_url=url) as session:
         watched = run_id(session, "run")
         with listening(url, [watched]) as next_event:
@@ -140,7 +140,7 @@ def test_a_deleted_run_is_no_longer_there_and_its_followers_are_told(run, url):
 
 
 class CountedRun(OpenedRun):
-    """Counts how often its files are looked at."""
+    """Counts how often its files are checked."""
 
     looks = 0
 
@@ -149,14 +149,14 @@ class CountedRun(OpenedRun):
         return super().logs()
 
 
-def test_a_run_is_looked_at_once_for_all_its_followers_and_not_without_any(tmp_path):
+def test_a_run_is_checked_once_for_all_its_followers_and_not_without_any(tmp_path):
     files = write_run(tmp_path / "run", steps=1)
     run = CountedRun("one", files.path, tmp_path)
 
     async def follow() -> list[list[str]]:
         changes = Changes(RunCatalog(tmp_path), asyncio.Event())
         clients = [changes.events([run]) for _ in range(10)]
-        await asyncio.gather(*map(anext, clients))  # the events begin
+        await asyncio.gather(*map(anext, clients))  # the streams have started
         files.append_warning(1, "new")
         heard = [json.loads((await anext(client)).removeprefix("data: "))["changed"] for client in clients]
         for client in clients:

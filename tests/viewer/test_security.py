@@ -1,4 +1,4 @@
-"""Who reads what: paths, hosts, keys, links out of the folder, and text that would like to be HTML."""
+"""Access to data: paths, hosts, keys, links out of the folder, and text that imitates HTML."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def session(folder):
         "/api/diff?left=../secret.txt&right=.",
     ],
 )
-def test_no_path_of_a_client_is_opened(session, path):
+def test_no_path_from_a_client_is_opened(session, path):
     host, port = session.base_url.host, session.base_url.port
     raw = httpx.Request("GET", f"http://{host}:{port}/", extensions={"target": path.encode()})  # not normalized
     answer = session.send(raw)
@@ -65,7 +65,7 @@ def test_no_path_of_a_client_is_opened(session, path):
 
 
 @pytest.mark.parametrize("log", [-1, 1, 99])
-def test_logs_are_numbered(session, log):
+def test_a_log_number_out_of_range_gives_no_lines(session, log):
     (run,) = session.get("/api/runs").json()["runs"]
     assert session.get(f"/api/runs/{run['id']}/log", params={"file": log}).json()["lines"] == []
 
@@ -85,7 +85,7 @@ def test_hostile_text_arrives_as_json_that_a_browser_does_not_render(session):
 
 
 @pytest.mark.parametrize("path", ["/", "/app.js", "/api/runs", "/api/runs/none", "/missing", "/api/missing"])
-def test_every_response_confines_the_page(session, path):
+def test_every_response_has_restrictive_headers(session, path):
     answer = session.get(path, headers={"Origin": "http://evil.example"})
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'self'"
@@ -115,7 +115,7 @@ def test_only_reading_is_possible(session):
         assert session.request(method, "/api/login").status_code in (404, 405)
 
 
-def test_data_needs_the_key_in_a_header_or_the_cookie_of_a_login(folder):
+def test_data_requires_the_key_in_a_header_or_a_login_cookie(folder):
     with client(folder, KEY) as session:
         for path in ("/api/runs", "/api/events", "/api/diff", "/api/anything"):
             assert session.get(path).status_code == 401
@@ -137,7 +137,7 @@ def test_data_needs_the_key_in_a_header_or_the_cookie_of_a_login(folder):
         assert session.get("/api/runs", cookies=stolen).status_code == 401
 
 
-def test_odd_cookies_of_other_programs_do_not_undo_the_login(folder):
+def test_odd_cookies_of_other_programs_do_not_break_the_login(folder):
     with client(folder, KEY) as session:
         session.post("/api/login", content=KEY).raise_for_status()
         ((name, value),) = dict(session.cookies).items()
@@ -149,7 +149,7 @@ def test_odd_cookies_of_other_programs_do_not_undo_the_login(folder):
 @pytest.mark.parametrize(
     ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
 )
-def test_pages_of_other_servers_cannot_make_this_one_work(session, site, status):
+def test_pages_of_other_sites_cannot_request_data(session, site, status):
     assert session.get("/api/runs", headers={"Sec-Fetch-Site": site}).status_code == status
     assert session.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200, "a link to the page"
 
@@ -157,7 +157,7 @@ def test_pages_of_other_servers_cannot_make_this_one_work(session, site, status)
 @pytest.mark.parametrize(
     ("host", "key"), [("0.0.0.0", None), ("::", None), ("127.0.0.1", "two words"), ("127.0.0.1", "")]
 )
-def test_other_addresses_need_a_key_and_keys_are_plain(folder, host, key):
+def test_other_addresses_require_a_key_and_invalid_keys_are_rejected(folder, host, key):
     with pytest.raises(UsageError, match="--api-key"):
         ViewerServer(folder, host, 0, key)
 
@@ -190,13 +190,13 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("swapped", ["file", "run"])
-def test_what_becomes_a_link_just_before_it_is_opened_is_not_read(tmp_path, monkeypatch, swapped):
+def test_a_path_that_becomes_a_link_just_before_it_is_opened_is_not_read(tmp_path, monkeypatch, swapped):
     run = write_run(tmp_path / "runs" / "run", steps=1)
     secret = write_run(tmp_path / "secret", steps=1)
     resolve = Path.resolve
 
     def resolve_and_swap(path, strict=False):
-        """The path, which an attacker then replaces: the least favorable moment."""
+        """Resolve the path, then replace it as an attacker would, at the worst moment."""
         resolved = resolve(path, strict)
         if path == run.log_path:
             old, new = (run.log_path, secret.log_path) if swapped == "file" else (run.path, secret.path)
@@ -229,7 +229,7 @@ def test_the_page_never_parses_text_as_html_or_code():
     assert not re.search(r"https?://", page)
 
 
-def test_files_are_small_and_vendored_ones_are_what_was_published():
+def test_files_are_small_and_vendored_ones_match_their_published_hashes():
     assert all(
         len(path.read_text(encoding="utf-8").splitlines()) < 500
         for path in STATIC.iterdir()
@@ -244,7 +244,7 @@ def test_files_are_small_and_vendored_ones_are_what_was_published():
     assert listed | {"sources.json"} == {path.name for path in (STATIC / "vendor").iterdir()}
 
 
-def test_the_page_and_its_modules_are_served_with_their_types_and_not_again(session):
+def test_the_page_and_its_modules_are_served_with_their_types_and_cached(session):
     kinds = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
     for path in STATIC.rglob("*"):
         if path.suffix not in kinds:
@@ -257,5 +257,5 @@ def test_the_page_and_its_modules_are_served_with_their_types_and_not_again(sess
         assert (again.status_code, again.content) == (304, b"")
 
 
-def test_run_ids_are_no_paths(session):
+def test_run_ids_are_not_paths(session):
     assert re.fullmatch(r"[0-9a-f]{16}", run_id(session, HOSTILE.replace("/", "_")))

@@ -53,7 +53,7 @@ function askKey() {
   });
 }
 
-/** Say why the page is not updated, or that it is again. */
+/** Show why the page is not updated; an empty text hides the message. */
 function showProblem(text) {
   const problem = document.getElementById("problem");
   problem.hidden = !text;
@@ -61,8 +61,9 @@ function showProblem(text) {
 }
 
 /**
- * Call `change({run, changed})` on new data of runs (none: the list of runs), and with `{changed: null}` on each connection.
- * The connection is closed while the tab is hidden, because browsers allow only a few. Returns a function that ends it.
+ * Call `change({run, changed})` on new data of runs, or of the list of runs if none are passed, and with `{changed: null}` on
+ * each connection. The connection is closed while the tab is hidden, because browsers allow only a few. Returns a function that
+ * stops it.
  */
 export function follow(runs, change) {
   let source = null, retry = null, ended = false;
@@ -116,7 +117,7 @@ export function follow(runs, change) {
   };
 }
 
-/** A function that runs asynchronous work: never twice at once, `gap` ms apart, and again if it is called meanwhile. */
+/** Wrap asynchronous work: it never runs twice at once, runs `gap` ms apart, and runs again if it is called meanwhile. */
 export function coalesced(work, gap = 0) {
   let running = false, again = false;
   return async function run() {

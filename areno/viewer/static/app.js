@@ -1,4 +1,4 @@
-// Which page the URL names, and the navigation around it.
+// Shows the page that the URL names, and the navigation.
 
 import { get } from "./api.js";
 import { announce, el, fill } from "./dom.js";
@@ -14,7 +14,7 @@ const RUN_PAGES = [
   ["log", "Log", "./logs.js"],
 ];
 const main = document.getElementById("main");
-const names = new Map(); // of runs by id
+const names = new Map(); // names of runs by id
 let close = null;
 let shown = 0;
 
@@ -31,7 +31,7 @@ function decoded(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // a percent sign that encodes nothing
+    return text; // malformed percent-encoding
   }
 }
 
@@ -54,7 +54,7 @@ export function link(path, params = {}) {
   return `#/${path}${text ? `?${text}` : ""}`;
 }
 
-/** Keep the state of a page in the URL, without a new entry in the history; not if another page is shown by now. */
+/** Keep the state of a page in the URL, without a new entry in the history, unless another page is shown by now. */
 export function keep(path, params) {
   if (location.hash.split("?")[0] === link(path)) history.replaceState(null, "", link(path, params));
 }

@@ -1,4 +1,4 @@
-// Curves of one or several runs, overlaid: which metrics, how smooth, on which axes; they grow while the runs train.
+// Overlaid curves of one or several runs, with a choice of metrics, smoothing and axes; they grow while the runs train.
 
 import { coalesced, follow, get } from "./api.js";
 import { keep, link } from "./app.js";
@@ -9,7 +9,7 @@ const FIRST = ["reward", "eval_reward", "loss", "entropy", "response_length", "g
 const MOST_CHARTS = 12; // unless more are chosen
 const MOST_POINTS = 3000; // a series that grew beyond this is requested again as a whole
 const MOST_RUNS = 16; // as many as the server keeps open
-const NEW = "0"; // the cursor of a series of which nothing is known
+const NEW = "0"; // the cursor of a series without any points yet
 
 export async function show(page, { run, params }) {
   const ids = run ? [run] : [...new Set(params.getAll("run"))];
@@ -27,7 +27,7 @@ export async function show(page, { run, params }) {
   return curves.start();
 }
 
-/** The points of the metrics of runs, which are requested once and then only followed. */
+/** The points of the metrics of runs; after the first request only new points are requested. */
 class Points {
   #store = new Map(); // "run name" -> points
 
@@ -35,7 +35,7 @@ class Points {
     return this.#store.get(`${run.id} ${name}`);
   }
 
-  /** Request what is new of some metrics of a run; the answer, and whether there was anything. */
+  /** Request new points of some metrics of a run; returns the answer and whether anything changed. */
   async load(run, names) {
     const after = names.map((name) => this.get(run, name)?.next ?? NEW);
     const answer = await get(`/api/runs/${run.id}/metrics`, { name: names, after });
@@ -84,7 +84,7 @@ class Curves {
     return [this.#controls(), this.runs.length > 1 && this.#legend(), this.#picker(), this.#unread, this.#empty, this.#grid];
   }
 
-  /** Draw, and follow the runs; returns a function that ends it. */
+  /** Draw, and follow the runs; returns a function that stops following. */
   async start() {
     await this.#load();
     const dark = matchMedia("(prefers-color-scheme: dark)"), draw = () => this.#draw();
@@ -98,7 +98,7 @@ class Curves {
     };
   }
 
-  /** List all metrics, and choose the first ones unless the user has. */
+  /** List all metrics, and choose the first ones unless the user has chosen. */
   #list() {
     this.#keys = [...new Set(this.runs.flatMap((one) => Object.keys(one.keys)))];
     this.#metrics = [...new Set(this.runs.flatMap((one) => Object.keys(one.metrics)))].sort();
@@ -228,7 +228,7 @@ class Curves {
     if (figures.length !== now.length || figures.some((figure, place) => now[place] !== figure)) fill(this.#grid, figures);
   }
 
-  /** What a metric means, requested when it is opened. */
+  /** The explanation of a metric, requested when it is opened. */
   #explanation(name) {
     const box = el("details", { on: { toggle: async () => {
       if (!box.open || box.children.length > 1) return;

@@ -23,7 +23,7 @@ function build(element, properties, children) {
   return element;
 }
 
-/** An HTML element; `properties` are attributes, and `on` with event handlers. */
+/** An HTML element; `properties` holds its attributes, and its event handlers in `on`. */
 export function el(tag, properties, ...children) {
   return build(document.createElement(tag), properties, children);
 }
@@ -33,7 +33,7 @@ export function svg(tag, properties, ...children) {
   return build(document.createElementNS(SVG, tag), properties, children);
 }
 
-/** Replace the children of an element; the focus stays on the same child, or goes to the new one with its id or address. */
+/** Replace the children of an element; the focus stays on the same child, or moves to the new one with its id or address. */
 export function fill(element, ...children) {
   const old = element.contains(document.activeElement) ? document.activeElement : null;
   element.replaceChildren(...present(children));
@@ -64,7 +64,7 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/** A number of things: "1 step", "2 steps". */
+/** A count with its noun: "1 step", "2 steps". */
 export function plural(count, word) {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }

@@ -1,11 +1,11 @@
-// The end of a log, and its lines as they are written.
+// The end of a log, and new lines as they are written.
 
 import { coalesced, follow, get } from "./api.js";
 import { keep } from "./app.js";
 import { el, field, fill, select } from "./dom.js";
 
 const MOST_LINES = 5000;
-const MOST_BEHIND = 2 ** 20; // bytes that are skipped, not followed, as after a night in the background
+const MOST_BEHIND = 2 ** 20; // bytes; if more are unread, as after a night in the background, they are skipped
 const LEVELS = ["all", "WARNING", "ERROR"];
 const RANKS = { error: 2, warning: 1 };
 
@@ -27,7 +27,7 @@ class Log {
   #lines = [];
   #start = 0; // byte positions of the lines
   #end = 0;
-  #isCut = false; // whether the first lines were dropped, so that the position of the first kept one is not known
+  #isCut = false; // whether the first lines were dropped, so that the position of the first kept one is unknown
   #log = el("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log" });
   #earlier = el("button", { on: { click: () => this.#older() } }, "Earlier lines");
   #search = el("input", { type: "search", on: { input: () => this.#draw() } });
@@ -57,9 +57,9 @@ class Log {
     this.#draw();
   }
 
-  /** Add the lines that were written since, unless the end is not followed and there are many. */
+  /** Add the lines that were written since, unless the end is not followed and many lines are shown. */
   async newer() {
-    if (!this.follows.checked && this.#lines.length >= MOST_LINES) return undefined; // read when it follows again
+    if (!this.follows.checked && this.#lines.length >= MOST_LINES) return undefined; // read once the end is followed again
     const answer = await this.#request({ after: this.#end });
     if (!answer) return undefined;
     if (answer.files.join("\n") !== this.#files.join("\n")) { // their numbers may have changed
@@ -119,7 +119,7 @@ class Log {
   }
 
   #draw() {
-    let last = ""; // lines without a level belong to the one before
+    let last = ""; // the level of the last line with a timestamp, which applies to the lines below it
     const words = this.#search.value.toLowerCase(), least = LEVELS.indexOf(this.#level);
     const some = this.#lines.filter((line) => {
       if (/^\d{4}-\d\d-\d\d /.test(line)) last = kind(line);

@@ -33,7 +33,7 @@ function average(values, weight) {
   });
 }
 
-/** A chart of a title; charts with the same `sync` share the position of the pointer. */
+/** A chart with a title; charts with the same `sync` share the position of the pointer. */
 export function chart(title, sync) {
   return new Chart(title, sync);
 }
@@ -63,8 +63,8 @@ class Chart {
   }
 
   /**
-   * Draw lines, each with `label`, `place` (of its color), `x`, `y` and `missing` (steps of values that are not finite); options
-   * are `smooth` (0 to below 1), `log`, `unit` of x.
+   * Draw lines, each with `label`, `place` (index of its color), `x`, `y` and `missing` (steps of values that are not finite);
+   * options are `smooth` (0 to below 1), `log`, `unit` of x.
    */
   draw(lines, options) {
     this.#lines = lines;
@@ -127,7 +127,7 @@ class Chart {
     return this.#options.smooth > 0 ? [{ ...raw, width: 1, alpha: 0.3 }, { ...raw, width: 2 }] : [raw];
   }
 
-  /** The newest value of a line, or the one at or before a place of the pointer. */
+  /** The newest value of a line, or the one at or before the position of the pointer. */
   #valueAt(place, position) {
     const column = this.#plot.data[1 + place * (this.#options.smooth > 0 ? 2 : 1)];
     for (let index = position ?? column.length - 1; index >= 0; index--) {

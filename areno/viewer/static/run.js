@@ -1,4 +1,4 @@
-// What a run is: state, warnings with what to do, last values, configuration, environment.
+// The overview of a run: state, warnings with remedies, last values, configuration, environment.
 
 import { coalesced, follow, get } from "./api.js";
 import { link } from "./app.js";

@@ -66,7 +66,7 @@ class RunList {
     const isMissing = (value) => value === null || value === undefined || value === "NaN";
     const order = (a, b) => {
       const [x, y] = [a[this.#sort], b[this.#sort]];
-      if (isMissing(x) !== isMissing(y)) return isMissing(x) ? 1 : -1; // last in both directions
+      if (isMissing(x) !== isMissing(y)) return isMissing(x) ? 1 : -1; // missing values are last in both directions
       const sign = x === y || isMissing(x) ? 0 : x < y ? -1 : 1;
       return (sign || (a.path < b.path ? -1 : 1)) * (this.#isDescending ? -1 : 1);
     };
@@ -126,7 +126,7 @@ function summary({ runs, folder, has_more: hasMore, outside }) {
     (outside ? `; ${plural(outside, "link")} out of this folder ${outside === 1 ? "is" : "are"} not followed` : "");
 }
 
-/** Links to the curves of the chosen runs, else of the first ones, and to the differences of two. */
+/** Links to the curves of the chosen runs, or else of the first ones, and to the differences between two. */
 function actions(list, picked) {
   const ids = list.filter((row) => picked.has(row.id)).map((row) => row.id);
   const shownIds = ids.length ? ids : list.filter((row) => !row.problem).slice(0, MOST_CURVES).map((row) => row.id);

@@ -41,7 +41,7 @@ class Sample {
     return [el("h1", {}, `Sample ${nameOf({ step, prompt, sample })}`), this.#navigation(), this.#facts(), this.#siblings(), this.#body];
   }
 
-  /** The samples before and after this one in the list, else in the file. */
+  /** The samples before and after this one in the list, or in the file if this one is not in the list. */
   #neighbors(recorded) {
     const at = listed.run === this.run ? listed.indices.indexOf(this.index) : -1;
     if (at >= 0) return { before: listed.indices[at - 1] ?? null, after: listed.indices[at + 1] ?? null };
@@ -120,7 +120,7 @@ class Sample {
       below.length > 0 && el("ul", {}, below));
   }
 
-  /** What the parent continued with, and what stands there in the branch. */
+  /** How the parent continues after the fork, and what the branch has instead. */
   #edit(place) {
     const { parent, at, until } = this.forks[place];
     const cut = (tokens) => {

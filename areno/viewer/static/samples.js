@@ -36,7 +36,7 @@ class SampleList {
   #recorded = 0;
   #taken = 0;
   #isOpen = false;
-  #turn = 0; // of the filters, so that late answers to other ones are ignored
+  #turn = 0; // counts changes of the filters, so that late answers to earlier ones are ignored
   #list = el("ol", { class: "samples", "aria-label": "Samples" });
   #count = el("p", { "aria-live": "polite" });
   #unread = el("div");
@@ -62,7 +62,7 @@ class SampleList {
     ];
   }
 
-  /** List the samples, and look for new ones; returns a function that ends it. */
+  /** List the samples, and watch for new ones; returns a function that stops watching. */
   async start() {
     const keys = (event) => this.#press(event);
     document.addEventListener("keydown", keys);
@@ -132,7 +132,7 @@ class SampleList {
       if (answer.error && !this.#isOpen) throw answer.error;
       if (answer.error) {
         this.#count.textContent = answer.error.message;
-        this.#more.disabled = this.#more.hidden = false; // tries again
+        this.#more.disabled = this.#more.hidden = false; // to retry
         return;
       }
       this.#add(answer);

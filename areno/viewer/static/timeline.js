@@ -9,7 +9,7 @@ const VERSIONS = 6;
 const PHASES = ["generate", "reward", "toolcall"];
 const STALENESS = ["staleness", "train/staleness_max", "rollout/staleness/max"];
 
-/** Give each span the first lane that is free at its begin. */
+/** Assign each span to the first lane that is free when it begins. */
 function packed(spans) {
   const ends = [];
   return spans.map((span) => {
@@ -20,7 +20,7 @@ function packed(spans) {
   });
 }
 
-/** The drawing of a window: a lane for each span at a time, weight updates as lines, and the seconds below. */
+/** The drawing of a window: concurrent spans in separate lanes, weight updates as lines, and the seconds below. */
 class Lanes {
   #shapes = [];
   #y = TOP;
@@ -90,7 +90,7 @@ class Lanes {
   }
 }
 
-/** Seconds that a session spent in phases of a name. */
+/** Seconds that a session spent in phases with this name. */
 function secondsOf(session, name) {
   return session.phases.filter((phase) => phase.name === name).reduce((sum, phase) => sum + phase.end - phase.begin, 0);
 }
@@ -150,7 +150,7 @@ class Timeline {
     return [this.#missing, this.#lanes, this.#curve];
   }
 
-  /** Draw, and follow the run while its end is shown; returns a function that ends it. */
+  /** Draw, and follow the run while its end is shown; returns a function that stops following. */
   async start() {
     await this.#load();
     const resize = () => this.#latest?.traced && this.#draw();

@@ -1,4 +1,4 @@
-// The tokens of a training row, colored by a number of each; and where rows of one sample fork.
+// The tokens of a training row, colored by one of their values, and where the rows of a sample fork.
 
 import { el, field, fill, number, select, table } from "./dom.js";
 
@@ -10,7 +10,7 @@ const COLORS = [
   ["role", "role"],
 ];
 const LOGPROB_BOUNDS = [0.05, 0.5, 1.5, 3, 6];
-const STEPS = 4; // of each sign of the advantage
+const STEPS = 4; // color levels for each sign of the advantage
 const VERSIONS = 6;
 
 /** The rows of a record as lists of tokens. */
@@ -31,7 +31,7 @@ export function rowsOf(rows) {
 }
 
 /**
- * Where each row forks: `parent` (the earlier row with the longest common beginning; null for a first row), `at` (its length),
+ * Where each row forks: `parent` (the earlier row with the longest common prefix; null for a first row), `at` (its length),
  * `until` (the end of the edited prompt: the first sampled token after it), `turn`.
  */
 export function forksOf(rows) {
@@ -80,7 +80,7 @@ function legend(row, color, scale) {
   return el("ul", { class: "legend", "aria-label": "Colors" }, items, always);
 }
 
-/** The tokens of a row as text with colors, a legend, and the numbers of the current token and of all tokens in a table. */
+/** The tokens of a row as colored text, with a legend, the values of the current token, and a table of all tokens. */
 export function tokenView(row, fork, { color, change }) {
   const scale = Math.max(0, ...row.filter((token) => token.trained).map((token) => Math.abs(token.advantage)).filter(Number.isFinite));
   const details = el("p", { class: "token-details", "aria-live": "polite" }, "Choose a token with the pointer or the arrow keys.");

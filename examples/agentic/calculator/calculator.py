@@ -26,7 +26,7 @@ _LARGEST = 10**12
 
 
 def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
-    """A problem with its steps.
+    """Return a problem with its steps.
 
     Args:
         rng: source of random numbers.
@@ -52,7 +52,7 @@ class Calculator(Environment):
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Set the problem of ``record`` up."""
+        """Set up the problem of ``record``."""
         self.steps = record["steps"]
         self.calls, self.right, self._said = 0, int(record["solutions"][0]), ""
         return f"Work out {record['problem']}. Use calculate for each operation, then say: Answer: number"

@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 
 DEVICES = ("null", "zero", "random", "urandom")
 
 # Per machine: its audit number, the numbers of clone and pivot_root, and those of the refused system calls.
-# Refused are sockets, io_uring (which can open sockets), calls that make or join namespaces or access other processes, and
+# Refused: sockets, io_uring (which can open sockets), calls that make or join namespaces or access other processes, and
 # those whose memory belongs to no process (memfd) or outlives all of them (System V, message queues, keys).
 MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
     "x86_64": (
@@ -60,7 +60,7 @@ LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 # Landlock's rights to files: execute, write, read file, read folder, remove folder/file, make ..., refer, truncate, ioctl.
 READING = 0b1101
 EVERYTHING = (1 << 16) - 1
-WORKING = EVERYTHING & ~(1 << 6 | 1 << 11)  # without making devices
+WORKING = EVERYTHING & ~(1 << 6 | 1 << 11)  # no device nodes
 LANDLOCK_ABI = 6  # the first version that confines signals and abstract sockets
 
 
@@ -81,7 +81,7 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (paths that can be read),
-            ``user`` (user id to change to; None: do not change), ``parent`` (process with whose end the sandbox must end),
+            ``user`` (user id to change to; None: do not change), ``parent`` (process whose exit must end the sandbox),
             ``seconds``, ``bytes`` (address space of a process), ``file_bytes``, ``disk_bytes``, ``processes``.
     """
     if settings["method"] == "namespaces":
@@ -98,7 +98,7 @@ def supervise(parent: int | None, *, adopts: bool = False) -> None:
     """Fork; the parent waits until its child has ended, and ends in the same way.
 
     Args:
-        parent: id of the process with whose end this process must end; the kernel then sends SIGTERM. None: none.
+        parent: id of the process whose exit must end this process; the kernel then sends SIGTERM. None: no process.
         adopts: end processes that the child has left running; in namespaces the kernel does so.
     """
     watched = (signal.SIGCHLD, signal.SIGTERM)
@@ -338,7 +338,7 @@ def filter_system_calls() -> None:
         return 0x00050000 | number
 
     code = [(load, 0, 0, 4), (equal, 1, 0, audit), (leave, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(above, 0, 1, 0x40000000), (leave, 0, 0, error(38))]  # the second table of x86-64
+    code += [(above, 0, 1, 0x40000000), (leave, 0, 0, error(38))]  # the x32 calls of x86-64
     code += [
         (equal, 0, 1, CLONE3),
         (leave, 0, 0, error(38)),

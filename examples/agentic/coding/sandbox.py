@@ -187,7 +187,7 @@ def _problem(method: str) -> str:
 
 
 def _python(method: str) -> str:
-    """Return an interpreter that a command can read: the current one, or the system's if that is in a closed folder."""
+    """Return an interpreter that commands can read: the current one, or the system's if the former is in a private folder."""
     own = os.path.realpath(sys.executable)
     closed = any(not folder.stat().st_mode & stat.S_IXOTH for folder in Path(own).parents)
     # Mounts are made as root, so only with Landlock must another user be able to reach the path.
@@ -250,7 +250,7 @@ _turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
 
 def _turn() -> asyncio.Semaphore:
-    """Run at most as many commands at once as there are CPUs, so that time limits mean the same for all."""
+    """Run at most one command per CPU at a time, so that time limits mean the same for all."""
     loop = asyncio.get_running_loop()
     for other in [each for each in _turns if each.is_closed()]:
         del _turns[other]

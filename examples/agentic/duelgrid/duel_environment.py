@@ -63,7 +63,7 @@ class DuelGrid(Environment):
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Set the duel up."""
+        """Set up the duel."""
         self.duel = from_json(record["state"])
         self.seed, self.turns, self._total = record["seed"], 0, 0.0
         return f"{RULES}\n{text_of(self.duel)}"

@@ -242,7 +242,7 @@ class Duel:
 
 
 def from_json(state: Mapping[str, Any]) -> Duel:
-    """Return the game of a state that :meth:`Duel.to_json` has made."""
+    """Return the game of a state that :meth:`Duel.to_json` returned."""
     return Duel(
         fighters={name: Fighter(**values) for name, values in state["fighters"].items()},
         walls={(x, y) for x, y in state["walls"]},
@@ -254,7 +254,7 @@ def from_json(state: Mapping[str, Any]) -> Duel:
 
 
 def scripted_turn(duel: Duel, rng: random.Random | None = None) -> list[Action]:
-    """Return a sensible turn: attack while the other player is in reach, pick up items on the own tile, otherwise walk towards
+    """Return a sensible turn: attack while the other player is in reach, pick up items on its own tile, otherwise walk towards
     the other player, around walls and traps.
 
     Args:

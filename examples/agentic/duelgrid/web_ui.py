@@ -215,7 +215,7 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Do not log single requests."""
+            """Do not log requests."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 

@@ -1,4 +1,4 @@
-"""An unmodified agent of LangChain (``pip install langchain langchain-openai``)."""
+"""An unmodified LangChain agent (``pip install langchain langchain-openai``)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ STEPS = ("search_catalog", "inspect_items", "check_kit", "submit_bundle")
 
 
 def draw_record(rng: random.Random) -> dict[str, Any]:
-    """A task with prices and a budget."""
+    """Return a task with prices and a budget."""
     task = rng.choice(sorted(TASKS))
     prices = {}
     for kind in ("lamp", "tent", "stove"):
@@ -56,7 +56,7 @@ class Shopping(Environment):
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Set the task of ``record`` up."""
+        """Set up the task of ``record``."""
         self.kinds, self.prices, self.budget = TASKS[record["task"]], record["prices"], record["budget"]
         self.used: list[str] = []
         self.submitted: list[str] | None = None

@@ -36,7 +36,7 @@ class Lesson(TicTacToe):
     """Asks for the free and the winning squares on seven of ten boards, and for a move on the others."""
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Set the board up."""
+        """Set up the board."""
         seen = super().reset(record)
         self.reads = random.Random(self.seed).random() < 0.7
         return seen.replace(self.ask, "Which squares are free, and which of them win at once?") if self.reads else seen

@@ -123,7 +123,7 @@ class TicTacToe(Environment):
     ask = "Call choose_square with a free square."
 
     def reset(self, record: Mapping[str, Any]) -> str:
-        """Set the board up."""
+        """Set up the board."""
         self.board: str = record["board"]
         self.player = to_move(self.board)
         self.seed, self._whole_game = record["seed"], record["whole_game"]

@@ -1,4 +1,4 @@
-"""Small experiments as trees, for the tests of this folder."""
+"""Small experiments as trees of settings, for the tests in this folder."""
 
 from __future__ import annotations
 

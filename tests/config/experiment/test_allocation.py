@@ -1,4 +1,4 @@
-"""The grammar of backends: texts by hand, and any allocation through its text and back."""
+"""The grammar of backends: hand-written examples, and round trips of arbitrary allocations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def devices(mode: AllocationMode) -> int:
         ("archon : d2 e2", {"data": 2, "expert": 2}, 2),
         ("areno:d2t1", {"data": 2}, 2),
         ("vllm:t4d2", {"data": 2, "tensor": 4}, 8),
-        ("sglang:d2d3", {"data": 3}, 3),  # the last one holds
+        ("sglang:d2d3", {"data": 3}, 3),  # the last one wins
         (
             "megatron:(attn:d4p2t2|ffn:d2p2e4)",
             {"data": 4, "pipeline": 2, "tensor": 2, "expert": 4, "expert_tensor": 1},
@@ -76,7 +76,7 @@ def test_several_engines(text, world, backends):
     assert AllocationMode.from_str(str(mode)) == mode
 
 
-def test_shared_devices_are_those_of_the_first():
+def test_colocated_engines_share_the_devices_of_the_first():
     mode = AllocationMode.from_str("areno:d2|fsdp[actor]:d2")
     assert mode.colocated() == {"actor": "rollout"}
     assert AllocationMode.from_str("areno:d2+fsdp:d2").colocated() == {}
@@ -101,7 +101,7 @@ def test_shared_devices_are_those_of_the_first():
         ("sglang:d4+fsdp:d4", "sglang:d4+fsdp:d4"),
     ],
 )
-def test_a_form_of_earlier_versions_is_translated(text, modern):
+def test_legacy_forms_are_translated(text, modern):
     assert translate_legacy(text) == modern
     assert AllocationMode.from_str(text) == AllocationMode.from_str(modern)
 
@@ -130,7 +130,7 @@ def test_a_form_of_earlier_versions_is_translated(text, modern):
         ("megatron:(attn:d4|ffn:e3)", "make them equal"),
     ],
 )
-def test_what_is_not_in_the_grammar_is_named(text, words):
+def test_invalid_backends_are_refused_with_a_reason(text, words):
     with pytest.raises(InvalidAllocationModeError) as caught:
         ModelAllocation.from_str(text)
     assert words in str(caught.value)
@@ -148,20 +148,20 @@ def test_what_is_not_in_the_grammar_is_named(text, words):
         ("actor_gen:d4,*", "'*' is not MODEL:SIZES"),
     ],
 )
-def test_engines_that_contradict_each_other(text, words):
+def test_contradictory_engines_are_refused(text, words):
     with pytest.raises(InvalidAllocationModeError) as caught:
         AllocationMode.from_str(text)
     assert words in str(caught.value)
     assert not isinstance(caught.value, AllocationValidationError)
 
 
-def test_two_unnamed_engines_of_a_kind_have_no_roles():
+def test_two_unnamed_engines_of_one_kind_are_ambiguous():
     with pytest.raises(InvalidAllocationModeError, match="two engines for actor"):
         AllocationMode.from_str("fsdp:d1+fsdp:d2").backends()
 
 
 @pytest.mark.parametrize("text", ["fsdp:d4p2", "fsdp:d4e2", "megatron:d4e8", "archon:t2e4"])
-def test_a_backend_that_cannot_be_divided_so(text):
+def test_impossible_parallel_sizes_are_refused(text):
     with pytest.raises(AllocationValidationError):
         ModelAllocation.from_str(text)
 
@@ -183,7 +183,7 @@ def allocations(draw, name=""):
 
 
 @given(allocations(), st.sampled_from(["", " "]))
-def test_an_allocation_survives_its_text(allocation, space):
+def test_an_allocation_round_trips_through_text(allocation, space):
     text = str(allocation).replace(":", f"{space}:{space}")
     again = ModelAllocation.from_str(text)
     assert again == allocation
@@ -193,7 +193,7 @@ def test_an_allocation_survives_its_text(allocation, space):
 
 
 @given(st.data())
-def test_several_engines_survive_their_text(data):
+def test_several_engines_round_trip_through_text(data):
     names = data.draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
     mode = AllocationMode(tuple((data.draw(allocations(name)),) for name in names))
     again = AllocationMode.from_str(str(mode))

@@ -1,4 +1,4 @@
-"""What would be silently wrong is loud: combinations, groups, what is not there yet."""
+"""Settings that would silently go wrong are refused: contradictions, wrong groups, unsupported features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ({"experiment_name": "a_b"}, "experiment_name 'a_b' must not contain '_'", {"experiment_name": "a-b"}),
         ({"trial_name": "a-b"}, "write a_b", {"trial_name": "a_b"}),
         ({"trial_name": "a/b"}, "must not contain '/'", {"trial_name": "a_b"}),
-        # traps of the loss
+        # pitfalls of the loss
         ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
         ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
         (
@@ -68,7 +68,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         ({"actor.overlong_tokens": 8}, "without the penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
-        # parts of rewards
+        # reward parts
         ({"reward.weights": {"a": -1}}, "reward.weights 'a=-1' is not a valid weight", {"reward.weights": {"a": 0}}),
         ({"reward.weights": {"a": "b"}}, "reward.weights 'a=b' is not a valid weight", {"reward.weights": {"a": 0.5}}),
         ({"reward.weights": {"1 a": 1}}, "reward.weights '1 a=1' is not a valid weight", {}),
@@ -210,7 +210,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             "nothing is learned",
             TEACHER,
         ),
-        # the kind of experiment
+        # kind of experiment
         ({"train_dataset.type": "sft"}, "is for SFTConfig, not GRPOConfig", {}),
         ({"train_dataset.type": "rll"}, "did you mean rl?", {}),
     ],
@@ -221,7 +221,7 @@ def test_a_contradiction_is_refused_and_its_remedy_accepted(changes, words, reme
     accepted(remedy)
 
 
-def test_clamping_starts_at_zero():
+def test_the_lower_bound_of_clamping_defaults_to_zero():
     config = rl(actor__use_decoupled_loss=True, actor__rejection_sampling={"action": "clamp"})
     assert config.actor.rejection_sampling is not None
     assert config.actor.rejection_sampling.lower == 0.0
@@ -246,19 +246,19 @@ def test_when_a_forward_pass_is_needed_before_the_update():
 @pytest.mark.parametrize(
     "section", ["actor", "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"]
 )
-def test_a_section_cannot_have_another_name(section, name):
+def test_a_section_cannot_override_the_experiment_or_trial_name(section, name):
     assert f"{section}.{name} 'other' differs from {name}" in refused({f"{section}.{name}": "other"})
     accepted({f"{section}.{name}": RL[name]})
 
 
-def test_only_checkpoints_may_have_another_root():
+def test_only_checkpoints_may_use_a_different_fileroot():
     for section in ("evaluator", "stats_logger", "perf_tracer", "rollout"):
         assert "only checkpoints may be elsewhere" in refused({f"{section}.fileroot": "/other"})
     config = accepted({"saver.fileroot": "/big", "recover.fileroot": "/fast"})
     assert (config.saver.fileroot, config.recover.fileroot) == ("/big", "/fast")
 
 
-def test_what_the_actor_repeats_must_be_equal():
+def test_actor_settings_must_agree_with_gconfig():
     assert "actor.max_new_tokens 65 differs from gconfig.max_new_tokens 64" in refused({"actor.max_new_tokens": 65})
     assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
     assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
@@ -267,12 +267,12 @@ def test_what_the_actor_repeats_must_be_equal():
         config_from(changed(SFT, {"actor.temperature": 0.7}), SFTConfig)
 
 
-def test_one_step_takes_one_batch():
+def test_consumer_batch_size_must_equal_the_batch_size():
     assert "differs from train_dataset.batch_size 8" in refused({"rollout.consumer_batch_size": 4})
     assert accepted({"train_dataset.batch_size": 16}).rollout.consumer_batch_size == 16
 
 
-def test_adapter_settings_of_rollout_are_those_of_the_actor():
+def test_adapter_settings_of_rollout_must_match_the_actor():
     assert accepted({"actor.use_lora": True, "gconfig.lora_name": "mine"}).rollout.use_lora is True
     assert accepted({"actor.use_lora": True, "gconfig.lora_name": "mine"}).rollout.lora_name == "mine"
     assert "gconfig.lora_name mine has no effect without an adapter" in refused({"gconfig.lora_name": "mine"})
@@ -280,7 +280,7 @@ def test_adapter_settings_of_rollout_are_those_of_the_actor():
     assert "differs from gconfig.lora_name" in refused({"rollout.lora_name": "other"})
 
 
-def test_groups_are_the_answers_to_one_prompt():
+def test_the_group_size_of_normalization_is_n_samples():
     group = {"actor.reward_norm": {"mean_level": "group", "std_level": "group"}}
     assert accepted(group).actor.reward_norm.group_size == 4
     assert "is not gconfig.n_samples 4" in refused(group | {"actor.reward_norm.group_size": 2})
@@ -288,7 +288,7 @@ def test_groups_are_the_answers_to_one_prompt():
     accepted({"actor.adv_norm": {"group_size": 2}})  # batch level has no groups
 
 
-def test_each_role_is_the_kind_of_model_that_it_must_be():
+def test_is_critic_must_match_the_role():
     assert "actor.is_critic true: actor is a policy" in refused({"actor.is_critic": True})
     assert "actor.is_critic=false" in refused({"actor.is_critic": True}, DPO, DPOConfig)
     assert "actor.is_critic=true" in refused({"actor.is_critic": False}, RW, RWConfig)
@@ -296,7 +296,7 @@ def test_each_role_is_the_kind_of_model_that_it_must_be():
     assert "ref.is_critic=false" in refused({"ref.is_critic": True})
 
 
-def test_pairs_of_an_algorithm_by_name_have_no_reference():
+def test_a_preference_algorithm_by_name_uses_no_reference():
     named = {"actor.algorithm": "simpo", "ref": {}}
     assert accepted(named, DPO, DPOConfig).ref.path == DPO["actor"]["path"]
     assert "ref.path other has no effect" in refused(named | {"ref.path": "other"}, DPO, DPOConfig)
@@ -304,12 +304,12 @@ def test_pairs_of_an_algorithm_by_name_have_no_reference():
     assert "actor.algorithm gspo needs another trainer" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
 
 
-def test_weights_go_nowhere_in_an_experiment_without_rollout():
+def test_weight_update_mode_is_refused_without_rollout():
     assert "without rollouts" in refused({"actor.weight_update_mode": "disk"}, SFT, SFTConfig)
     accepted({"actor.weight_update_mode": "disk"})
 
 
-def test_allocation_mode_gives_each_role_its_backend():
+def test_allocation_mode_sets_the_backend_of_each_role():
     base = changed(RL, {"rollout": {}})
     base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
     config = accepted({"allocation_mode": "areno:d2+fsdp:d2t2"}, base)
@@ -320,7 +320,7 @@ def test_allocation_mode_gives_each_role_its_backend():
     assert (config.rollout.backend, config.actor.backend) == ("areno:d2", "fsdp:t2")
     assert "differs from areno:d2 of allocation_mode" in refused({"allocation_mode": "areno:d2+fsdp:d2"})
     assert "there is no section critic" in refused({"allocation_mode": "areno:d1+fsdp[critic]:d1"}, base)
-    accepted({"allocation_mode": "areno:d1+fsdp:d1"})  # says what the sections say
+    accepted({"allocation_mode": "areno:d1+fsdp:d1"})  # agrees with the sections
     config = accepted({"allocation_mode": "d2m2"}, base)
     assert (config.rollout.backend, config.actor.backend) == ("areno:d2t2", "fsdp:d2t2")
     assert config.actor.scheduling_strategy.target == "rollout"
@@ -387,12 +387,12 @@ def test_allocation_mode_gives_each_role_its_backend():
         ({"rollout.agent.mode": "online"}, "online) are not supported"),
     ],
 )
-def test_what_is_not_supported_says_so_and_what_to_write(changes, words):
+def test_unsupported_settings_are_refused_with_a_reason(changes, words):
     text = refused(changes)
     assert words in text
 
 
-def test_an_allocation_that_cannot_run_here_is_one_message():
+def test_an_unsupported_allocation_gives_one_message():
     base = changed(RL, {"rollout": {}})
     base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
     text = refused({"allocation_mode": "areno.d2p2m1+d2p2m1", "ref": {}}, base)

@@ -1,4 +1,4 @@
-"""Every field of every section: set to another value it is refused in the words of the table, or kept as it was given."""
+"""Every field of every section: a value other than the default is kept, or refused with the declared reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.config.experiment.shown_by import EFFECTS
 
 REPO = Path(__file__).parents[3]
 CLASSES = [GRPOConfig, DPOConfig, RWConfig, SFTConfig]
-# What else must be given so that a setting makes sense; by the end of its path.
+# Other settings that a setting requires, by its path or the beginning of its path.
 COMPANIONS: dict[str, dict] = {
     "valid_dataset": {"valid_dataset.path": "x", "valid_dataset.type": "rl", "evaluator.freq_steps": 1},
     "teacher": {"teacher.path": "x", "teacher.rollout": {}},
@@ -105,7 +105,7 @@ VALUES = {
     "actor.rejection_sampling.action": "clamp",
     "rollout.save_rollouts": "all",
 }
-# Settings whose value must be another setting's, with the words that say so.
+# Settings that must agree with another setting, with a part of the error message.
 MUST_AGREE = {
     "rollout.consumer_batch_size": "differs from train_dataset.batch_size",
     "actor.temperature": "differs from gconfig.temperature",
@@ -120,19 +120,19 @@ MUST_AGREE = {
 
 
 def one_path_per_field():
-    """The shortest path of each field that a class declares, with the class of the experiment.
+    """The shortest path of each declared field, with the class of its experiment.
 
-    Sections that are always there are left out: what is in them is tested.
+    Sections that always exist are omitted, because their fields are tested.
     """
-    found: dict = {}
+    shortest: dict = {}
     for cls in CLASSES:
         paths = sorted(paths_of(cls), key=lambda path: (path.count("."), not path.startswith("actor")))
         for path in paths:
             entry = paths_of(cls)[path]
             always = entry.shape == "sections" or (entry.shape == "section" and entry.default is not None)
             if not always and "dataset.scheduling_spec." not in path:
-                found.setdefault((entry.owner, entry.name), (cls, path, entry))
-    return found
+                shortest.setdefault((entry.owner, entry.name), (cls, path, entry))
+    return shortest
 
 
 def accepted_fields():
@@ -144,7 +144,7 @@ def accepted_fields():
 
 
 def other_value(path, entry):
-    """A value that is allowed and is not the default."""
+    """A valid value other than the default."""
     if path in VALUES:
         return VALUES[path]
     default, info = entry.default, entry.info
@@ -174,16 +174,16 @@ def _number(default, info, kind):
 
 
 def companions(path, cls):
-    given: dict = {}
+    needs: dict = {}
     parts = path.split(".")
     for length in range(1, len(parts) + 1):
-        given |= COMPANIONS.get(".".join(parts[:length]), {})
-    return given if cls is GRPOConfig else {name: value for name, value in given.items() if not name.startswith("ref")}
+        needs |= COMPANIONS.get(".".join(parts[:length]), {})
+    return needs if cls is GRPOConfig else {name: value for name, value in needs.items() if not name.startswith("ref")}
 
 
 @pytest.mark.parametrize(("cls", "path", "entry"), accepted_fields())
-def test_a_field_is_kept_as_it_was_given(cls, path, entry, monkeypatch):
-    monkeypatch.setenv("some", "thing")  # variables of workers are saved as references to the environment
+def test_another_value_of_a_field_is_kept(cls, path, entry, monkeypatch):
+    monkeypatch.setenv("some", "thing")  # env_vars of workers are saved as references to the environment
     monkeypatch.setattr("areno.config.packages.missing_packages", lambda extra: "")
     monkeypatch.setattr("areno.config.experiment.engine_sections.missing_packages", lambda extra: "")
     value = other_value(path, entry)
@@ -195,7 +195,7 @@ def test_a_field_is_kept_as_it_was_given(cls, path, entry, monkeypatch):
             config_from(tree, cls)
         return
     config = config_from(tree, cls)
-    kept = {found: given for found, _, given in walk(config)}[path]
+    kept = {name: setting for name, _, setting in walk(config)}[path]
     if entry.shape == "section":
         assert isinstance(kept, entry.kind)
     else:
@@ -206,13 +206,13 @@ def test_a_field_is_kept_as_it_was_given(cls, path, entry, monkeypatch):
 
 
 def disagreement(path, name):
-    """Words with which a section's own name, or root, is refused; empty where it may have one."""
+    """A part of the error if a section sets its own name or fileroot; empty if it may do so."""
     section = path.rpartition(".")[0]
     own_root = name == "fileroot" and section in ("cluster", "saver", "recover")
     return "differs from" if section and name in ("experiment_name", "trial_name", "fileroot") and not own_root else ""
 
 
-def test_every_refused_field_is_refused_in_the_words_of_the_table():
+def test_every_unsupported_field_is_refused_with_its_declared_reason():
     fields = [field for field in one_path_per_field().values() if field[2].info.refused]
     assert len(fields) > 5
     assert {cls for cls, _, _ in fields} == {GRPOConfig}
@@ -223,11 +223,11 @@ def test_every_refused_field_is_refused_in_the_words_of_the_table():
     problems = str(caught.value).splitlines()
     for _, path, entry in fields:
         section, _, name = path.rpartition(".")
-        said = [line for line in problems if entry.info.refused in line and (f" {section}: " in line or not section)]
-        assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
+        hits = [line for line in problems if entry.info.refused in line and (f" {section}: " in line or not section)]
+        assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in hits), path
 
 
-def test_every_harmless_field_is_accepted_and_listed_in_one_notice():
+def test_every_field_without_effect_is_accepted_and_listed_in_one_notice():
     fields = [field for field in one_path_per_field().values() if field[2].info.no_effect and not field[2].info.refused]
     assert len(fields) > 90
     values = {path: other_value(path, entry) for _, path, entry in fields}
@@ -240,7 +240,7 @@ def test_every_harmless_field_is_accepted_and_listed_in_one_notice():
 
 
 @pytest.mark.parametrize("backend", ["archon", "megatron"])
-def test_settings_of_the_backend_in_whose_name_is_trained_are_listed_one_by_one(backend):
+def test_settings_of_the_training_backend_are_listed_individually(backend):
     fields = [field for field in one_path_per_field().values() if field[1].startswith(f"actor.{backend}.")]
     kept = {path: (other_value(path, entry), entry.info.no_effect) for _, path, entry in fields if "fp8" not in path}
     values = {path: value for path, (value, _) in kept.items() if value != {}}
@@ -256,7 +256,7 @@ def test_settings_of_the_backend_in_whose_name_is_trained_are_listed_one_by_one(
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_what_says_nothing_new_has_no_notice(cls):
+def test_a_saved_configuration_causes_no_notice(cls):
     assert notice(config_from(yaml.safe_load(config_text(config_from(SAMPLES[cls], cls))), cls)) == ""
 
 
@@ -268,21 +268,21 @@ def test_what_says_nothing_new_has_no_notice(cls):
         for value, words in entry.info.refused_values.items()
     ],
 )
-def test_a_refused_value_is_refused_in_the_words_of_its_declaration(cls, path, value, words):
+def test_a_refused_value_is_refused_with_its_declared_reason(cls, path, value, words):
     with pytest.raises(UsageError) as caught:
         config_from(changed(SAMPLES[cls], {path: value}), cls)
     assert f"{path.rpartition('.')[0]}: {path.rpartition('.')[2]}={value}: {words}" in str(caught.value)
 
 
 def owners():
-    found = {}
+    entries = {}
     for cls in CLASSES:
         for entry in paths_of(cls).values():
-            found[f"{entry.owner}.{entry.name}"] = entry
-    return found
+            entries[f"{entry.owner}.{entry.name}"] = entry
+    return entries
 
 
-def test_every_field_is_refused_or_without_effect_or_shown_by_a_test():
+def test_every_field_is_refused_or_has_no_effect_or_is_shown_by_a_test():
     known = owners()
     for key, entry in known.items():
         reasons = [bool(entry.info.refused), bool(entry.info.no_effect), key in EFFECTS]
@@ -303,7 +303,7 @@ def test_the_tests_that_show_effects_exist():
         assert {name for of, name in shown if of == file} <= there, file
 
 
-def test_words_of_refusal_say_what_to_do():
+def test_declared_reasons_say_what_to_do():
     for key, entry in owners().items():
         for words in filter(None, (entry.info.refused, *entry.info.refused_values.values())):
             assert "; " in words, key
@@ -312,13 +312,13 @@ def test_words_of_refusal_say_what_to_do():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_all_defaults_are_accepted_when_spelt_out(cls):
+def test_all_defaults_are_accepted_when_written_out(cls):
     text = config_text(config_from(SAMPLES[cls], cls))
     assert all(f"{name}:" in text for name in settings_of(cls))
     config_from(yaml.safe_load(text), cls)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_settings_come_out_the_same_whether_omegaconf_is_needed_or_not(cls):
+def test_settings_are_the_same_with_and_without_omegaconf(cls):
     plain = config_from(SAMPLES[cls], cls)
     assert config_from(changed(SAMPLES[cls], {"trial_name": "${oc.decode:trial0}"}), cls) == plain

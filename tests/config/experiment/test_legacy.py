@@ -28,7 +28,7 @@ COMMAND = [
     "max_concurrent_rollouts=16",
     "max_head_offpolicyness=4",
 ]
-HERE = "allocation_mode=areno.d4p1m1+d4p1m1"
+ARENO_ALLOCATION = "allocation_mode=areno.d4p1m1+d4p1m1"
 SHORT = ["actor.path=a/model", "dataset.path=rows.jsonl", "dataset.train_bs_n_seqs=4"]
 
 
@@ -42,14 +42,14 @@ def problem(*words, asynchronous=True):
     return str(caught.value)
 
 
-def test_the_printed_command_is_taken_as_it_is():
+def test_the_published_command_is_accepted_unchanged():
     config = load(*COMMAND)
     assert (config.rollout.backend, config.actor.backend) == ("sglang:d4", "megatron:d2p2")
     assert config.allocation_mode == "sglang.d4p1m1+d2p2m1"
 
 
-def test_the_printed_command_is_translated_key_by_key():
-    config = load(*COMMAND, HERE)
+def test_the_published_command_is_translated_key_by_key():
+    config = load(*COMMAND, ARENO_ALLOCATION)
     values = {path: value for path, _, value in walk(config)}
     expected = {
         "cluster.n_nodes": 1,
@@ -82,8 +82,8 @@ def test_the_printed_command_is_translated_key_by_key():
 
 def test_defaults_of_the_two_programs():
     both = [load(*SHORT, asynchronous=asynchronous) for asynchronous in (True, False)]
-    found = [(c.experiment_name, c.actor.recompute_logprob, c.actor.use_decoupled_loss) for c in both]
-    assert found == [("async-ppo", True, True), ("sync-ppo", False, False)]
+    values = [(c.experiment_name, c.actor.recompute_logprob, c.actor.use_decoupled_loss) for c in both]
+    assert values == [("async-ppo", True, True), ("sync-ppo", False, False)]
     for config in both:
         assert config.rollout.max_concurrent_rollouts == 4
         assert config.rollout.max_head_offpolicyness == 0
@@ -92,7 +92,7 @@ def test_defaults_of_the_two_programs():
         assert config.actor.kl_ctl == 0
 
 
-def test_asynchronous_keys_that_make_it_synchronous():
+def test_keys_can_make_the_asynchronous_program_synchronous():
     config = load(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=False", "max_head_offpolicyness=0")
     assert config.actor == load(*SHORT, asynchronous=False).actor.__class__(
         **(vars(load(*SHORT, asynchronous=False).actor) | {"experiment_name": "async-ppo"})
@@ -126,15 +126,15 @@ def test_asynchronous_keys_that_make_it_synchronous():
     ],
 )
 def test_a_key_reaches_its_setting(word, path, value):
-    assert {found: given for found, _, given in walk(load(*SHORT, word))}[path] == value
+    assert {name: setting for name, _, setting in walk(load(*SHORT, word))}[path] == value
 
 
-def test_group_normalization_takes_the_groups():
+def test_group_normalization_uses_the_group_size():
     norm = load(*SHORT, "group_size=4", "group_adv_norm=True").actor.adv_norm
     assert (norm.mean_level, norm.std_level, norm.group_size) == ("group", "group", 4)
 
 
-def test_of_two_limits_of_the_actor_the_smaller_holds():
+def test_the_smaller_of_two_actor_limits_applies():
     words = ["actor_train.mb_spec.max_tokens_per_mb=64", "actor_inf.mb_spec.max_tokens_per_mb=32"]
     assert load(*SHORT, *words).actor.mb_spec.max_tokens_per_mb == 32
     assert load(*SHORT, *reversed(words)).actor.mb_spec.max_tokens_per_mb == 32
@@ -156,7 +156,7 @@ def test_mistakes_are_named(word, words):
     assert words in problem(*SHORT, word)
 
 
-def test_keys_that_exclude_each_other():
+def test_conflicting_keys_are_refused():
     assert "remove one of them" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
     assert "contradict" in problem(*SHORT, "group_adv_norm=True", "ppo.adv_norm=False")
 
@@ -167,13 +167,13 @@ def test_a_reference_needs_a_path():
         assert load(*SHORT, word, "ref.path=a/ref").ref is not None
 
 
-def test_what_must_be_given_is_named():
+def test_missing_required_settings_are_named():
     text = problem()
     assert "train_dataset.path is required" in text
     assert "actor.path is required" in text
 
 
-def test_a_file_may_hold_the_keys(tmp_path):
+def test_the_keys_may_be_in_a_file(tmp_path):
     file = tmp_path / "keys.yaml"
     file.write_text(
         "group_size: 2\nppo:\n  gen:\n    max_new_tokens: 12\nactor:\n  path: a/model\ndataset:\n  path: b.jsonl\n"
@@ -182,7 +182,7 @@ def test_a_file_may_hold_the_keys(tmp_path):
     assert (config.gconfig.n_samples, config.gconfig.max_new_tokens) == (4, 12)
 
 
-def test_the_table_leads_to_settings():
+def test_every_legacy_key_maps_to_a_setting():
     known = paths_of(PPOConfig)
     for name, key in LEGACY_KEYS.items():
         assert key.path in known, name

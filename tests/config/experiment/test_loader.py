@@ -1,4 +1,4 @@
-"""From files and command lines to configurations."""
+"""Loading configurations from files and command lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def problem(tmp_path, *overrides, tree=RL, cls=GRPOConfig):
     return str(caught.value)
 
 
-def test_the_program_s_own_name_is_ignored_and_the_file_is_returned(tmp_path):
+def test_the_program_name_is_ignored_and_the_file_is_returned(tmp_path):
     file = write(tmp_path / "run.yaml", RL)
     config, path = load_expr_config(["train.py", "--config", file, "seed=42"], GRPOConfig)
     assert (config.seed, path) == (42, file)
@@ -76,12 +76,12 @@ def test_secrets_are_not_written(tmp_path):
 
 SECRET = {
     "HF_TOKEN": "s3cret-1",
-    "NCCL_DEBUG": "s3cret-2",  # everything in env_vars
+    "NCCL_DEBUG": "s3cret-2",  # every value in env_vars is a secret
     "n": 1,
 }
 
 
-def test_secrets_in_free_settings_are_named_in_the_file_and_taken_from_the_environment(tmp_path, monkeypatch):
+def test_secrets_in_free_form_settings_are_saved_as_references_to_the_environment(tmp_path, monkeypatch):
     kwargs = {
         **{
             name: f"s3cret-{name}" for name in ("password", "access_token", "db-password", "apiKey", "S3_SECRET", "key")
@@ -107,8 +107,8 @@ def test_secrets_in_free_settings_are_named_in_the_file_and_taken_from_the_envir
     assert stored["storage"]["endpoint"] == "https://example.org"
     with pytest.raises(UsageError, match=r"HF_TOKEN|PASSWORD"):
         load_expr_config(["--config", str(file)], GRPOConfig)
-    given = {"PASSWORD": "password", "ACCESS_TOKEN": "access_token", "DB_PASSWORD": "db-password", "APIKEY": "apiKey"}
-    for variable, name in {**given, "S3_SECRET": "S3_SECRET", "KEY": "key", "DSN": "dsn"}.items():
+    names = {"PASSWORD": "password", "ACCESS_TOKEN": "access_token", "DB_PASSWORD": "db-password", "APIKEY": "apiKey"}
+    for variable, name in {**names, "S3_SECRET": "S3_SECRET", "KEY": "key", "DSN": "dsn"}.items():
         monkeypatch.setenv(variable, kwargs[name])
     monkeypatch.setenv("SECRET", "s3cret-inner")
     for variable, value in SECRET.items():
@@ -120,7 +120,7 @@ def test_secrets_in_free_settings_are_named_in_the_file_and_taken_from_the_envir
     }
 
 
-def test_names_and_root_are_written_once():
+def test_names_and_fileroot_apply_to_every_section():
     config = rl(cluster__fileroot="/data/runs", perf_tracer__enabled=True)
     for path, entry, value in walk(config):
         expected = {"experiment_name": "gsm8k-grpo", "trial_name": "trial0", "fileroot": "/data/runs"}.get(entry.name)
@@ -128,7 +128,7 @@ def test_names_and_root_are_written_once():
     assert {config.saver.fileroot, config.recover.fileroot, config.rollout.fileroot} == {"/data/runs"}
 
 
-def test_an_unset_setting_takes_what_it_inherits():
+def test_an_unset_setting_inherits_its_value():
     config = rl(critic__optimizer__lr=1e-3, ref={}, actor__backend="fsdp:d2", actor__dtype="bfloat16")
     assert config.critic is not None
     assert config.ref is not None
@@ -147,7 +147,7 @@ def test_an_unset_setting_takes_what_it_inherits():
     assert (own.ref.path, own.rollout.max_concurrent_rollouts) == ("another/model", 3)
 
 
-def test_a_teacher_has_no_adapter_of_the_actor():
+def test_a_teacher_does_not_use_the_actors_adapter():
     config = rl(actor__use_lora=True, teacher={"path": "a/teacher", "rollout": {}})
     assert config.teacher is not None
     assert config.teacher.rollout is not None
@@ -242,13 +242,13 @@ def test_an_override_of_any_field_needs_no_plus(tmp_path):
     assert config.train_dataset.dataset_kwargs == {"columns": ["q", "a"]}
 
 
-def test_a_key_can_be_taken_out_of_the_file(tmp_path):
+def test_a_key_of_the_file_can_be_removed(tmp_path):
     tree = changed(RL, {"sglang.mem_fraction_static": 0.5, "gconfig.top_p": 0.5})
     assert load(tmp_path, "~sglang", "~gconfig.top_p", tree=tree).gconfig.top_p == 1.0
     assert "nothing to remove" in problem(tmp_path, "~saver.mode")
 
 
-def test_the_short_spelling_of_the_learning_rate(tmp_path):
+def test_the_learning_rate_has_a_short_form(tmp_path):
     assert load(tmp_path, "actor.lr=3e-5").actor.optimizer.lr == 3e-5
     assert load(
         tmp_path, tree=changed(SFT, {"actor": {**SFT["actor"], "lr": 3e-5, "optimizer": {"eps": 1e-6}}}), cls=SFTConfig
@@ -318,12 +318,12 @@ def test_one_clear_error_for_each_mistake(tmp_path, overrides, words):
     assert "\n" not in text
 
 
-def test_all_problems_are_told_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     text = problem(tmp_path, "seed=x", "gconfig.top_p=2", "actor.eps_clip=-1")
     assert text.startswith("3 problems:")
 
 
-def test_a_wrong_value_is_told_once_and_not_where_it_is_inherited(tmp_path):
+def test_a_wrong_value_is_reported_once_and_not_where_it_is_inherited(tmp_path):
     assert problem(tmp_path, "gconfig.n_samples=x", "actor.adv_norm={}").count("'x'") == 1
 
 
@@ -338,7 +338,7 @@ def test_a_wrong_value_is_told_once_and_not_where_it_is_inherited(tmp_path):
         ("", "experiment_name is required"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, text, words):
+def test_a_malformed_file_is_refused(tmp_path, text, words):
     file = tmp_path / "broken.yaml"
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -346,7 +346,7 @@ def test_a_broken_file_is_named(tmp_path, text, words):
     assert words in str(caught.value)
 
 
-def test_the_file_must_be_given_and_exist(tmp_path):
+def test_a_config_file_is_required_and_must_exist(tmp_path):
     for argv, words in (
         (["seed=1"], "--config is required"),
         (["--config"], "--config needs a value"),
@@ -371,12 +371,12 @@ def test_the_file_must_be_given_and_exist(tmp_path):
         ("trial_name", 7, "7"),
     ],
 )
-def test_yaml_s_readings_of_plain_words(path, raw, value):
+def test_yaml_values_and_aliases_are_normalized(path, raw, value):
     config = rl(**{path.replace(".", "__"): raw})
-    assert {found: given for found, _, given in walk(config)}[path] == value
+    assert {name: setting for name, _, setting in walk(config)}[path] == value
 
 
-def test_the_type_of_the_data_says_which_experiment_it_is(tmp_path):
+def test_the_data_type_selects_the_experiment_class(tmp_path):
     for kind, cls in {"rl": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}.items():
         file = write(tmp_path / "run.yaml", changed(SFT, {"train_dataset.type": kind}))
         assert experiment_class(["--config", file]) is cls
@@ -401,7 +401,7 @@ class OwnConfig(GRPOConfig):
             raise ValueError("max_turns is too large")
 
 
-def test_a_user_s_class_adds_fields(tmp_path):
+def test_a_user_class_may_add_fields(tmp_path):
     config = load(tmp_path, "max_turns=3", "turns.depth=4", "words=[b]", cls=OwnConfig)
     assert (config.max_turns, config.turns.depth, config.words) == (3, 4, ["b"])
     assert "max_turns is too large" in problem(tmp_path, "max_turns=300", cls=OwnConfig)
@@ -410,7 +410,7 @@ def test_a_user_s_class_adds_fields(tmp_path):
 
 @dataclass
 class ProgramConfig(PPOConfig):
-    """As programs of published experiments declare theirs: names of sections for fields of their own."""
+    """As published programs declare theirs: own fields under the names of areno's sections."""
 
     workflow: str = field(default="my.Workflow", metadata={"help": "Class of the workflow."})  # type: ignore[assignment]
     eval_workflow: str | None = None
@@ -422,7 +422,7 @@ class ProgramConfig(PPOConfig):
     anything: Any = None
 
 
-def test_a_user_s_class_gives_names_of_sections_to_fields_of_its_own(tmp_path):
+def test_a_user_class_may_use_section_names_for_its_own_fields(tmp_path):
     words = ["workflow=other.Workflow", "turns.depth=3", "tools=[{name: a}]", "scale=0.5", "anything={x: [1]}"]
     config = load(tmp_path, *words, cls=ProgramConfig)
     assert (config.workflow, config.workflow_section.path) == ("other.Workflow", "other.Workflow")
@@ -449,7 +449,7 @@ def test_help_names_every_setting(capsys):
     assert "Turns of a conversation." in text
 
 
-def test_arguments_are_taken_apart():
+def test_arguments_are_parsed():
     args = parse_cli_args(["train.py", "seed=1", "--config", "f.yaml", "~saver"])
     assert (args.config_file, args.overrides, args.help) == ("f.yaml", ("seed=1", "~saver"), False)
 
@@ -474,16 +474,16 @@ def test_configurations_can_be_made_in_python():
     assert config.actor.mb_spec.new(n_mbs=2).n_mbs == 2
 
 
-def test_a_configuration_made_in_python_is_settled_as_one_from_a_file():
+def test_a_configuration_made_in_python_is_settled_like_one_from_a_file():
     made = GRPOConfig(experiment_name="e", trial_name="t")
     made.train_dataset.path, made.train_dataset.type, made.train_dataset.batch_size = "rows.jsonl", "rl", 8
     made.actor.path, made.actor.backend, made.rollout.backend = "some/model", "fsdp:d1", "areno:d1"
     made.actor.optimizer, made.gconfig.n_samples = OptimizerConfig(lr=1e-4), 4
     made.actor.reward_norm = NormConfig(mean_level="group")
-    found = settled(made)
-    assert (found.actor.kl_ctl, found.rollout.consumer_batch_size, found.actor.reward_norm.group_size) == (0.0, 8, 4)
-    assert (found.saver.experiment_name, found.tokenizer_path) == ("e", "some/model")
-    assert made.rollout.consumer_batch_size == 0  # the caller's own stays as it is
+    config = settled(made)
+    assert (config.actor.kl_ctl, config.rollout.consumer_batch_size, config.actor.reward_norm.group_size) == (0.0, 8, 4)
+    assert (config.saver.experiment_name, config.tokenizer_path) == ("e", "some/model")
+    assert made.rollout.consumer_batch_size == 0  # the caller's object is unchanged
     made.actor.kl_ctl = 0.2
     with pytest.raises(UsageError, match=r"actor\.kl_ctl 0\.2 needs a reference"):
         settled(made)

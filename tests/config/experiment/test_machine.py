@@ -1,4 +1,4 @@
-"""Defaults that are what the machine has."""
+"""Defaults that depend on the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = Machine(gpus=0, cores=4)
 NODE = Machine(gpus=8, cores=64, flash_attention=True)
 
 
-def test_what_is_open_becomes_what_the_machine_has():
+def test_auto_settings_are_resolved_for_the_machine():
     for machine, dtype, attention, mode in (
         (CPU, "float32", "sdpa", "shm"),
         (NODE, "bfloat16", "flash_attention_2", "xccl"),
@@ -36,7 +36,7 @@ def test_what_is_open_becomes_what_the_machine_has():
         assert f"actor.dtype = {dtype} ({'GPU' if machine.gpus else 'CPU'})" in lines
 
 
-def test_what_was_given_stays():
+def test_explicit_settings_are_kept():
     config = rl(actor__dtype="bfloat16", actor__attn_impl="eager", actor__weight_update_mode="disk")
     lines = resolve_for_machine(config, CPU)
     assert (config.actor.dtype, config.actor.attn_impl, config.actor.weight_update_mode) == (
@@ -47,7 +47,7 @@ def test_what_was_given_stays():
     assert not any(line.startswith("actor.dtype") for line in lines)
 
 
-def test_it_is_done_once():
+def test_settings_are_resolved_only_once():
     config = rl()
     assert resolve_for_machine(config, CPU)
     assert resolve_for_machine(config, CPU) == []
@@ -72,12 +72,12 @@ def test_ranks_must_fit_the_devices():
         resolve_for_machine(rl(**sizes, cluster__n_gpus_per_node=6), NODE)
     with pytest.raises(UsageError, match=r"cluster\.n_gpus_per_node 16 is more than the 8 GPUs"):
         resolve_for_machine(rl(cluster__n_gpus_per_node=16), NODE)
-    on_cpu = rl(**sizes)  # processes on a CPU are as many as are asked for
+    on_cpu = rl(**sizes)  # on a CPU, any number of processes may be requested
     resolve_for_machine(on_cpu, CPU)
     assert on_cpu.cluster.n_gpus_per_node == 8
 
 
-def test_where_gpus_are_too_few_for_both_rollout_and_training_take_turns():
+def test_rollout_and_training_alternate_if_there_are_too_few_gpus_for_both():
     config = rl(rollout__max_head_offpolicyness=2)
     lines = resolve_for_machine(config, Machine(gpus=1))
     assert takes_turns(config)
@@ -93,10 +93,10 @@ def test_where_gpus_are_too_few_for_both_rollout_and_training_take_turns():
     assert takes_turns(config)
     shared = rl(rollout__scheduling_strategy={"type": "colocation", "target": "actor"})
     resolve_for_machine(shared, Machine(gpus=1))
-    assert not takes_turns(shared)  # in a process of its own, as it was asked for
+    assert not takes_turns(shared)  # in its own process, as requested
 
 
-def test_replicas_shard_their_weights_where_that_is_possible():
+def test_replicas_shard_their_weights_if_possible():
     for changes, shards in (
         ({}, True),
         ({"actor__fsdp__shard_weights": False}, False),
@@ -126,19 +126,19 @@ def test_replicas_shard_their_weights_where_that_is_possible():
     ],
 )
 def test_settings_for_a_gpu_are_refused_on_a_machine_without_one(name):
-    given = {"critic__optimizer": {}, "actor__gradient_checkpointing": True, name.replace(".", "__"): True}
-    resolve_for_machine(rl(**given), NODE)
+    changes = {"critic__optimizer": {}, "actor__gradient_checkpointing": True, name.replace(".", "__"): True}
+    resolve_for_machine(rl(**changes), NODE)
     with pytest.raises(UsageError, match=f"{name} true has no effect on a CPU"):
-        resolve_for_machine(rl(**given), CPU)
+        resolve_for_machine(rl(**changes), CPU)
 
 
-def test_nothing_is_guessed_ahead_on_a_gpu():
+def test_speculative_decoding_is_refused_on_a_gpu():
     resolve_for_machine(rl(rollout__speculate=3), CPU)
     with pytest.raises(UsageError, match=r"rollout\.speculate 3: speculative decoding is not supported on GPUs"):
         resolve_for_machine(rl(rollout__speculate=3), NODE)
 
 
-def test_colocated_roles_share_devices_or_take_turns():
+def test_colocated_roles_share_devices_or_alternate():
     shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
     accepted(shared)
     turns = shared | {"rollout.scheduling_strategy.fork": False}
@@ -147,28 +147,28 @@ def test_colocated_roles_share_devices_or_take_turns():
     wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
     assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
     for role in ("ref", "critic"):
-        given = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
-        assert f"type, target of {role}.scheduling_strategy: {role} runs in the actor's" in notice(accepted(given))
+        changes = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
+        assert f"type, target of {role}.scheduling_strategy: {role} runs in the actor's" in notice(accepted(changes))
         assert f"write {role}.scheduling_strategy.target=actor" in refused(
-            given | {f"{role}.scheduling_strategy.target": "rollout"}
+            changes | {f"{role}.scheduling_strategy.target": "rollout"}
         )
 
 
-def test_cores_are_shared_by_the_processes():
+def test_cores_are_divided_among_the_processes():
     config = rl()
     resolve_for_machine(config, CPU)
     assert config.actor.scheduling_spec[0].cpu == config.rollout.scheduling_spec[0].cpu == 2
     config = rl()
     resolve_for_machine(config, replace(CPU, threads=1))  # OMP_NUM_THREADS=1
     assert config.actor.scheduling_spec[0].cpu == 1
-    given = rl(actor__scheduling_spec=[{"cpu": 3}])
-    resolve_for_machine(given, CPU)
-    assert given.actor.scheduling_spec[0].cpu == 3
+    explicit = rl(actor__scheduling_spec=[{"cpu": 3}])
+    resolve_for_machine(explicit, CPU)
+    assert explicit.actor.scheduling_spec[0].cpu == 3
 
 
-def test_documented_defaults_are_open_like_unset_values():
-    given = {"actor__attn_impl": "flash_attention_2", "cluster__n_nodes": 32, "cluster__n_gpus_per_node": 8}
-    config = rl(**given, actor__weight_update_mode="xccl")
+def test_documented_defaults_are_resolved_like_unset_values():
+    documented = {"actor__attn_impl": "flash_attention_2", "cluster__n_nodes": 32, "cluster__n_gpus_per_node": 8}
+    config = rl(**documented, actor__weight_update_mode="xccl")
     lines = resolve_for_machine(config, Machine(gpus=2))
     assert (config.actor.attn_impl, config.cluster.n_nodes, config.cluster.n_gpus_per_node) == (
         "flash_attention_2",
@@ -177,14 +177,14 @@ def test_documented_defaults_are_open_like_unset_values():
     )
     assert config.actor.weight_update_mode == "xccl"
     assert {"cluster.n_nodes = 1 (GPU)", "cluster.n_gpus_per_node = 2 (GPU)"} <= set(lines)
-    config = rl(**given)
+    config = rl(**documented)
     assert "actor.attn_impl = sdpa (CPU)" in resolve_for_machine(config, CPU)
     shared = {"rollout__scheduling_strategy": {"type": "colocation", "target": "actor"}}
     config = rl(**shared, actor__weight_update_mode="xccl")
     assert "actor.weight_update_mode = shm (GPU)" in resolve_for_machine(config, Machine(gpus=1))
 
 
-def test_no_gpu_is_none():
+def test_zero_gpus_per_node_is_accepted_only_on_a_cpu_machine():
     config = rl(cluster__n_gpus_per_node=0)
     resolve_for_machine(config, CPU)
     assert config.cluster.n_gpus_per_node == 0
@@ -194,13 +194,13 @@ def test_no_gpu_is_none():
         resolve_for_machine(rl(cluster__n_gpus_per_node=0), NODE)
 
 
-def test_attention_of_one_kernel_by_two_names_is_said():
+def test_sdpa_on_a_gpu_reports_that_it_uses_the_flash_attention_kernels():
     line = "actor.attn_impl = sdpa uses the kernels of flash_attention_2 on a GPU"
     assert line in resolve_for_machine(rl(actor__attn_impl="sdpa"), NODE)
     assert line not in resolve_for_machine(rl(actor__attn_impl="sdpa"), CPU)
 
 
-def test_models_and_data_must_be_there(tmp_path):
+def test_models_and_data_must_exist(tmp_path):
     with pytest.raises(UsageError) as caught:
         check_inputs(rl(actor__path="./none", train_dataset__path="./rows.jsonl", ref__path="./none"))
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""The page of all settings is what the declarations say."""
+"""The page of all settings agrees with the declarations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_class_is_in_one_group_and_every_field_on_the_page(page):
             assert f"| `{field}` |" in section or entry.owner != name, f"{name}.{field}"
 
 
-def test_the_file_on_the_page_is_accepted(page):
+def test_the_example_on_the_page_is_accepted(page):
     block = page.render().split("```yaml\n")[1].split("```")[0]
     config = config_from(yaml.safe_load(block), GRPOConfig)
     assert config.actor.optimizer is not None

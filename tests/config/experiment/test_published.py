@@ -1,4 +1,4 @@
-"""Experiment files as others publish them: each setting has its say, and each kind of file loads or names what to write."""
+"""Published experiment files: the outcome of each setting, and each kind of file loads or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDED = {
     "allocation_mode": {"actor.backend": "", "rollout.backend": ""},
     "teacher": {"teacher.path": "some/teacher"},
 }
-# What the message of each file says to write; applied, the file loads.
+# What the message about each file says to write; with these changes, the file loads.
 REMEDIES = {
     "grpo": [],
     "ppo": [],
@@ -60,14 +60,14 @@ def experiment(values: dict[str, Any], cls: type = GRPOConfig) -> Any:
 
 @functools.cache
 def loaded(group: str) -> tuple[Any, dict[str, Any], list[str]]:
-    """The experiment of a group, its values by path, and what it lists as changing nothing."""
-    given = SETTINGS[group]
-    values = dict(given.get("besides", {}))
+    """The experiment of a group, its values by path, and the paths that it lists as changing nothing."""
+    settings = SETTINGS[group]
+    values = dict(settings.get("besides", {}))
     for outcome in OUTCOMES:
-        values |= given.get(outcome, {})
+        values |= settings.get(outcome, {})
     config = experiment(values, DPOConfig if group == "dpo" else GRPOConfig)
-    found = {path: value for path, _, value in walk(config)}
-    return config, found, [path for path, _ in changes_nothing(config)]
+    by_path = {path: value for path, _, value in walk(config)}
+    return config, by_path, [path for path, _ in changes_nothing(config)]
 
 
 def rows(*outcomes: str) -> list[Any]:
@@ -79,17 +79,17 @@ def rows(*outcomes: str) -> list[Any]:
     ]
 
 
-def kept(found: dict[str, Any], path: str) -> Any:
-    """The value at a path, also of a key inside of a mapping."""
+def kept(by_path: dict[str, Any], path: str) -> Any:
+    """The value at a path, which may be that of a key in a mapping."""
     section, _, name = path.rpartition(".")
-    return found[path] if path in found else found[section][name]
+    return by_path[path] if path in by_path else by_path[section][name]
 
 
 @pytest.mark.parametrize(("group", "path", "value"), rows("takes effect"))
 def test_a_published_value_takes_effect(group, path, value):
-    config, found, idle = loaded(group)
+    config, by_path, idle = loaded(group)
     other = re.fullmatch(r"\$\{(.*)\}", str(value))
-    assert kept(found, path) == (found[other[1]] if other else value)
+    assert kept(by_path, path) == (by_path[other[1]] if other else value)
     assert not any(path == one or path.startswith(f"{one}.") for one in idle)
     entry = paths_of(type(config)).get(path) or paths_of(type(config))[path.rpartition(".")[0]]
     assert entry.shape in ("section", "sections") or f"{entry.owner}.{entry.name}" in EFFECTS
@@ -97,9 +97,9 @@ def test_a_published_value_takes_effect(group, path, value):
 
 @pytest.mark.parametrize(("group", "path", "value"), rows("is the default"))
 def test_a_published_value_is_the_default(group, path, value):
-    config, found, _ = loaded(group)
+    config, by_path, _ = loaded(group)
     entry = paths_of(type(config))[path]
-    assert kept(found, path) == entry.default
+    assert kept(by_path, path) == entry.default
     assert "${" in str(value) or value == entry.default
 
 
@@ -110,7 +110,7 @@ def test_a_published_value_changes_nothing_and_is_listed(group, path, value):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_there_is_one_notice(group):
+def test_settings_that_change_nothing_are_listed_in_one_notice(group):
     config, _, idle = loaded(group)
     text = notice(config)
     assert bool(text) is bool(idle)
@@ -120,7 +120,7 @@ def test_there_is_one_notice(group):
 
 @functools.cache
 def refused() -> str:
-    """The message of an experiment that has everything which is refused, but an allocation of its own."""
+    """The message about an experiment with all refused settings except ``allocation_mode``."""
     values: dict[str, Any] = {}
     for part in SETTINGS["refused"]:
         for path, value in part["values"].items():
@@ -162,7 +162,7 @@ def test_every_published_setting_has_a_row():
 
 
 @pytest.mark.parametrize("kind", REMEDIES)
-def test_a_file_of_each_kind_loads_or_ends_in_one_message_that_says_what_to_write(kind):
+def test_each_kind_of_file_loads_or_is_refused_with_a_remedy(kind):
     argv = ["--config", str(FOLDER / f"{kind}.yaml")]
     if REMEDIES[kind]:
         with pytest.raises(UsageError) as caught:
@@ -170,18 +170,18 @@ def test_a_file_of_each_kind_loads_or_ends_in_one_message_that_says_what_to_writ
         text = str(caught.value)
         for remedy in REMEDIES[kind]:
             name = remedy.lstrip("~").partition("=")[0]
-            said = {"actor.target_modules": "write [q_proj, k_proj", "~teacher.backend": "remove the rest"}
-            said |= {"~teacher.dtype": "remove the rest", "workflow.kwargs.max_turns": f"write {name}=N"}
-            said |= {"rollout.agent.export_style": f"did you mean {name}?"}
+            hint = {"actor.target_modules": "write [q_proj, k_proj", "~teacher.backend": "remove the rest"}
+            hint |= {"~teacher.dtype": "remove the rest", "workflow.kwargs.max_turns": f"write {name}=N"}
+            hint |= {"rollout.agent.export_style": f"did you mean {name}?"}
             words = (
-                said.get(name) or said.get(remedy) or (name.rpartition(".")[2] if "~" in remedy else f"write {remedy}")
+                hint.get(name) or hint.get(remedy) or (name.rpartition(".")[2] if "~" in remedy else f"write {remedy}")
             )
             assert words in text
     config, _ = load_expr_config([*argv, *REMEDIES[kind]], experiment_class(argv))
     assert notice(config).startswith("settings that are accepted but have no effect in this run:\n  ")
 
 
-def test_a_task_of_a_launcher_is_no_experiment(tmp_path):
+def test_a_cluster_launcher_task_is_not_an_experiment(tmp_path):
     file = tmp_path / "task.yaml"
     file.write_text("name: some-task\nresources: {cpus: 8+}\nrun: python3 train.py --config experiment.yaml\n")
     with pytest.raises(UsageError, match="is a task of a cluster launcher"):

@@ -1,4 +1,4 @@
-"""What sections can do themselves."""
+"""Methods of the sections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_arguments_can_be_left_out_and_greedy_is_temperature_zero():
     assert "stop" not in arguments
 
 
-def test_what_openai_has_no_name_for_is_said():
+def test_settings_that_openai_lacks_cause_a_warning():
     with pytest.warns(UserWarning, match="no top_k, min_new_tokens|no min_new_tokens, top_k"):
         GenerationHyperparameters(top_k=5, min_new_tokens=2).to_openai_args_dict()
     with pytest.raises(UsageError, match="choose completions, responses, openai-agents"):

@@ -1,4 +1,4 @@
-"""Rollouts on inference servers of others: which product a backend means, and what belongs to servers alone."""
+"""Rollouts on vLLM and SGLang servers: which product a backend names, and settings that only apply to servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.config.experiment.samples import accepted, refused
         ),
     ],
 )
-def test_what_does_not_go_with_servers_says_so_and_what_to_write(changes, words):
+def test_invalid_server_settings_are_refused_with_a_reason(changes, words):
     assert words in refused(changes)
 
 
@@ -37,5 +37,5 @@ def test_what_does_not_go_with_servers_says_so_and_what_to_write(changes, words)
     ("backend", "product"),
     [("vllm:d2t2", "vllm"), ("vllm[rollout]:d1", "vllm"), ("sglang(rollout):d1", "sglang"), ("areno:d1", "")],
 )
-def test_the_product_is_that_of_the_backend_however_it_is_written(backend, product):
+def test_the_backend_names_the_product_in_any_notation(backend, product):
     assert server_of(accepted({"rollout.backend": backend})) == product

@@ -1,4 +1,4 @@
-"""Settings that other sections decide, and names, tokenizers and agents across sections."""
+"""Settings that depend on other sections; names, tokenizers and agents across sections."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.config.experiment.samples import accepted, refused
 VALID = {"valid_dataset.path": "held.jsonl", "valid_dataset.type": "rl", "evaluator.freq_steps": 5}
 
 
-def test_every_setting_has_help_in_a_sentence():
+def test_the_help_of_every_setting_is_a_short_sentence():
     for path, entry in paths_of(GRPOConfig).items():
         assert entry.info.help.endswith("."), path
         assert len(entry.info.help) < 200, path
 
 
-def test_what_another_section_decides_is_said():
+def test_settings_that_another_section_decides_are_refused():
     cases = {
         "critic.dtype": "float32",
         "critic.gradient_checkpointing": True,
@@ -27,8 +27,8 @@ def test_what_another_section_decides_is_said():
     }
     for path, value in cases.items():
         role = path.partition(".")[0]
-        given = {path: value, "actor.dtype": "bfloat16"} | ({"critic.optimizer": {}} if role == "critic" else {})
-        assert f"has no effect: {role} runs in the actor's engine" in refused(given), path
+        changes = {path: value, "actor.dtype": "bfloat16"} | ({"critic.optimizer": {}} if role == "critic" else {})
+        assert f"has no effect: {role} runs in the actor's engine" in refused(changes), path
     accepted({"ref": "${actor}", "actor.gradient_checkpointing": True})
     accepted({"ref.mb_spec.max_tokens_per_mb": 64})
 
@@ -39,23 +39,23 @@ def test_a_model_has_one_tokenizer():
     assert accepted({"tokenizer_path": "${actor.path}"}).rollout.tokenizer_path == "some/model"
 
 
-def test_an_evaluation_takes_all_rows():
-    given = VALID | {"valid_dataset.batch_size": 3, "valid_dataset.shuffle": True}
-    assert "  batch_size, shuffle of valid_dataset: an evaluation uses all rows" in notice(accepted(given))
+def test_an_evaluation_uses_all_rows():
+    changes = VALID | {"valid_dataset.batch_size": 3, "valid_dataset.shuffle": True}
+    assert "  batch_size, shuffle of valid_dataset: an evaluation uses all rows" in notice(accepted(changes))
     no_rest = VALID | {"valid_dataset.drop_last": True, "train_dataset.drop_last": False}
     assert "valid_dataset.drop_last true has no effect" in refused(no_rest)
 
 
-def test_environments_are_those_of_processes_that_are_started():
+def test_env_vars_apply_only_to_started_processes():
     assert "env_vars" in refused({"rollout.agent.scheduling_spec.0.env_vars": {"A": "1"}})
-    given = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
-    assert "move them to actor.scheduling_spec.0.env_vars" in refused(given)
-    accepted(given | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
+    changes = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
+    assert "move them to actor.scheduling_spec.0.env_vars" in refused(changes)
+    accepted(changes | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
     assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
 
 
-def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_actor():
+def test_a_teacher_has_the_section_of_its_engine_and_inherits_the_rest_from_the_actor():
     teacher = {"teacher.path": "t", "teacher.rollout": {}}
     accepted(teacher)
     accepted({"teacher.path": "t", "teacher.train": {}, "teacher.engine_type": "train"})
@@ -68,18 +68,18 @@ def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_act
 
 @pytest.mark.parametrize("name", ["experiment_name", "trial_name"])
 @pytest.mark.parametrize("value", ["..", ".", ".hidden", "a\nb", "a\x1b[2J", " a", "a\t"])
-def test_names_are_those_of_folders_inside_of_the_root(name, value):
+def test_names_must_be_valid_folder_names(name, value):
     assert f"{name} {value!r}" in refused({name: value})
 
 
-def test_conversations_go_on_by_their_own_tokens_in_any_case():
+def test_conversations_always_continue_their_own_tokens():
     agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
     assert notice(accepted(agent)) == ""
-    given = agent | {"rollout.agent.chat_template_type": "concat"}
-    assert "  rollout.agent.chat_template_type: conversations always continue" in notice(accepted(given))
+    changes = agent | {"rollout.agent.chat_template_type": "concat"}
+    assert "  rollout.agent.chat_template_type: conversations always continue" in notice(accepted(changes))
 
 
-def test_settings_of_agents_change_nothing_without_an_agent():
+def test_agent_settings_have_no_effect_without_an_agent():
     agent = {"rollout.agent": {"turn_discount": 0.5, "export_style": "concat", "admin_api_key": "some-key"}}
     assert "export_style, turn_discount of rollout.agent" in notice(accepted(agent)).replace(
         "turn_discount, export_style", "export_style, turn_discount"
@@ -87,7 +87,7 @@ def test_settings_of_agents_change_nothing_without_an_agent():
     accepted({"memory_profiler": {"profile_steps": [1]}})
 
 
-def test_async_training_must_agree_with_how_far_rollout_runs_ahead():
+def test_async_training_must_agree_with_max_head_offpolicyness():
     ahead = {"rollout.max_head_offpolicyness": 2}
     assert "async_training: rollout.max_head_offpolicyness controls" in notice(
         accepted(ahead | {"async_training": True})
@@ -97,7 +97,7 @@ def test_async_training_must_agree_with_how_far_rollout_runs_ahead():
     assert "contradicts rollout.max_head_offpolicyness 2" in refused(ahead | {"async_training": False})
 
 
-def test_settings_that_cannot_matter_are_listed_with_their_reason():
+def test_settings_without_effect_are_listed_in_the_notice():
     cases = {
         "valid_dataset": {"valid_dataset.path": "x", "valid_dataset.type": "rl"},
         "eps_clip": {"actor.use_sapo_loss": True, "actor.eps_clip": 0.4},
@@ -106,5 +106,5 @@ def test_settings_that_cannot_matter_are_listed_with_their_reason():
         "ref.scheduling_spec.0.cpu": {"ref.scheduling_spec.0.cpu": 4},
         "launcher": {"launcher": {"trainer_cpus_per_gpu": 4}},
     }
-    for name, given in cases.items():
-        assert name in notice(accepted(given)), name
+    for name, changes in cases.items():
+        assert name in notice(accepted(changes)), name

@@ -1,4 +1,4 @@
-"""What a run was, did and left behind, in words that both front ends share; and what shows each feature."""
+"""What a run did and wrote, in terms that both front ends share, and the evidence for each feature."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from areno.training.objectives.policy import PolicyObjective
 from areno.training.objectives.reference import CACHE_KIND
 
 STEP = 6
-"""Rows of a step of SFT, unless a run says otherwise."""
+"""Rows of an SFT step, unless a run sets another number."""
 ROWS = 12
 
 
 @dataclass
 class Driven:
-    """A run.
+    """A recorded run.
 
     Attributes:
-        loops: of each attempt; the last one counts.
-        engines: configuration and layout of each engine that the process made.
-        paths: where their models lie.
+        loops: training loop of each attempt; the last one counts.
+        engines: configuration and layout of each engine that the process created.
+        paths: paths of the models of these engines.
         calls: rows and micro-batching of each optimizer step of the actor.
         losses: names of the losses of these steps.
-        knobs: of these losses.
-        rows: how many were trained on, step by step.
-        staged: models that were copied, to be saved beside training.
+        knobs: keyword arguments of these losses.
+        rows: number of rows that each step trained on.
+        staged: number of models that were copied, to be saved in the background.
         scored: roles that scored rows.
-        replicas: of rollout, in processes of their own.
-        root: of all that it wrote.
+        replicas: number of rollout replicas, which run in their own processes.
+        root: folder of everything that the run wrote.
         code: exit status of the last command.
         output: what the commands printed.
     """
@@ -87,11 +87,11 @@ class Driven:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     def column(self, *endings: str) -> list[float]:
-        """A metric that ends with one of some names, line by line."""
+        """Values of the metrics whose names end with one of ``endings``, line by line."""
         return [line[name] for line in self.metrics for name in line if name.endswith(endings)]
 
     def mean_part(self, name: str) -> float:
-        """The mean of a part of the first step's rewards."""
+        """The mean of a reward part in the first step."""
         return self.column(f"reward_parts/{name}", f"reward_parts/{name}/avg")[0]
 
     @property
@@ -104,7 +104,7 @@ class Driven:
 
     @property
     def models(self) -> list[Path]:
-        """Models that were saved beside checkpoints."""
+        """Models that were saved in addition to checkpoints."""
         saver = self.loop.saver
         return [] if saver is None else list(saver.path("default", StepInfo(0, 0, 0, 1, 1)).parent.iterdir())
 
@@ -181,11 +181,11 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     ),
     "saving on Ctrl-C, SIGTERM and SIGHUP": lambda run: len(run.loops) == 2 and run.loops[0].state.step == 1,
 }
-"""What shows a feature, by its name in docs/front-ends.md."""
+"""The evidence for each feature, by its name in docs/front-ends.md."""
 
 
 def shows(run: Driven, feature: str) -> bool:
-    """Whether a run shows a feature; what is not there shows none."""
+    """Whether a run shows a feature; it does not if the evidence is missing."""
     try:
         return bool(EVIDENCE[feature](run))
     except (AttributeError, IndexError, KeyError):

@@ -1,4 +1,4 @@
-"""Rewards of the driven runs, and a loader; importing this module imports nothing heavy."""
+"""Rewards and a loader for the runs of ``test_driven``; importing this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def reward_fn(record: Any) -> float:
-    """Differs between answers."""
+    """A reward that differs between answers."""
     return sum(record.tokens) % 7 / 7
 
 

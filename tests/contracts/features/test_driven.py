@@ -1,7 +1,7 @@
-"""Every feature of docs/front-ends.md is driven from flags and from YAML on tiny models, in few runs that share them.
+"""Every feature of docs/front-ends.md is exercised with flags and with YAML on tiny models, in a few runs with many features.
 
-What shows a feature is the same for both front ends (:mod:`tests.contracts.features.driven`). A run without options shows
-none; a feature of the table that no run drives fails a test.
+The evidence for a feature is the same for both front ends (:mod:`tests.contracts.features.driven`). A run without options
+shows only the features that are on by default; a feature of the table that no run exercises fails a test.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
 }
 AFTER_A_SIGNAL = ("saving on Ctrl-C, SIGTERM and SIGHUP", "exact resume")
-ENDS_AND_GOES_ON = {
+STOP_AND_RESUME = {
     "flags": (POLICY + " --max-steps 3 --save-interval 1", "train --resume {run}"),
     "yaml": (RUN_POLICY + " total_train_steps=3 recover.mode=auto recover.freq_steps=1", ""),
 }
@@ -232,7 +232,7 @@ ON_A_GPU = {
         ("actor.optimizer.offload", "actor.offload_activations"),
     ),
 }
-"""Offloading has nothing to do on a CPU, and says so before a model is loaded."""
+"""Offloading has no effect on a CPU, which is an error before a model is loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> di
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
-    """What the commands of a test do."""
+    """Records what the commands of a test do."""
     seen = Driven()
     set_up, make, make_group = TrainingLoop.set_up, Engine.__init__, EngineGroup.__init__
 
@@ -330,7 +330,7 @@ def drive(run: Driven, command: str, files: dict[str, Path], folder: Path, capsy
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_run_shows_none(name, run, files, tmp_path, capsys):
+def test_a_plain_run_shows_only_features_that_are_on_by_default(name, run, files, tmp_path, capsys):
     command, features = PLAIN[name]
     drive(run, command, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
@@ -338,9 +338,9 @@ def test_a_plain_run_shows_none(name, run, files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", DRIVES)
-def test_features(name, run, files, tmp_path, capsys, monkeypatch):
+def test_a_run_shows_its_features(name, run, files, tmp_path, capsys, monkeypatch):
     command, features = DRIVES[name]
-    if "clock" in name:  # on which ten seconds pass whenever it is looked at
+    if "clock" in name:  # a clock that advances by ten seconds whenever it is read
         monkeypatch.setattr(FrequencyControl.__init__, "__defaults__", (itertools.count(0, 10).__next__,))
     if "terminal" in name:
         console = Console(file=io.StringIO(), force_terminal=True)
@@ -351,7 +351,7 @@ def test_features(name, run, files, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("side", "spelling"), [("flags", "flags"), ("yaml", "settings")])
-def test_each_feature_of_the_page_is_driven(side, spelling):
+def test_every_feature_of_the_page_is_exercised(side, spelling):
     runs = [names(features) for name, (_, features) in DRIVES.items() if name.startswith(side)]
     driven = {*IN_TURN, *AFTER_A_SIGNAL, *OFFLOADING, *itertools.chain.from_iterable(runs)}
     assert {feature.name for feature in FEATURES if getattr(feature, spelling)} - driven == set()
@@ -359,21 +359,21 @@ def test_each_feature_of_the_page_is_driven(side, spelling):
 
 
 def names(features: str) -> list[str]:
-    """Names of features, one of which has commas in it."""
+    """Split a list of features; some of their names contain commas."""
     return re.split(r", (?!SwanLab|Trackio|MLflow|scored once|CISPO|SAPO|M2PO|IcePop)", features)
 
 
 @pytest.mark.parametrize("side", ON_A_GPU)
-def test_features_of_gpus_are_refused_by_name(side, run, files, tmp_path, capsys):
+def test_gpu_features_are_refused_by_name_on_a_cpu(side, run, files, tmp_path, capsys):
     command, names = ON_A_GPU[side]
     drive(run, command, files, tmp_path / "run", capsys)
     assert (run.code, run.engines) == (2, [])
     assert [name for name in names if f"{name} " not in run.output] == []
 
 
-@pytest.mark.parametrize("side", ENDS_AND_GOES_ON)
-def test_a_signal_saves_and_the_run_goes_on(side, run, files, tmp_path, capsys, monkeypatch):
-    first, second = ENDS_AND_GOES_ON[side]
+@pytest.mark.parametrize("side", STOP_AND_RESUME)
+def test_a_signal_saves_the_run_and_it_can_be_resumed(side, run, files, tmp_path, capsys, monkeypatch):
+    first, second = STOP_AND_RESUME[side]
     advance = TrainingLoop._advance
 
     def stopped(loop: TrainingLoop, planned: Any) -> None:

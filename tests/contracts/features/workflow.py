@@ -1,4 +1,4 @@
-"""A workflow of the driven runs."""
+"""A workflow for the runs of ``test_driven``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.rollouts.workflows.base import RolloutWorkflow
 
 
 class Quarter(RolloutWorkflow):
-    """One answer, of which each is worth the same."""
+    """One answer per episode, always with the same reward."""
 
     def __init__(self, gconfig: Any = None, tokenizer: Any = None) -> None:
         self.gconfig = gconfig or GenerationHyperparameters(max_new_tokens=6, max_tokens=128)

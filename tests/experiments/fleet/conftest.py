@@ -1,4 +1,4 @@
-"""A tiny policy, a trainer of it, and fleets that end with the test."""
+"""Fixtures: a tiny policy, its trainer, and fleets that are closed after the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of these tests hold."""
+"""Objects that the workers of these tests hold."""
 
 from __future__ import annotations
 

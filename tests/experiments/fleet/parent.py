@@ -1,4 +1,4 @@
-"""A program that a test kills: it has a fleet of two replicas, has sent them weights, and waits for answers."""
+"""A program that a test kills: it sends weights to a fleet of two replicas, and waits for answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of fleets ask of trainers and replicas."""
+"""Helpers of the fleet tests for trainers and replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREEDY = {"greedy": True, "ignore_eos": True}
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """A copy of all parameters, whole; runs on a rank, whose generation must be idle."""
+    """An unsharded copy of all parameters; runs on a rank that must not be generating."""
     from areno.engine.parallel.parts import local, unsharded
 
     named = engine.actor.model.module.named_parameters()
@@ -26,7 +26,7 @@ def adapter_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit, types included."""
+    """Whether all tensors are equal bit for bit and in dtype."""
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
@@ -53,11 +53,11 @@ def generated(fleet) -> int:
 def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it has not come to that in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.01)
 
 
 def wait_for_tokens(fleet, more: int) -> None:
-    """Until so many more have been generated."""
+    """Wait until ``more`` further tokens have been generated."""
     before = generated(fleet)
     wait_until(lambda: generated(fleet) >= before + more)

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what earlier turns have computed is not computed again."""
+"""Multi-turn episodes reuse the KV cache of their earlier turns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.experiments.fleet.support import wait_until
 from tests.experiments.stage import Generation
 
 PROMPT = list(range(2, 35))  # 33 tokens
-GIVEN = [5, 6]
+USER_TURN = [5, 6]
 
 
 async def converse(client: EngineClient, task: int, turns: int) -> list[int]:
-    """One conversation of answers of 8 tokens; all of its tokens."""
+    """All tokens of one conversation whose answers have 8 tokens."""
     EPISODE.set(Episode(task))
     tokens = list(PROMPT)
     for _ in range(turns):
         answer = await client.agenerate(ModelRequest(list(tokens), Generation(max_new_tokens=8)))
-        tokens += [*answer.output_tokens, *GIVEN]
+        tokens += [*answer.output_tokens, *USER_TURN]
     return tokens
 
 
@@ -29,20 +29,20 @@ def reused(fleet: Any) -> int:
     return fleet.load().reused_total
 
 
-def test_turns_reuse_what_was_computed_also_on_a_replica_that_has_come_anew(open_fleet, trainer):
+def test_later_turns_reuse_the_kv_cache_also_after_a_replica_restart(open_fleet, trainer):
     fleet = open_fleet()
     client = EngineClient(fleet, seed=3)
     asyncio.run(converse(client, 0, 1))
     asyncio.run(converse(client, 1, 1))
-    assert reused(fleet) == 0  # answers to single prompts keep nothing
+    assert reused(fleet) == 0  # single-turn answers cache nothing
 
-    said = asyncio.run(converse(client, 2, 3))
-    # From the second turn on contexts are kept: its 43 + 8 tokens have three whole blocks of 16, which begin the third.
+    tokens = asyncio.run(converse(client, 2, 3))
+    # Contexts are cached from the second turn on: its 43 + 8 tokens fill three blocks of 16, with which the third begins.
     assert reused(fleet) == 48
-    assert said == asyncio.run(converse(EngineClient(trainer, seed=3), 2, 3))  # nothing is said differently
+    assert tokens == asyncio.run(converse(EngineClient(trainer, seed=3), 2, 3))  # reuse changes no token
 
     os.kill(fleet.health().replicas[0].worker.pids[0], signal.SIGKILL)
     wait_until(lambda: fleet.health().restarts == 1 and fleet.health().replicas[0].worker.state == "ready")
     assert reused(fleet) == 0
     asyncio.run(converse(client, 4, 2))
-    assert reused(fleet) == 32  # 33 + 8 tokens have two whole blocks
+    assert reused(fleet) == 32  # 33 + 8 tokens fill two blocks

@@ -1,4 +1,4 @@
-"""Replicas that are really killed and stopped: nothing is lost but time, and nothing is left over."""
+"""Replica processes are killed and stopped: no request is lost, and no process or memory is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pids(fleet) -> list[int]:
     return [pid for replica in fleet.health().replicas for pid in replica.worker.pids]
 
 
-def rest(_engine) -> None:
+def sleep_a_minute(_engine) -> None:
     time.sleep(60)
 
 
@@ -43,7 +43,7 @@ def test_a_killed_replica_comes_back_with_the_current_weights_and_every_request_
     current = parameters_of(trainer)
     expected = answers(trainer, requests(6, tokens=300))
     trainer.wait_idle()
-    learn(trainer)  # what the trainer has by now is nobody's business yet
+    learn(trainer)  # newer weights, which are not sent
     futures = fleet.submit(requests(6, tokens=300))
     wait_until(lambda: generated(fleet) > 100)
     assert [replica.unfinished for replica in fleet.health().replicas] == [3, 3]
@@ -71,7 +71,7 @@ def test_a_killed_replica_comes_back_with_the_current_weights_and_every_request_
     assert workers_of(os.getpid()) == []
 
 
-def test_requests_wait_for_the_only_replica_and_streams_are_not_begun_twice(open_fleet):
+def test_requests_wait_for_the_only_replica_and_streams_are_not_restarted(open_fleet):
     fleet = open_fleet()
     heard = []
     streamed = requests(1, tokens=2000)[0]
@@ -94,7 +94,7 @@ def test_requests_wait_for_the_only_replica_and_streams_are_not_begun_twice(open
     assert 0 < len(partial.resp_tokens) < 4000
 
 
-def test_restarts_that_are_used_up_end_the_fleet_with_its_log(open_fleet, tmp_path):
+def test_a_fleet_without_restarts_left_fails_and_shows_the_log(open_fleet, tmp_path):
     fleet = open_fleet(max_restarts=1)
     future = None
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_restarts_that_are_used_up_end_the_fleet_with_its_log(open_fleet, tmp_pa
 
 
 @pytest.mark.long
-def test_without_restarts_the_others_go_on_until_there_are_none(open_fleet):
+def test_without_restarts_the_other_replicas_continue_until_none_is_left(open_fleet):
     fleet = open_fleet(replicas=2, restart=False)
     expected = answers(fleet, requests(4, tokens=200))
     futures = fleet.submit(requests(4, tokens=200))
@@ -127,7 +127,7 @@ def test_without_restarts_the_others_go_on_until_there_are_none(open_fleet):
         last.result(timeout=30)
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(open_fleet, tmp_path):
+def test_a_failed_start_says_why_and_leaves_no_process(open_fleet, tmp_path):
     with pytest.raises(UsageError, match="no-such-model"):
         open_fleet(path=tmp_path / "no-such-model")
     with pytest.raises(WorkerCreationError, match=r"have not started within 0\.05 s"):
@@ -153,8 +153,8 @@ def test_a_stopped_replica_is_replaced_within_half_a_minute(open_fleet):
 
 
 @pytest.mark.long
-def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer, open_fleet):
-    """The broadcast breaks; who lives takes the weights from shared memory, and who is started again does, too."""
+def test_a_weight_update_completes_when_a_replica_is_killed_during_it(trainer, open_fleet):
+    """The broadcast breaks; surviving and restarted replicas take the weights from shared memory."""
     fleet = open_fleet(replicas=2)
     fleet.update_weights(trainer, 1, "xccl")
     for version, delay in enumerate((0.0, 0.003, 0.01), start=2):
@@ -170,12 +170,12 @@ def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer,
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
 
 
-def test_a_replica_that_is_killed_while_the_broadcast_forms_holds_nobody_up(trainer, open_fleet):
+def test_a_replica_killed_while_the_broadcast_group_forms_does_not_block_the_others(trainer, open_fleet):
     fleet = open_fleet(replicas=2)
     learn(trainer)
     busy, victim = fleet._up()[0], pids(fleet)[0]
     with ThreadPoolExecutor(1) as pool:
-        nap = pool.submit(busy.run_on_all_ranks, rest)  # it has not come to the others when it dies
+        nap = pool.submit(busy.run_on_all_ranks, sleep_a_minute)  # it dies before it joins the group
         threading.Timer(1.0, os.kill, [victim, signal.SIGKILL]).start()
         began = time.monotonic()
         fleet.update_weights(trainer, 1, "xccl", verify=True)
@@ -186,14 +186,14 @@ def test_a_replica_that_is_killed_while_the_broadcast_forms_holds_nobody_up(trai
         assert same(group.run_on_all_ranks(parameters_of)[0], parameters_of(trainer))
 
 
-def test_a_killed_parent_leaves_no_process_and_no_memory(policy, tmp_path):
+def test_a_killed_parent_leaves_no_process_and_no_shared_memory(policy, tmp_path):
     before = set(Path("/dev/shm").iterdir())
     end, beginning = os.pipe()
     words = [str(policy), str(tmp_path)]
     parent = Forked(preloaded().fork("tests.experiments.fleet.parent", words, environment(), beginning, beginning))
     os.close(beginning)
-    with open(end) as said:
-        workers = list(map(int, said.readline().split()))
+    with open(end) as output:
+        workers = list(map(int, output.readline().split()))
     assert len(workers) == 2
     assert all(map(alive, workers))
     parent.kill()

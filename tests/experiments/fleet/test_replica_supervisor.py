@@ -1,4 +1,4 @@
-"""Jobs of real processes: started, listed, logged, killed, started again, ended."""
+"""Jobs of real processes: started, listed, logged, killed, restarted, closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.processes import alive, workers_of
 
 
 class Holder:
-    """The least that a job may make: a group of one process."""
+    """The minimum that a job must make: a group of one process."""
 
     def __init__(self, make, number, processes, on_failure) -> None:
         maker = functools.partial(make, number)
@@ -71,9 +71,9 @@ def test_workers_have_ids_logs_threads_and_environments(start, tmp_path, caplog)
     assert supervisor.workers() == []
 
 
-def test_a_dead_worker_is_started_again_until_its_restarts_are_used_up(start):
+def test_a_dead_worker_is_restarted_until_its_restarts_are_used_up(start):
     lost, given_up = [], []
-    supervisor = start(restarts=2, on_lost=lost.append, on_given_up=lambda *said: given_up.append(said))
+    supervisor = start(restarts=2, on_lost=lost.append, on_given_up=lambda *event: given_up.append(event))
     for restarts in range(3):
         wait_until(lambda: supervisor.workers()[0].state == "ready")
         worker = supervisor.workers()[0]

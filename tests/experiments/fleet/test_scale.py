@@ -16,12 +16,12 @@ from areno.rollouts.fleet.weight_transfer import WeightOptions
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
 
 
-def asked(fleet):
+def unfinished(fleet):
     return [replica.unfinished for replica in fleet.health().replicas]
 
 
 @pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
-def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_first(trainer, open_fleet, mode):
+def test_a_joining_replica_gets_the_newest_weights_and_a_leaving_one_finishes_its_requests(trainer, open_fleet, mode):
     fleet = open_fleet(weights=WeightOptions(mode=mode))
     learn(trainer)
     fleet.update_weights(trainer, 1)
@@ -30,7 +30,7 @@ def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_firs
 
     wanted = requests(6, tokens=300)
     futures = fleet.submit(wanted)
-    wait_until(lambda: asked(fleet) == [3, 3])
+    wait_until(lambda: unfinished(fleet) == [3, 3])
     fleet.resize(1)
     assert len(fleet.health().replicas) == 1
     found = [future.result(60).sequences[0] for future in futures]
@@ -40,7 +40,7 @@ def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_firs
 
     learn(trainer, seed=2)
     assert set(fleet.update_weights(trainer, 2, verify=True).pauses_s) == {0}
-    fleet.resize(2)  # under a number that has been there before
+    fleet.resize(2)  # under the number of a replica that has left
     assert set(fleet.update_weights(trainer, 3, verify=True).pauses_s) == {0, 1}
     assert answers(fleet, requests(4)) == answers(trainer, requests(4))
 
@@ -48,18 +48,18 @@ def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_firs
 def test_a_replica_that_cannot_join_changes_nothing(policy, tmp_path, open_fleet):
     copy = shutil.copytree(policy, tmp_path / "copy")
     fleet = open_fleet(path=copy)
-    said = answers(fleet, requests(2))
+    expected = answers(fleet, requests(2))
     shutil.rmtree(copy)
     with pytest.raises((WorkerCreationError, UsageError), match="copy"):
         fleet.resize(3)
     assert [worker.worker.state for worker in fleet.health().replicas] == ["ready"]
-    assert answers(fleet, requests(2)) == said
+    assert answers(fleet, requests(2)) == expected
 
 
-def test_closing_does_not_wait_for_one_that_leaves(open_fleet):
+def test_closing_does_not_wait_for_a_leaving_replica(open_fleet):
     fleet = open_fleet(replicas=2)
     futures = fleet.submit(requests(2, tokens=8000))
-    wait_until(lambda: asked(fleet) == [1, 1])
+    wait_until(lambda: unfinished(fleet) == [1, 1])
     leaving = threading.Thread(target=fleet.resize, args=[1], daemon=True)
     leaving.start()
     fleet.close()
@@ -68,7 +68,7 @@ def test_closing_does_not_wait_for_one_that_leaves(open_fleet):
     assert all(future.done() for future in futures)
 
 
-def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path, capsys):
+def test_the_command_resizes_a_running_fleet(open_fleet, tmp_path, capsys):
     folder = tmp_path / "logs"
     fleet = open_fleet(scales=True)
     assert main(["scale", str(folder)]) == 0
@@ -87,7 +87,7 @@ def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path,
     assert not list(folder.glob("replicas*"))
 
 
-def test_a_run_that_has_been_killed_does_not_answer(tmp_path, monkeypatch):
+def test_scaling_a_killed_run_times_out(tmp_path, monkeypatch):
     (tmp_path / "replicas.json").write_text(json.dumps({"replicas": 2}))
     monkeypatch.setattr(control, "_ANSWER_S", 1.0)
     with pytest.raises(EngineError, match="did not respond within 1 s"):

@@ -1,4 +1,4 @@
-"""What replicas compute with after an update is what the trainer has, bit for bit, in every way that weights travel."""
+"""After a weight update, replicas have the trainer's weights, bit for bit, in every transfer mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def replicas_of(fleet, function=parameters_of):
     return [found for group in fleet._up().values() for found in group.run_on_all_ranks(function)]
 
 
-def test_every_mode_brings_the_same_bits_and_a_fresh_engine_says_the_same(policy, trainer, open_fleet, tmp_path):
+def test_every_mode_transfers_the_same_bits_and_a_fresh_engine_gives_the_same_answers(
+    policy, trainer, open_fleet, tmp_path
+):
     fleet = open_fleet(replicas=2, weights=WeightOptions(weight_chunked_mem_mb=1, folder=tmp_path / "updates"))
     before = answers(trainer, requests(4))
     assert answers(fleet, requests(4)) == before
@@ -54,17 +56,17 @@ def test_every_mode_brings_the_same_bits_and_a_fresh_engine_says_the_same(policy
             assert same(found, parameters_of(trainer))
         trainer.save_model(tmp_path / f"new-{version}")
         fresh = Engine(str(tmp_path / f"new-{version}"), config())
-        said = answers(fresh, requests(4))
+        expected = answers(fresh, requests(4))
         fresh.close()
         results = [future.result(60).sequences[0] for future in fleet.submit(requests(4))]
-        assert [result.resp_tokens for result in results] == said
+        assert [result.resp_tokens for result in results] == expected
         assert {v for result in results for v in result.versions} == {version}
-        assert said != before
-    assert os.listdir(tmp_path / "updates") == []  # the next update has cleared the folder
+        assert expected != before
+    assert os.listdir(tmp_path / "updates") == []  # each update clears the folder of the previous one
 
 
-def test_each_token_carries_the_version_of_the_weights_that_made_it(policy, trainer, open_fleet):
-    """Replay each sample on every version's own weights: a token is the likeliest under the version it is stamped with."""
+def test_each_token_carries_the_version_of_the_weights_that_sampled_it(policy, trainer, open_fleet):
+    """Replay each sample with the weights of every version: a token is the likeliest under the version that it carries."""
     fleet = open_fleet()
     weights = [parameters_of(trainer)]
     futures = fleet.submit(requests(3, tokens=900))
@@ -92,7 +94,7 @@ def test_each_token_carries_the_version_of_the_weights_that_made_it(policy, trai
                 assert sample.resp_logprobs[i] == pytest.approx(float(logp[i, token]), abs=1e-4)
 
 
-def test_saving_and_reading_weights_do_not_hold_generation_up(trainer, open_fleet, tmp_path):
+def test_saving_training_and_evaluating_do_not_block_generation(trainer, open_fleet, tmp_path):
     fleet = open_fleet()
     futures = fleet.submit(requests(3, tokens=2000))
     stop, counts = threading.Event(), []
@@ -120,8 +122,8 @@ def test_saving_and_reading_weights_do_not_hold_generation_up(trainer, open_flee
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32", marks=pytest.mark.long)]
 )
-def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtype):
-    """A bf16 trainer has fp32 masters; an fp32 trainer has a bf16 replica. Both give what rounding to nearest gives."""
+def test_master_weights_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtype):
+    """A bf16 trainer has fp32 master weights; an fp32 trainer has a bf16 replica. Both round to nearest."""
     trainer = Engine(str(policy), config(dtype=dtype))
     fleet = open_fleet(config(dtype=torch.bfloat16))
     learn(trainer)
@@ -141,7 +143,7 @@ def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtyp
 LORA = AdapterOptions(rank=4)
 
 
-def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet):
+def test_only_the_adapter_is_sent_and_generation_uses_the_new_merged_weights(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA))
     fleet = open_fleet(config(adapter=LORA))
     futures = fleet.submit(requests(2, tokens=600))
@@ -157,8 +159,8 @@ def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, ope
     trainer.close()
 
 
-def test_a_request_in_the_middle_of_a_change_leaves_no_half_changed_sum(policy):
-    """Submitting adds an adapter to its weights: what it adds while the adapter changes must not stay."""
+def test_a_request_during_a_weight_change_leaves_no_partially_merged_weights(policy):
+    """Submitting merges the adapter into the weights; a merge while the adapter changes must not persist."""
     replica = Engine(str(policy), config(adapter=LORA, trains="nothing"))
     answers(replica, requests(1))
     adapter, module = replica.actor.model.adapter, replica.actor.model.module
@@ -183,7 +185,7 @@ def test_a_request_in_the_middle_of_a_change_leaves_no_half_changed_sum(policy):
 
 
 @pytest.mark.parametrize("mode", ["shm", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("xccl", "disk"))])
-def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
+def test_replicas_without_an_adapter_get_the_merged_weights(policy, open_fleet, mode):
     trainer = Engine(str(policy), config(adapter=LORA))
     fleet = open_fleet()
     learn(trainer)
@@ -195,7 +197,7 @@ def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
 
 
 @pytest.mark.long
-def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
+def test_an_adapter_that_cannot_be_merged_exactly_is_refused(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA, dtype=torch.bfloat16))
     fleet = open_fleet(config(dtype=torch.bfloat16))
     with pytest.raises(UsageError, match="give the fleet an EngineConfig with the trainer's adapter"):
@@ -204,7 +206,7 @@ def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
 
 
 def versions_while_learning(trainer, fleet):
-    """Three updates, one by each mode, while requests run; the versions that every answer's tokens came from."""
+    """Make three updates, one in each mode, while requests run; returns the versions that sampled each answer's tokens."""
     futures = fleet.submit(requests(2, tokens=150))
     for version, mode in enumerate(MODES, start=1):
         wait_for_tokens(fleet, 8)
@@ -228,7 +230,7 @@ def versions_while_learning(trainer, fleet):
         pytest.param(Layout(cp_size=2), id="cp2", marks=pytest.mark.long),
     ],
 )
-def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, grid):
+def test_a_trainer_on_several_ranks_updates_replicas_on_one_rank(policy, open_fleet, grid):
     group = EngineGroup(str(policy), config(), grid)
     try:
         fleet = open_fleet()
@@ -248,7 +250,7 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
         pytest.param(Layout(2, fsdp=True, pp_size=2), id="fsdp2xpp2", marks=pytest.mark.long),
     ],
 )
-def test_the_stages_of_a_trainer_feed_replicas_with_all_layers(policy, open_fleet, grid, tmp_path):
+def test_the_pipeline_stages_of_a_trainer_update_replicas_with_all_layers(policy, open_fleet, grid, tmp_path):
     group = EngineGroup(str(policy), config(), grid)
     try:
         fleet = open_fleet()
@@ -266,7 +268,7 @@ def test_the_stages_of_a_trainer_feed_replicas_with_all_layers(policy, open_flee
 
 
 @pytest.mark.long
-def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_fleet):
+def test_an_adapter_is_sent_to_ranks_that_generate_with_sharded_merged_weights(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA))
     fleet = open_fleet(config(adapter=LORA), tp_size=2)
     assert versions_while_learning(trainer, fleet) == {0, 1, 2, 3}
@@ -277,14 +279,14 @@ def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_f
 
 
 @pytest.mark.long
-def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, open_fleet):
+def test_a_tensor_parallel_trainer_with_an_adapter_updates_replicas_without_one(policy, open_fleet):
     group = EngineGroup(str(policy), config(adapter=LORA), Layout(1, 2))
     try:
         fleet = open_fleet()
         learn(group)
         fleet.update_weights(group, 1, "shm", verify=True)
         assert answers(fleet, requests(2)) == answers(group, requests(2))
-        summed = group.run_on_all_ranks(parameters_of)[0]  # generation has left the sums in place
+        summed = group.run_on_all_ranks(parameters_of)[0]  # generation has left the adapter merged
         merged = {name.replace(".base_layer", ""): p for name, p in summed.items() if ".lora_" not in name}
         assert same(replicas_of(fleet)[0], merged)
         group.end_rollout()
@@ -301,11 +303,11 @@ def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, op
         assert same(found, parameters_of(trainer))
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
     learn(trainer)
-    fleet.update_weights(trainer, 4)  # with nothing to generate
+    fleet.update_weights(trainer, 4)  # while no request runs
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
 
 
-# -- what must not be believed ---------------------------------------------------------------------------------------
+# -- corrupted and failed updates ------------------------------------------------------------------------------------
 
 
 def written(trainer, memory) -> Update:
@@ -315,7 +317,7 @@ def written(trainer, memory) -> Update:
     return update
 
 
-def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, trainer):
+def test_a_bit_flipped_in_transfer_is_found_and_the_old_weights_stay(policy, trainer):
     replica = Engine(str(policy), config(trains="nothing"))
     memory = Segment(layout(rollout_specs(trainer))[1])
     learn(trainer)
@@ -337,7 +339,7 @@ def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, tra
     replica.close()
 
 
-def test_a_change_that_fails_half_way_answers_nobody_from_half_changed_weights(policy):
+def test_a_failed_weight_change_answers_no_request_from_partial_weights(policy):
     replica = Engine(str(policy), config(trains="nothing"))
     future = replica.submit(requests(1, tokens=4000))[0]
     wait_until(lambda: replica.load().generated_total > 5)

@@ -30,7 +30,7 @@ VLLM = {
     "uvicorn_log_level": ("debug", "--uvicorn-log-level debug"),
     "gdn_prefill_backend": ("triton", "--gdn-prefill-backend triton"),
     "enable_lora": (True, "--enable-lora --max-lora-rank 16 --max-loras 8"),
-    "max_lora_rank": (17, "--max-lora-rank 32"),  # one that vLLM takes
+    "max_lora_rank": (17, "--max-lora-rank 32"),  # rounded up to a rank that vLLM accepts
     "max_loras": (3, "--max-loras 3"),
     "lora_modules": (["a=x", "b=y"], "--lora-modules a=x b=y"),
 }
@@ -96,7 +96,7 @@ def test_an_option_that_sglang_has_dropped_is_refused_with_a_remedy(name, value)
         sglang(**{name: value})
 
 
-def test_defaults_are_those_that_the_model_and_the_machine_can_take():
+def test_defaults_fit_the_model_and_the_machine():
     assert "--dtype float32" in vllm()
     assert "--max-model-len 4096" in vllm()  # not 32768, with which vLLM would not start
     assert "--block-size" not in vllm()
@@ -104,7 +104,7 @@ def test_defaults_are_those_that_the_model_and_the_machine_can_take():
     assert "--context-length 4096" in sglang()
     on_cpu = vllm_arguments(vLLMConfig(), dtype="float32", context_length=None, gpu=False)
     assert "--gpu-memory-utilization" not in on_cpu
-    assert "--no-enable-chunked-prefill" in on_cpu  # requests have seeds, which prompts in chunks do not go with there
+    assert "--no-enable-chunked-prefill" in on_cpu  # there, vLLM crashes on chunked prefills of requests with seeds
     with pytest.raises(UsageError, match="enable_sleep_mode"):
         vllm_arguments(vLLMConfig(enable_sleep_mode=True), dtype="float32", context_length=None, gpu=False)
     with pytest.raises(UsageError, match="max_lora_rank=513"):

@@ -1,4 +1,4 @@
-"""SGLang's calls against a server that speaks its documented protocol. It is no SGLang: that needs a GPU."""
+"""SGLang's calls against a stand-in server that speaks its documented protocol; SGLang itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [5, 6, 7]
 
 
 class Protocol(BaseHTTPRequestHandler):
-    """Answers 10, 11, 12, ... with log-probs -0.1, -0.2, ...; a weight update moves the version from the next answer on."""
+    """Answers 10, 11, 12, ... with log-probs -0.1, -0.2, ...; a weight update changes the version of later answers."""
 
     def do_GET(self):
         self.answer({"context_length": 64} if self.path == "/server_info" else {})
@@ -118,7 +118,7 @@ def test_an_answer_has_tokens_log_probs_and_versions(replica, server):
     ].items()
 
 
-def test_a_cancelled_answer_is_what_there_is(replica):
+def test_a_cancelled_request_returns_the_tokens_so_far(replica):
     future = ask(replica, 50)
     time.sleep(0.2)
     replica.cancel(future)
@@ -126,7 +126,7 @@ def test_a_cancelled_answer_is_what_there_is(replica):
     assert (answer.finish_reason, answer.resp_tokens) == ("abort", [10, 11])
 
 
-def test_weights_come_between_two_tokens_and_a_failure_is_said(replica, server):
+def test_weights_change_between_two_tokens_and_a_failure_is_reported(replica, server):
     replica.take_over(Path("/weights/v3"), 3)
     paths = [path for path, _ in server.heard]
     assert paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -141,8 +141,8 @@ def test_weights_come_between_two_tokens_and_a_failure_is_said(replica, server):
 def test_an_adapter_has_its_version_in_its_name(replica, server):
     replica.take_over(Path("/a/1"), 1, "mine")
     replica.take_over(Path("/a/2"), 2, "mine")
-    said = [(path, body["lora_name"]) for path, body in server.heard if "lora" in path]
-    assert said == [
+    calls = [(path, body["lora_name"]) for path, body in server.heard if "lora" in path]
+    assert calls == [
         ("/load_lora_adapter", "mine-v1"),
         ("/load_lora_adapter", "mine-v2"),
         ("/unload_lora_adapter", "mine-v1"),
@@ -151,7 +151,7 @@ def test_an_adapter_has_its_version_in_its_name(replica, server):
     assert server.heard[-1][1]["lora_path"] == "mine-v2"
 
 
-def test_a_server_that_is_gone_has_failed_before_anybody_hears_of_it(replica, server):
+def test_a_lost_server_is_marked_failed_before_its_request_fails(replica, server):
     server.shutdown()
     server.server_close()
     with pytest.raises(EngineError):

@@ -1,4 +1,4 @@
-"""Replicas that are real vLLM servers: tokens, log-probs, versions, weights in mid-answer, and death."""
+"""Replicas that are real vLLM servers: tokens, log-probs, versions, weight updates during answers, and killed servers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tests.support.tiny import save_tiny_checkpoint
 from tests.support.vllm import VLLM, make_wide_toy, needs_vllm
 
 MANY = range(16)
-"""Seeds of so many samples that they take seconds."""
+"""Seeds of enough samples to take seconds."""
 
 pytestmark = [pytest.mark.long, needs_vllm]
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """Tied embeddings, of which vLLM on a CPU keeps a stale copy; heads of a size that it computes with.
+    """Tied embeddings, of which vLLM on a CPU keeps a stale copy; heads of a size that it supports.
 
-    Large enough that long answers take many seconds: what is done in their midst comes there, on a busy machine too.
+    Large enough that long answers take many seconds: updates arrive before an answer ends, also on a busy machine.
     """
     return save_tiny_checkpoint(
         tmp_path_factory.mktemp("ckpt") / "qwen3",
@@ -69,8 +69,8 @@ def trainer(policy):
     engine.close()
 
 
-def moved(engine, scale=0.02, seed=1):
-    """Weights as training could leave them."""
+def perturb(engine, scale=0.02, seed=1):
+    """Change the weights as training could."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in engine.actor.model.module.parameters():
@@ -101,9 +101,9 @@ def test_answers_have_the_tokens_log_probs_and_versions_of_the_weights(fleet, tr
         )
 
 
-def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, trainer):
+def test_new_weights_arrive_during_an_answer_and_in_the_tied_output_layer(fleet, trainer):
     before = ask(fleet, greedy=True).result(60).sequences[0]
-    moved(trainer)
+    perturb(trainer)
     future = ask(fleet, tokens=480, seeds=MANY)
     time.sleep(0.2)
     report = fleet.update_weights(trainer, 1, verify=True)
@@ -113,7 +113,7 @@ def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, tr
     assert set(long.versions) == {0, 1}
     assert long.versions == sorted(long.versions)
     cut = long.versions.index(1)
-    # Tokens of the new version have the log-probs of the new weights, after a context that old weights have written.
+    # Tokens of the new version have the log-probs of the new weights, after a context that the old weights sampled.
     torch.testing.assert_close(
         torch.tensor(long.resp_logprobs[cut:]),
         torch.tensor(scored(trainer, (5, 6, 7, 8), long)[cut:]),
@@ -125,12 +125,12 @@ def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, tr
     assert after.versions == [1] * 12
 
 
-def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, trainer):
+def test_broadcast_weights_reach_a_server_also_after_its_restart(fleet, trainer):
     """vLLM's own calls for RL, with areno's transfer engine; no folder is written."""
-    moved(trainer, seed=5)
+    perturb(trainer, seed=5)
     fleet.update_weights(trainer, 50, "xccl")  # opens the channel, which may take as long as an answer
     for version in (51, 52):
-        moved(trainer, seed=version)
+        perturb(trainer, seed=version)
         future = ask(fleet, tokens=480, seeds=MANY)
         time.sleep(0.3)
         report = fleet.update_weights(trainer, version, "xccl", verify=True)
@@ -158,9 +158,9 @@ def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, t
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["sent again", "as a folder"])
-def test_a_broadcast_that_breaks_in_its_midst_leaves_no_half_loaded_layer(fleet, trainer, monkeypatch, again):
-    """It breaks between the parts of layers that vLLM has as one."""
-    moved(trainer, seed=6 + again)
+def test_an_interrupted_broadcast_leaves_no_partially_loaded_layer(fleet, trainer, monkeypatch, again):
+    """It breaks between parts of layers that vLLM fuses."""
+    perturb(trainer, seed=6 + again)
     calls, whole = [], weight_update._broadcast
 
     def breaks(name, memory):
@@ -184,8 +184,8 @@ def test_a_broadcast_that_breaks_in_its_midst_leaves_no_half_loaded_layer(fleet,
     assert fleet.health().replicas[0].worker.state == "ready"
 
 
-def test_weights_that_have_not_arrived_end_the_run(fleet, trainer, monkeypatch):
-    moved(trainer, seed=2)
+def test_weights_that_have_not_arrived_fail_the_update(fleet, trainer, monkeypatch):
+    perturb(trainer, seed=2)
     kept = fleet._replicas[0].calls.transfers
     monkeypatch.setattr(fleet._replicas[0].calls, "transfers", False)  # as a server without areno's extension
     with pytest.raises(EngineError, match="does not have the weights of version 2"):
@@ -204,7 +204,7 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
             other.resize(2)
         with pytest.raises(UsageError, match="is already a replica"):
             other.resize(2, [url])
-        other.resize(2, [url.replace("127.0.0.1", "localhost")])  # the same one, for want of another
+        other.resize(2, [url.replace("127.0.0.1", "localhost")])  # the same server under another address
         assert [len(future.result(60).sequences[0].resp_tokens) for future in (ask(other), ask(other))] == [12, 12]
         other.resize(1)
         assert other.size() == 1
@@ -212,7 +212,7 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.1])  # before and after the server has begun the samples
-def test_a_cancelled_request_is_answered_with_what_there_is(fleet, wait_s):
+def test_a_cancelled_request_returns_the_tokens_so_far(fleet, wait_s):
     future = ask(fleet, tokens=480, seeds=MANY)
     time.sleep(wait_s)
     fleet.cancel(future)
@@ -221,8 +221,8 @@ def test_a_cancelled_request_is_answered_with_what_there_is(fleet, wait_s):
         assert len(answer.resp_tokens) < 480
 
 
-def test_a_killed_server_is_started_again_with_the_current_weights_and_its_requests_are_answered(fleet, trainer):
-    moved(trainer, seed=4)
+def test_a_killed_server_is_restarted_with_the_current_weights_and_its_requests_are_answered(fleet, trainer):
+    perturb(trainer, seed=4)
     fleet.update_weights(trainer, 4)
     before = fleet.health().restarts
     future = ask(fleet, tokens=480, seeds=MANY)
@@ -272,7 +272,7 @@ def wide_toy(tmp_path):
 
 
 def test_training_by_options_generates_with_vllm(wide_toy):
-    """``areno train`` with one other option; the same samples would come from areno's own replicas."""
+    """``areno train`` with vLLM in place of areno's own replicas."""
     checkpoint = wide_toy / "model"
     (wide_toy / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + {i} ="}) + "\n" for i in range(8)))
     (wide_toy / "reward.py").write_text("def reward_fn(record):\n    return len(record.completion) / 100\n")
@@ -293,12 +293,12 @@ def test_training_by_options_generates_with_vllm(wide_toy):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (wide_toy / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
-    assert max(row["train/logp_abs_diff_mean"] for row in rows) < 1e-3  # what is sampled next has the newest weights
+    assert max(row["train/logp_abs_diff_mean"] for row in rows) < 1e-3  # the next samples come from the newest weights
     assert "arrived: log-probs differ by" in (wide_toy / "run/log.txt").read_text()
 
 
 def test_an_experiment_learns_with_vllm(wide_toy):
-    """The GRPO example, with one other setting and the command of vLLM."""
+    """The GRPO example with vLLM as rollout backend."""
     tmp_path = wide_toy
     changes = [
         "rollout.backend=vllm:d1",
@@ -320,7 +320,7 @@ def test_an_experiment_learns_with_vllm(wide_toy):
 
 
 def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
-    """Rows of several lengths, the longest of one more than a block; a model of another width of words would be refused."""
+    """Rows of several lengths, the longest longer than a block; an unknown token and a dead address are errors."""
     replica = next(iter(fleet._up().values()))
     address = f"{str(replica._http.base_url).rstrip('/')}/v1"
     scorer = ServerScorer(address, "teacher.path", 60.0)
