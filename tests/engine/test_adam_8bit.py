@@ -36,7 +36,7 @@ def tensors_in(state):
 
 
 def noisy_gradients(count, steps, seed=0):
-    """Of very different sizes inside a block, half signal and half noise."""
+    """Yield gradients of very different magnitudes within a block, half signal and half noise."""
     generator = torch.Generator().manual_seed(seed)
     size = 10 ** (torch.rand(count, generator=generator) * 3 - 6)
     mean = torch.randn(count, generator=generator) * size
@@ -45,7 +45,7 @@ def noisy_gradients(count, steps, seed=0):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_numbers_come_back_within_the_spacing_of_the_codes(signed):
+def test_the_quantisation_error_is_within_the_spacing_of_the_codes(signed):
     numbers = torch.randn(64, BLOCK, generator=torch.Generator().manual_seed(0))
     numbers = numbers if signed else numbers.abs()
     kept = Quantised.zeros(numbers.numel(), torch.device("cpu"), signed)
@@ -61,7 +61,7 @@ def test_numbers_come_back_within_the_spacing_of_the_codes(signed):
     assert torch.equal(got.gather(1, largest), numbers.gather(1, largest)), "the largest of a block is exact"
 
 
-def test_what_is_above_zero_keeps_a_second_moment_above_zero():
+def test_positive_second_moments_stay_positive():
     numbers = torch.full((1, BLOCK), 1e-12)
     numbers[0, 0] = 1.0
     kept = Quantised.zeros(BLOCK, torch.device("cpu"), signed=False)
@@ -70,7 +70,7 @@ def test_what_is_above_zero_keeps_a_second_moment_above_zero():
 
 
 @pytest.mark.parametrize("count", [LEAST_QUANTISED, LEAST_QUANTISED + 77, 70_000])
-def test_updates_at_rate_1e_6_are_those_of_adamw(count):
+def test_updates_at_learning_rate_1e_6_follow_adamw(count):
     start = torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02
     ours, ideal = (torch.nn.Parameter(start.clone()) for _ in range(2))
     rules = [make_adam([ours], OptimizerOptions(**RATES, adam_8bit=True)), torch.optim.AdamW([ideal], **RATES)]
@@ -99,7 +99,7 @@ def test_small_tensors_are_updated_by_the_formula():
     assert torch.allclose(ours.detach().double(), w, rtol=1e-5, atol=1e-6)
 
 
-def test_a_flat_shard_is_updated_as_the_tensor_that_it_is_a_part_of():
+def test_flat_shards_get_the_same_updates_as_the_whole_tensor():
     whole = torch.randn(4 * 4096, generator=torch.Generator().manual_seed(3))
     one = torch.nn.Parameter(whole.view(128, 128).clone())
     parts = [torch.nn.Parameter(part.clone()) for part in whole.chunk(2)]
@@ -125,7 +125,7 @@ def test_the_states_take_at_most_three_tenths_of_fp32_states():
     assert sizes[True] <= 0.3 * sizes[False]
 
 
-def test_the_size_of_a_checkpoint_counts_the_states_that_there_are(tmp_path):
+def test_the_checkpoint_size_counts_8_bit_and_fp32_states(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model", **ROOMY))
     options = LoadOptions(dtype=torch.float32)
     roles = [
@@ -138,7 +138,7 @@ def test_the_size_of_a_checkpoint_counts_the_states_that_there_are(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("low", [True, False])
-def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
+def test_a_saved_optimizer_resumes_bit_for_bit(dtype, low, tmp_path):
     config = OptimizerOptions(lr=1e-3, lr_decay_style="cosine", lr_decay_steps=10, adam_8bit=low)
     whole, first = (TrainStep(m, MasterAdamW(m.parameters(), config)) for m in (roomy_model(dtype) for _ in "ab"))
     for seed in range(4):
@@ -166,7 +166,7 @@ def test_states_of_another_precision_are_refused():
 
 
 @pytest.mark.parametrize("low", [True, False])
-def test_moments_that_are_made_ahead_change_no_step(low):
+def test_allocating_moments_in_advance_changes_no_step(low):
     steps = []
     for ahead in (True, False):
         model = roomy_model()
@@ -180,7 +180,7 @@ def test_moments_that_are_made_ahead_change_no_step(low):
         assert torch.equal(a, b), name
 
 
-def test_moments_can_be_made_only_once():
+def test_existing_moments_are_not_replaced():
     parameter = torch.nn.Parameter(torch.zeros(5000))
     rule = make_adam([parameter], OptimizerOptions())
     parameter.grad = torch.ones(5000)
@@ -190,7 +190,7 @@ def test_moments_can_be_made_only_once():
     assert torch.equal(rule.state[parameter]["exp_avg"], before)
 
 
-def test_bf16_weights_move_as_rounding_of_the_ideal_weights_does():
+def test_as_many_bf16_weights_change_as_with_fp32_moments():
     models = [roomy_model(torch.bfloat16) for _ in range(2)]
     before = {name: p.detach().clone() for name, p in models[0].parameters()}
     for model, low in zip(models, (True, False), strict=True):

@@ -49,7 +49,7 @@ def test_only_the_adapter_moves(open_engine, tiny_checkpoint):
     assert not any(torch.equal(value, adapter[name]) for name, value in trained_weights(engine).items())
 
 
-def test_steps_are_those_of_peft_with_adamw(open_engine, tiny_checkpoint):
+def test_steps_equal_those_of_peft_with_adamw(open_engine, tiny_checkpoint):
     engine = open_engine()
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
@@ -76,7 +76,7 @@ def test_steps_are_those_of_peft_with_adamw(open_engine, tiny_checkpoint):
         torch.testing.assert_close(value, parameter.detach(), rtol=0, atol=2e-5)
 
 
-def test_the_optimizer_knows_the_adapter_only(open_engine):
+def test_the_optimizer_holds_only_the_adapter(open_engine):
     engine = open_engine()
     train_some(engine, 1)
     optimizer = engine.actor.trained_by()
@@ -101,15 +101,13 @@ def test_the_seed_decides_how_a_new_adapter_starts(open_engine):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", "phi3", "qwen3_5"])
-def test_a_rollout_on_the_sum_gives_what_training_gives_and_leaves_the_weights_as_they_were(
-    family, open_engine, tmp_path
-):
+def test_a_rollout_on_merged_weights_matches_training_and_leaves_the_weights_unchanged(family, open_engine, tmp_path):
     engine = open_engine(save_tiny_checkpoint(tmp_path / family, family))
     train_some(engine, 4)
     adapter = engine.actor.model.adapter
     before, score = base_weights(engine), scored(engine)
     sequences = generate(engine)
-    assert adapter.merged == (family != "qwen3_moe")  # whose experts are no linear layers
+    assert adapter.merged == (family != "qwen3_moe")  # its experts are not linear layers
     engine.end_rollout()
     assert not adapter.merged
     assert same(before, base_weights(engine))
@@ -124,7 +122,7 @@ def test_a_rollout_on_the_sum_gives_what_training_gives_and_leaves_the_weights_a
     assert torch.equal(scored(engine), score)
 
 
-def test_the_sum_is_what_peft_merges(open_engine, tiny_checkpoint, tmp_path):
+def test_merged_weights_equal_those_of_peft(open_engine, tiny_checkpoint, tmp_path):
     engine = open_engine(target_modules="q_proj,down_proj", alpha=3.0)
     train_some(engine)
     engine.save_model(tmp_path / "adapter")
@@ -136,7 +134,7 @@ def test_the_sum_is_what_peft_merges(open_engine, tiny_checkpoint, tmp_path):
         torch.testing.assert_close(mine[name], parameter.detach(), rtol=0, atol=1e-7)
 
 
-def test_training_right_after_a_rollout_changes_what_the_next_one_says(open_engine):
+def test_training_right_after_a_rollout_changes_the_next_one(open_engine):
     engine = open_engine()
     first = generate(engine)
     train_some(engine, 6)
@@ -176,17 +174,17 @@ def test_the_reference_is_the_actor_with_its_adapter_off(open_engine, tiny_check
     train_some(engine)
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     expected = logprobs(stock)
-    generate(engine)  # also while the sum is in place
+    generate(engine)  # also while the adapter is merged
     torch.testing.assert_close(scored(engine, "ref"), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(scored(engine), expected, atol=1e-3)
     with_own = Engine(str(tiny_checkpoint), EngineConfig(trains="nothing", decode="eager"))
     assert torch.equal(scored(with_own), scored(engine, "ref"))
     with_own.close()
-    train_some(engine)  # scoring with the adapter off has left it trainable
+    train_some(engine)  # scoring with the adapter off leaves it trainable
     assert engine.actor.trained_by().steps == 6
 
 
-def test_another_reference_is_a_model_of_its_own(open_engine, tmp_path):
+def test_a_reference_of_another_checkpoint_is_a_separate_model(open_engine, tmp_path):
     other = save_tiny_checkpoint(tmp_path / "other", seed=3)
     engine = open_engine()
     engine.ensure_roles({"ref": ModelRole("ref", str(other), trainable=False)})
@@ -194,7 +192,7 @@ def test_another_reference_is_a_model_of_its_own(open_engine, tmp_path):
     torch.testing.assert_close(scored(engine, "ref"), expected, rtol=0, atol=1e-5)
 
 
-def test_in_bf16_the_adapter_is_fp32_and_runs_beside_the_weights(open_engine):
+def test_in_bf16_the_adapter_is_fp32_and_not_merged(open_engine):
     engine = open_engine(dtype=torch.bfloat16)
     assert {value.dtype for value in trained_weights(engine).values()} == {torch.float32}
     train_some(engine)
@@ -214,14 +212,14 @@ def test_in_bf16_the_adapter_is_fp32_and_runs_beside_the_weights(open_engine):
 
 
 def owners(tensor):
-    """How many tensors have the memory of this one."""
+    """Return the number of tensors that share this one's storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 @pytest.mark.long
-def test_a_compiled_decode_step_computes_with_the_sum(open_engine):
-    """It takes about 40 seconds to build; the package is that of the model without an adapter. Nothing keeps an old sum."""
+def test_a_compiled_decode_step_uses_the_merged_weights(open_engine):
+    """The package, about 40 seconds to build, is that of the model without an adapter. Old merged weights are freed."""
     compiled, eager = open_engine(decode="compiled"), open_engine()
     for engine in (compiled, eager):
         for _ in range(2):
@@ -240,7 +238,7 @@ def test_a_compiled_decode_step_computes_with_the_sum(open_engine):
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_is_drawn_in_training_and_nowhere_else(open_engine):
+def test_dropout_applies_only_in_training(open_engine):
     losses = {}
     for dropout in (0.0, 0.5):
         engine = open_engine(dropout=dropout)
@@ -262,7 +260,7 @@ def test_dropout_is_drawn_in_training_and_nowhere_else(open_engine):
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_loads_in_plain_peft_and_gives_the_same(open_engine, tiny_checkpoint, tmp_path):
+def test_a_saved_adapter_loads_in_peft_and_gives_the_same_scores(open_engine, tiny_checkpoint, tmp_path):
     engine = open_engine()
     train_some(engine)
     engine.save_model(tmp_path / "adapter")
@@ -275,7 +273,7 @@ def test_what_is_saved_loads_in_plain_peft_and_gives_the_same(open_engine, tiny_
     assert loaded.peft_config["default"].base_model_name_or_path == str(tiny_checkpoint.absolute())
 
 
-def test_training_goes_on_from_an_adapter(open_engine, tmp_path):
+def test_training_continues_from_an_adapter(open_engine, tmp_path):
     engine = open_engine(alpha=5.0)
     train_some(engine)
     engine.save_model(tmp_path / "adapter")
@@ -284,10 +282,10 @@ def test_training_goes_on_from_an_adapter(open_engine, tmp_path):
     assert torch.equal(scored(engine), scored(again))
     engine.train(ROWS, sft_loss_fn, mini_bs=4)
     again.train(ROWS, sft_loss_fn, mini_bs=4)
-    assert not torch.equal(scored(again), scored(engine))  # the moments are another matter: see the tests of resume
+    assert not torch.equal(scored(again), scored(engine))  # an adapter has no moments; the resume tests cover those
 
 
-def test_an_adapter_of_another_tool_can_be_the_start(open_engine, tiny_checkpoint, tmp_path):
+def test_an_adapter_of_another_tool_can_be_loaded(open_engine, tiny_checkpoint, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     config = peft.LoraConfig(r=3, use_rslora=True, target_modules=["v_proj"], init_lora_weights=False, lora_dropout=0.3)
     foreign = peft.get_peft_model(stock, config).eval()
@@ -297,7 +295,7 @@ def test_an_adapter_of_another_tool_can_be_the_start(open_engine, tiny_checkpoin
     assert engine.actor.model.adapter.rank == 3
 
 
-def test_dora_runs_beside_the_weights_because_its_sum_is_not_plain(open_engine, tiny_checkpoint, tmp_path):
+def test_dora_is_not_merged(open_engine, tiny_checkpoint, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     config = peft.LoraConfig(r=2, use_dora=True, target_modules=["v_proj"], init_lora_weights=False)
     foreign = peft.get_peft_model(stock, config).eval()
@@ -308,7 +306,7 @@ def test_dora_runs_beside_the_weights_because_its_sum_is_not_plain(open_engine, 
     assert not engine.actor.model.adapter.merged
 
 
-def test_an_adapter_folder_is_the_merged_model_where_nothing_is_trained(open_engine, tmp_path):
+def test_an_adapter_folder_loads_as_the_merged_model_if_nothing_is_trained(open_engine, tmp_path):
     engine = open_engine()
     train_some(engine)
     engine.save_model(tmp_path / "adapter")
@@ -335,15 +333,15 @@ def test_an_export_is_a_full_checkpoint(dtype, open_engine, tmp_path):
     assert not (folder / "adapter_config.json").exists()
 
 
-# -- what cannot work --------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_layers_that_are_not_there_are_named_with_those_that_are(open_engine):
+def test_missing_target_layers_are_named_with_the_existing_ones(open_engine):
     with pytest.raises(UsageError, match=r"wq, o: no linear layer of LlamaForCausalLM.*down_proj, gate_proj, k_proj"):
         open_engine(target_modules="q_proj, wq, o")
 
 
-def test_a_weight_that_two_layers_share_gets_no_adapter(open_engine, tmp_path):
+def test_an_adapter_on_a_tied_weight_is_refused(open_engine, tmp_path):
     tied = save_tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(UsageError, match=r"model\.embed_tokens and lm_head share one weight"):
         open_engine(tied, target_modules="q_proj,lm_head")
@@ -355,7 +353,7 @@ def test_a_weight_that_two_layers_share_gets_no_adapter(open_engine, tmp_path):
     assert sequences[0].resp_logprobs == pytest.approx(found, abs=1e-5)
 
 
-def test_an_adapter_that_is_of_another_model_or_kind_is_refused(open_engine, tiny_checkpoint, tmp_path):
+def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkpoint, tmp_path):
     wide = save_tiny_checkpoint(tmp_path / "wide", hidden=48)
     engine = open_engine(wide)
     engine.save_model(tmp_path / "adapter")
@@ -380,6 +378,6 @@ def test_an_adapter_that_is_of_another_model_or_kind_is_refused(open_engine, tin
         ({}, "lora rank=0: give a rank of at least 1"),
     ],
 )
-def test_options_that_make_no_adapter_are_refused(values, message):
+def test_invalid_adapter_options_are_refused(values, message):
     with pytest.raises(UsageError, match=message):
         AdapterOptions.of(values, "lora")

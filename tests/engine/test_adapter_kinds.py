@@ -1,4 +1,4 @@
-"""LoRA adapters of critics and reward models, and on a base in 4 bits, against ``peft`` and ``transformers``."""
+"""LoRA adapters of critics and reward models, and on a 4-bit base, against ``peft`` and ``transformers``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_reward_model_trained_with_an_adapter_scores_the_same_when_it_is_loade
         assert exported(input_ids=IDS).logits[0].tolist() == pytest.approx(found, abs=1e-5)
 
 
-# -- a base in 4 bits --------------------------------------------------------------------------------------------------
+# -- a 4-bit base ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def four_bit(open_engine, tmp_path):
     return open_engine(save_tiny_checkpoint(tmp_path / "wide", hidden=128, sharpen=2.0), load_in_4bit=True)
 
 
-def test_a_base_in_4_bits_is_small_stays_as_it_is_and_its_adapter_learns(four_bit):
+def test_a_4_bit_base_is_packed_and_unchanged_while_its_adapter_learns(four_bit):
     engine, module = four_bit, four_bit.actor.model.module
     packed = [p for name, p in module.named_parameters() if p.dtype == torch.uint8]
     assert len(packed) == 14  # seven linear layers in each of two blocks
@@ -95,7 +95,7 @@ def test_a_base_in_4_bits_is_small_stays_as_it_is_and_its_adapter_learns(four_bi
     assert same(before, base_weights(engine))
 
 
-def test_rollout_and_reference_of_a_base_in_4_bits(four_bit):
+def test_rollout_and_reference_of_a_4_bit_base(four_bit):
     engine = four_bit
     engine.ensure_roles({"ref": ModelRole("ref", engine.path, trainable=False)})
     start = scored(engine, "ref")
@@ -113,7 +113,7 @@ def test_rollout_and_reference_of_a_base_in_4_bits(four_bit):
     torch.testing.assert_close(scored(engine, "ref"), start, rtol=0, atol=1e-6)
 
 
-def test_an_adapter_of_a_base_in_4_bits_is_exported_onto_the_weights_themselves(four_bit, tmp_path):
+def test_an_adapter_of_a_4_bit_base_is_exported_onto_the_unquantised_weights(four_bit, tmp_path):
     train_some(four_bit)
     four_bit.save_model(tmp_path / "adapter")
     folder = export_model(str(tmp_path / "adapter"), str(tmp_path / "full"))
@@ -123,7 +123,7 @@ def test_an_adapter_of_a_base_in_4_bits_is_exported_onto_the_weights_themselves(
     torch.testing.assert_close(logprobs(exported), logprobs(loaded), rtol=0, atol=1e-5)
 
 
-def test_a_reward_model_on_a_base_in_4_bits_learns_with_its_whole_head(open_engine, tmp_path):
+def test_a_reward_model_on_a_4_bit_base_trains_its_fp32_head(open_engine, tmp_path):
     pytest.importorskip("bitsandbytes")
     base = save_tiny_checkpoint(tmp_path / "wide", hidden=128)
     engine = open_engine(base, trains="reward", load_in_4bit=True)

@@ -1,4 +1,4 @@
-"""The best checkpoint beside the others: complete or absent, never lost, and no second copy where links will do."""
+"""The best checkpoint: complete or absent, never lost, and not a second copy where hard links suffice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_best(folder, step):
         fill(path, step)
 
 
-def test_the_best_one_is_replaced_and_outlives_the_newest_that_are_kept(tmp_path):
+def test_the_best_checkpoint_is_replaced_and_kept_besides_the_newest(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     assert folder.best_step() is None
     save_best(folder, 1)
@@ -43,7 +43,7 @@ def test_the_best_one_is_replaced_and_outlives_the_newest_that_are_kept(tmp_path
     assert (folder.best / "model").read_text() == "2" * 1000
 
 
-def test_a_run_resumes_from_the_best_checkpoint_where_that_is_the_newest(tmp_path):
+def test_a_run_resumes_from_the_best_checkpoint_if_it_is_the_newest(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save_best(folder, 2)
     assert folder.latest() == folder.best
@@ -69,7 +69,7 @@ def test_two_checkpoints_of_a_step_share_their_files_and_not_their_state(tmp_pat
     assert (read_state(folder.path(5)), read_state(folder.best)) == ({"step": 5}, {"step": 5, "note": "best"})
 
 
-def test_where_the_file_system_has_no_links_files_are_copied(tmp_path, monkeypatch):
+def test_files_are_copied_if_the_file_system_has_no_hard_links(tmp_path, monkeypatch):
     # No file system without hard links can be mounted here.
     def refuse(source, target):
         raise OSError("not supported")
@@ -93,7 +93,7 @@ def test_an_error_while_writing_leaves_the_old_best_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_an_old_best_that_a_kill_caught_on_its_way_out_is_put_back(tmp_path):
+def test_the_old_best_is_restored_after_a_kill_during_its_replacement(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save_best(folder, 1)
     os.replace(folder.best, tmp_path / ".replaced-best")  # the first of the two renames of a replacement
@@ -120,7 +120,7 @@ while True:
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_best_checkpoint(tmp_path):
+def test_a_kill_at_any_moment_leaves_a_complete_best_checkpoint(tmp_path):
     rng = random.Random(0)
     for _ in range(8):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_best_checkpoint(tmp_path):
         assert all((folder.best / f"part{part}").read_text() == str(step) * 1000 for part in range(5))
 
 
-def test_a_damaged_best_checkpoint_is_passed_over_and_kept(tmp_path):
+def test_a_damaged_best_checkpoint_is_skipped_and_set_aside(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     save_best(folder, 2)
@@ -145,7 +145,7 @@ def test_a_damaged_best_checkpoint_is_passed_over_and_kept(tmp_path):
     assert (tmp_path / ".damaged-best" / "model").read_text() == "x"
 
 
-def test_copies_by_links_are_checked_by_the_same_sums(tmp_path):
+def test_hard_linked_copies_are_verified_with_the_same_checksums(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 5)
     with folder.writing_best(0, copy_of=folder.path(5)) as path:

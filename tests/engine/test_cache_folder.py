@@ -1,4 +1,4 @@
-"""Folders to build in: gone afterwards, and cleared away where a kill left them."""
+"""Build and scratch folders are removed afterwards, and later if a kill left them behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from areno.cache_folder import ScratchFolder, building_folder, cache_folder, planted_problem
 
 
-def test_it_lies_beside_its_target_and_is_gone_afterwards(tmp_path):
+def test_a_building_folder_is_next_to_its_target_and_removed_afterwards(tmp_path):
     target = tmp_path / "kind" / "step.pt2"
     with building_folder(target) as folder:
         assert folder.parent == target.parent
@@ -26,7 +26,7 @@ def test_it_lies_beside_its_target_and_is_gone_afterwards(tmp_path):
     assert os.listdir(target.parent) == ["step.pt2"]
 
 
-def test_what_killed_builds_left_a_day_ago_is_cleared_away_and_running_ones_stay(tmp_path):
+def test_folders_that_killed_builds_left_a_day_ago_are_removed_and_newer_ones_stay(tmp_path):
     for name, age_s in (("old", 25 * 3600), ("new", 3600)):
         folder = tmp_path / f".building-{name}"
         folder.mkdir()
@@ -48,7 +48,7 @@ time.sleep(60)
 """
 
 
-def test_a_scratch_folder_goes_with_the_next_one_after_its_owner_was_killed_and_not_before(tmp_path, monkeypatch):
+def test_a_scratch_folder_is_removed_by_the_next_one_only_after_its_owner_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     owner = subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
@@ -74,7 +74,7 @@ def test_a_scratch_folder_goes_with_the_next_one_after_its_owner_was_killed_and_
 
 @pytest.mark.parametrize("place", [".", "kernels", "kernels/step.so"])
 @pytest.mark.parametrize("how", ["another's", "everybody's"])
-def test_machine_code_that_another_user_may_have_written_is_named(tmp_path, monkeypatch, place, how):
+def test_machine_code_that_another_user_may_have_written_is_reported(tmp_path, monkeypatch, place, how):
     if how == "another's" and os.geteuid():
         pytest.skip("only root can give files away")
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path / "cache"))

@@ -53,14 +53,14 @@ def test_the_same_step_may_be_saved_again(tmp_path):
     assert (folder.path(1) / "model").read_text() == "second"
 
 
-def test_a_folder_without_state_is_no_checkpoint(tmp_path):
+def test_a_folder_without_state_is_not_a_checkpoint(tmp_path):
     folder = CheckpointFolder(tmp_path)
     folder.path(3).mkdir()
     (tmp_path / "notes").mkdir()
     assert folder.steps() == []
 
 
-def test_too_little_disk_is_said_before_anything_is_written(tmp_path):
+def test_too_little_disk_space_is_reported_before_anything_is_written(tmp_path):
     folder = CheckpointFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"MiB free.*--keep-checkpoints"), folder.writing(1, 10**18):
         raise AssertionError("must not be reached")
@@ -91,7 +91,7 @@ while True:
 """
 
 
-def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
+def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(tmp_path):
     rng = random.Random(0)
     for _ in range(8):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
@@ -110,7 +110,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
             folder.remove(step)
 
 
-def test_all_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+def test_everything_is_flushed_to_disk_before_a_checkpoint_is_renamed(tmp_path, monkeypatch):
     flushed, fsync, replace = set(), os.fsync, os.replace
 
     def noted(descriptor):
@@ -152,7 +152,7 @@ def test_leftover_names_are_hidden():
 
 
 @pytest.mark.parametrize("calls", range(1, 8))
-def test_a_kill_while_a_checkpoint_is_replaced_costs_neither_the_old_nor_the_new_one(tmp_path, calls):
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(tmp_path, calls):
     """The process is killed at each of its renames and deletions in turn; the only checkpoint is never lost."""
     folder = CheckpointFolder(tmp_path)
     save(folder, 1, "first")
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_resumed(tmp_
     assert (tmp_path / ".damaged-step_000003").is_dir()
 
 
-def test_the_sum_of_a_file_is_its_sha_256(tmp_path):
+def test_the_checksum_of_a_file_is_its_sha_256(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 1, "abc")  # FIPS 180-2, appendix B.1
     known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -230,7 +230,7 @@ def test_a_step_can_be_chosen_and_a_damaged_one_is_not_replaced_by_another(tmp_p
     assert folder.steps() == [1, 2, 3]
 
 
-def test_with_all_checkpoints_damaged_a_run_does_not_begin_anew(tmp_path):
+def test_a_run_does_not_restart_if_all_checkpoints_are_damaged(tmp_path):
     folder = CheckpointFolder(tmp_path)
     assert folder.to_resume() is None
     save(folder, 1)
@@ -248,7 +248,7 @@ def test_a_checkpoint_without_a_manifest_is_resumed(tmp_path):
     assert folder.to_resume() == folder.path(1)
 
 
-def test_checkpoints_of_later_steps_are_out_of_the_way_after_a_return(tmp_path):
+def test_rewinding_hides_the_checkpoints_of_later_steps(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2, 3):
         save(folder, step)
@@ -258,7 +258,7 @@ def test_checkpoints_of_later_steps_are_out_of_the_way_after_a_return(tmp_path):
 
 
 @pytest.mark.parametrize(("sound_until", "kept"), [(None, [5, 6]), (0, [5, 6]), (3, [3, 5, 6]), (9, [5, 6])])
-def test_the_last_sound_checkpoint_outlives_the_newest_that_are_kept(tmp_path, sound_until, kept):
+def test_the_last_sound_checkpoint_is_kept_besides_the_newest(tmp_path, sound_until, kept):
     folder = CheckpointFolder(tmp_path, keep=2)
     folder.sound_until = sound_until
     for step in range(1, 7):

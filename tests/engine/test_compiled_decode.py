@@ -1,4 +1,4 @@
-"""The compiled decode step: same output as the eager one, weights shared, built beside the run, never in its way."""
+"""The compiled decode step: same output as the eager one, shared weights, built in the background without blocking."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kernels():
 
 @pytest.fixture
 def own_cache(kernels, tmp_path, monkeypatch):
-    """A cache folder of the test's own, which has the kernels: each takes a compiler some ten seconds."""
+    """A private cache folder that has the kernels, each of which takes about ten seconds to compile."""
     if kernels.exists():
         shutil.copytree(kernels, tmp_path / "kernels")
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
@@ -80,14 +80,14 @@ def own_cache(kernels, tmp_path, monkeypatch):
 
 
 def forked(command, *, stderr, **_):
-    """Stands in for ``subprocess.Popen``: the build process has its imports done."""
+    """Replaces ``subprocess.Popen``: the build process is forked with its imports done."""
     files = (stderr.fileno(), stderr.fileno())
     return Forked(preloaded().fork("tests.support.build", command[3:], environment(), *files))
 
 
 @pytest.fixture(scope="module")
 def built(kernels, tmp_path_factory):
-    """A cache folder that has the step of the tiny llama."""
+    """A cache folder that has the compiled step of the tiny llama."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(kernels, folder / "kernels")
     before = os.environ.get("ARENO_CACHE_DIR")
@@ -105,7 +105,7 @@ def built(kernels, tmp_path_factory):
 
 @pytest.fixture(params=["kernels", pytest.param("compiled", marks=pytest.mark.long)])
 def fast_steps(request, kernels, monkeypatch):
-    """How loops that a test makes run their decode steps."""
+    """How a test's loops run their decode steps."""
     if request.param == "compiled":
         monkeypatch.setenv("ARENO_CACHE_DIR", str(request.getfixturevalue("built")))
     else:
@@ -154,8 +154,8 @@ def test_a_step_on_disk_is_used_from_the_first_token_and_changes_no_output(make_
 
 
 @needs_compiler
-def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, fast_steps, monkeypatch):
-    """They read the prompt's columns from each other while some leave, are sent back, or begin anew."""
+def test_samples_that_share_prompts_generate_what_each_generates_alone(make_loop, fast_steps, monkeypatch):
+    """They read the prompt's columns from each other while some end, are preempted, or are prefilled again."""
     monkeypatch.setattr(loop_module, "IDLE_PREFILL", 100)
     monkeypatch.setattr(loop_module, "BUSY_PREFILL", 24)
     rng, model = random.Random(3), make_model()
@@ -173,7 +173,7 @@ def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, fast_ste
     while busy.counters.generated_total < 300:
         time.sleep(0.001)
     with busy.weights_changing(1):
-        pass  # to the same ones, but everything is prefilled again, with what it has said
+        pass  # to the same weights, but everything is prefilled again, including generated tokens
     got = [s for f in futures for s in f.result(timeout=120).sequences]
     assert [s.resp_tokens for s in got] == [tokens for (tokens,), _ in expected]
     assert [x for s in got for x in s.resp_logprobs] == pytest.approx([x for _, own in expected for x in own], abs=5e-6)
@@ -183,7 +183,7 @@ def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, fast_ste
 
 
 @pytest.mark.parametrize("rows", [4, 8])
-def test_rows_of_one_prefill_name_the_first_of_them(rows):
+def test_rows_of_one_prefill_refer_to_the_first_of_them(rows):
     one, other = Prefill(5), Prefill(5)
     shared = SharedPrefixes([one, other, one, None])
     leaders, lengths = shared.padded(rows)
@@ -193,7 +193,7 @@ def test_rows_of_one_prefill_name_the_first_of_them(rows):
 
 @needs_compiler
 @pytest.mark.long
-def test_trained_weights_and_moved_weights_are_followed(make_loop, built, monkeypatch):
+def test_trained_and_moved_weights_are_used(make_loop, built, monkeypatch):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
     model = make_model()
     loop, eager = make_loop(model), make_loop(model, "eager")
@@ -204,7 +204,7 @@ def test_trained_weights_and_moved_weights_are_followed(make_loop, built, monkey
     trained = answers(loop, mixed_requests())
     assert trained[0] != before[0]
     assert_same(trained, answers(eager, mixed_requests()))
-    kept = []  # the old memory must not come back by chance
+    kept = []  # the old memory must not be reused by chance
     for parameter in model.module.parameters():
         kept.append(parameter.data)
         parameter.data = parameter.data * 0.7
@@ -214,13 +214,13 @@ def test_trained_weights_and_moved_weights_are_followed(make_loop, built, monkey
 
 @needs_compiler
 @pytest.mark.long
-def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypatch, caplog):
+def test_it_is_built_in_the_background_when_that_pays_off(make_loop, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, LOGGER)
     model = make_model()
     loop, eager = make_loop(model), make_loop(model, "eager")
     answers(loop, mixed_requests())
-    assert list(tmp_path.rglob("*")) == []  # a short queue does not pay
+    assert list(tmp_path.rglob("*")) == []  # a short queue does not justify a build
     monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
     requests, rounds, slowest, started = mixed_requests(), 0, 0.0, time.monotonic()
     expected = answers(eager, requests)
@@ -230,18 +230,18 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
         slowest = max(slowest, time.perf_counter() - began)
         rounds += 1
         assert time.monotonic() - started < 600, "the build has the lowest priority, but it must end"
-    assert rounds > 3, "tokens must come while the step is being built"
+    assert rounds > 3, "tokens must be generated during the build"
     assert_same(answers(loop, requests), expected)
     assert [r.message.split(" (")[0].split(": ")[0] for r in caplog.records if r.name == LOGGER] == [
         "compiling the decode step in the background",
         "switched to the compiled decode step",
     ]
-    made = tmp_path / spec.CACHE_KIND  # our kernels, which the build takes, lie beside it
+    made = tmp_path / spec.CACHE_KIND  # our kernels, which the build uses, are in a folder next to it
     assert [path.suffix for path in made.iterdir()] == [".pt2"]
 
 
 @needs_compiler
-def test_a_large_model_decodes_with_kernels_and_nothing_compiled(make_loop, kernels, own_cache, monkeypatch):
+def test_a_large_model_decodes_with_kernels_and_without_compiling(make_loop, kernels, own_cache, monkeypatch):
     model = make_model()
     expected = answers(make_loop(model, "eager"), mixed_requests())
     monkeypatch.setattr(switch, "_LEAST_BYTES", 0)
@@ -300,7 +300,7 @@ def test_a_package_that_every_user_can_write_to_is_not_loaded(make_loop, tmp_pat
     expected = answers(make_loop(model, "eager"), mixed_requests())
     assert_same(answers(loop, mixed_requests()), expected)
     assert any("is world-writable" in r.message for r in caplog.records)
-    assert path.exists(), "it is not read, and not this run's to delete"
+    assert path.exists(), "it is neither loaded nor deleted"
     assert not loop.decode.compiled
 
 
@@ -342,12 +342,12 @@ def test_what_decides_the_arithmetic_decides_the_name():
     model = make_model()
     layers = validate_decoding(model, "test").layers
     name = StepSpec.of(model, layers).path().name
-    assert StepSpec.of(make_model(seed=3), layers).path().name == name  # weights do not
+    assert StepSpec.of(make_model(seed=3), layers).path().name == name  # weights do not matter
     model.config.rms_norm_eps = 0.5
     assert StepSpec.of(model, layers).path().name != name
 
 
-def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_loop):
+def test_compiling_a_model_with_recurrent_states_is_refused(make_loop):
     model = prepare(tiny_module("qwen3_5"), "qwen3_5")
     with pytest.raises(EngineError, match="has recurrent states"):
         make_loop(model, "compiled")

@@ -17,7 +17,7 @@ from areno.engine.cpu_threads import CpuThreads, adapted_threads
 from tests.support.threads import torch_threads
 
 
-def test_time_of_the_run_itself_is_not_that_of_others():
+def test_the_time_of_the_run_itself_is_not_counted_as_load_of_others():
     before, after = CpuTimes(10.0, 100.0, 50.0), CpuTimes(14.0, 107.0, 53.0)
     assert busy_elsewhere(before, after) == pytest.approx(1.0)  # 7 s busy less 3 s of its own, in 4 s
 
@@ -55,7 +55,7 @@ def test_a_busy_program_is_seen_and_own_work_is_not():
         mine = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
             time.sleep(0.2)
-            # The first reading counts both as the run's own, the others count neither.
+            # all_own counts both programs as the run's own; not_own counts only the second.
             all_own = [read_cpu_times(os.getpid())]
             not_own, taken = [read_cpu_times(mine.pid)], [sum(alone.cpu_times()[:2])]
             time.sleep(0.7)
@@ -75,7 +75,7 @@ def test_a_busy_program_is_seen_and_own_work_is_not():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Readings that a test makes up, of a machine with two cores: ``clock(seconds, cores that others keep busy)``."""
+    """Fake readings of a machine with two cores; advance them by ``clock(seconds, cores that others keep busy)``."""
     state = {"wall": 100.0, "busy": 0.0}
 
     def advance(seconds, others):
@@ -89,7 +89,7 @@ def clock(monkeypatch):
     return advance
 
 
-def test_the_number_changes_while_the_run_goes_on_and_each_change_is_logged(clock, caplog):
+def test_the_number_of_threads_changes_during_a_run_and_each_change_is_logged(clock, caplog):
     with torch_threads(2), caplog.at_level("INFO", logger="areno"):
         threads = CpuThreads()
         threads.begin()

@@ -17,7 +17,7 @@ KERNEL = decode_attention.KERNEL
 
 
 def attention(layer, q, keys, values, positions, prefixes=None):
-    """The kernel's, where no row shares anything unless told."""
+    """Run the kernel; without ``prefixes``, rows share no columns."""
     alone = torch.arange(len(q)), torch.zeros(len(q), dtype=torch.int64)
     return decode_attention.decode_attention(layer, q, keys, values, positions, prefixes or alone)
 
@@ -41,13 +41,13 @@ def formula(layer, q, keys, values, positions):
     ("heads", "key_heads", "size", "value_size"),
     [(4, 2, 32, 32), (2, 2, 64, 64), (6, 1, 128, 128), (2, 1, 80, 80), (3, 3, 7, 5), (2, 1, 96, 256), (2, 2, 256, 96)],
 )
-def test_fp32_is_the_formula(heads, key_heads, size, value_size, window):
+def test_fp32_matches_the_formula(heads, key_heads, size, value_size, window):
     random = torch.Generator().manual_seed(size + heads)
     rows, columns = 9, 70
     cache = torch.randn(rows + 3, key_heads, columns, size, generator=random)  # more slots than rows
     values = torch.randn(rows + 3, key_heads, columns, value_size, generator=random)
     positions = torch.tensor([0, 1, 14, 15, 16, 31, 33, 47, 69])
-    q = torch.randn(heads, rows, size, generator=random).transpose(0, 1)  # as models hand it over
+    q = torch.randn(heads, rows, size, generator=random).transpose(0, 1)  # with the strides that models pass
     layer = LayerAttention(layer=0, scale=1.7 * size**-0.5, window=window)
     expected = formula(layer, q, cache, values, positions)
     got = attention(layer, q, cache, values, positions)
@@ -55,7 +55,7 @@ def test_fp32_is_the_formula(heads, key_heads, size, value_size, window):
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_what_lies_behind_a_context_is_never_looked_at():
+def test_columns_beyond_a_context_are_never_read():
     keys, values = torch.randn(2, 1, 40, 32), torch.randn(2, 1, 40, 32)
     positions = torch.tensor([4, 20])
     for row, position in enumerate(positions.tolist()):
@@ -66,7 +66,7 @@ def test_what_lies_behind_a_context_is_never_looked_at():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5, 30])
-def test_columns_that_rows_share_are_read_from_the_leader_bit_for_bit(window, dtype):
+def test_shared_columns_are_read_from_the_leader_bit_for_bit(window, dtype):
     keys, values = (torch.randn(6, 2, 70, size).to(dtype) for size in (32, 48))
     leaders, shared = torch.tensor([0, 0, 0, 3, 4, 3]), torch.tensor([20, 20, 20, 33, 0, 33])
     for row in (1, 2, 5):
@@ -75,13 +75,13 @@ def test_columns_that_rows_share_are_read_from_the_leader_bit_for_bit(window, dt
     q, positions = torch.randn(6, 4, 32).to(dtype), torch.tensor([20, 33, 69, 40, 12, 33])
     layer = LayerAttention(0, 0.2, window=window)
     expected = attention(layer, q, keys, values, positions)
-    for row in (1, 2, 5):  # their own copies are not looked at
+    for row in (1, 2, 5):  # their own copies are not read
         keys[row, :, : shared[row]] = values[row, :, : shared[row]] = float("nan")
     assert torch.equal(attention(layer, q, keys, values, positions, (leaders, shared)), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_a_row_depends_on_itself_alone(threads):
+def test_a_row_does_not_depend_on_other_rows(threads):
     keys, values = torch.randn(16, 2, 50, 32), torch.randn(16, 2, 50, 32)
     q, positions, layer = torch.randn(16, 4, 32), torch.arange(16) * 3, LayerAttention(0, 0.2)
     with torch_threads(threads):
@@ -121,7 +121,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+def test_a_failing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", shutil.which("false") or "false")
     assert "failed" in decode_attention.KERNEL.build()

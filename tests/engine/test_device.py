@@ -22,7 +22,7 @@ def names(*arguments):
     return [str(device) for device in rank_devices(*arguments)]
 
 
-def test_each_rank_has_a_gpu_of_its_own_with_a_number():
+def test_each_rank_gets_its_own_numbered_gpu():
     assert names(CUDA, 3, 8) == ["cuda:0", "cuda:1", "cuda:2"]
     assert names(torch.device("cuda:2"), 2, 4) == ["cuda:2", "cuda:3"]
     assert names(CUDA, 2, 4, [3, 1]) == ["cuda:3", "cuda:1"]

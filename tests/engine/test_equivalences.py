@@ -1,6 +1,6 @@
-"""One optimizer step is one optimizer step: however its rows are cut, packed, padded or recomputed.
+"""An optimizer step does not depend on how its rows are split, packed, padded or recomputed.
 
-The truth is a stock transformers model on one padded batch with torch's own AdamW; only the loss function is shared.
+The ground truth is a stock transformers model on one padded batch with torch's own AdamW; only the loss function is shared.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make_step(kind, checkpointing=True):
 
 
 def padded_loss(module, kind, loss_fn, batch_rows):
-    """The loss of one padded batch; the action axis is cut out of it row by row."""
+    """Return the loss of one padded batch, from predictions that are sliced out of it row by row."""
     longest = max(len(row.tokens) for row in batch_rows)
     ids = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in batch_rows])
     keep = torch.tensor([[1] * len(row.tokens) + [0] * (longest - len(row.tokens)) for row in batch_rows])
@@ -121,7 +121,7 @@ def assert_close(found, expected):
     ("mini_bs", "checkpointing", "most_tokens"),
     [(1, True, 3072), (2, True, 3072), (8, True, 3072), (8, False, 3072), (8, True, 40)],
 )
-def test_gradients_are_those_of_one_padded_batch(name, mini_bs, checkpointing, most_tokens, monkeypatch):
+def test_gradients_equal_those_of_one_padded_batch(name, mini_bs, checkpointing, most_tokens, monkeypatch):
     kind, loss_fn = LOSSES[name]
     if name in ("dpo", "reward"):
         mini_bs = max(mini_bs, 2)
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_one_padded_batch(name, mini_bs, checkpointing, m
     ("mini_bs", "accumulation"),
     [*(pytest.param(*cut, marks=pytest.mark.long) for cut in [(1, None), (8, None), (1, 8)]), (2, None), (2, 4)],
 )
-def test_weights_after_five_steps_are_those_of_adamw_on_padded_batches(name, mini_bs, accumulation):
+def test_weights_after_five_steps_equal_those_of_adamw_on_padded_batches(name, mini_bs, accumulation):
     kind, loss_fn = LOSSES[name]
     if name in ("dpo", "reward") and mini_bs == 1:
         mini_bs, accumulation = 2, accumulation and accumulation // 2
@@ -161,7 +161,7 @@ def test_weights_after_five_steps_are_those_of_adamw_on_padded_batches(name, min
     )
 
 
-def test_small_updates_reach_fp32_masters_of_a_bf16_model_that_bf16_weights_would_lose():
+def test_fp32_masters_keep_small_updates_that_bf16_weights_lose():
     settings = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.0}
     model = prepare(stock("policy").to(torch.bfloat16))
     step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(**settings)))
@@ -175,12 +175,12 @@ def test_small_updates_reach_fp32_masters_of_a_bf16_model_that_bf16_weights_woul
         adam.step()
     masters = {part.key.removeprefix("master."): part.values for part in step.optimizer.state_parts()}
     name = "model.layers.0.mlp.up_proj.weight"
-    large = start[name].abs() > 1e-3  # a bf16 neighbor of these is further away than three steps of 1e-6
+    large = start[name].abs() > 1e-3  # the next bf16 number is further away than three steps of 1e-6
     assert large.float().mean() > 0.9
     assert torch.equal(dict(plain.named_parameters())[name][large], start[name][large])
     moved = (masters[name] - start[name].float()).abs()
     assert moved[large].median() > 1e-6
-    # Enough of them add up to a step that bf16 can show.
+    # Enough small updates add up to a step that bf16 can represent.
     for seed in range(3, 60):
         step.run(rows(seed=seed % 5), sft_loss_fn, 8)
     changed = dict(model.parameters())[name] != start[name]

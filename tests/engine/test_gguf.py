@@ -22,7 +22,7 @@ from tests.support.tiny import save_tiny_checkpoint
 
 gguf = pytest.importorskip("gguf")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-OWN_TOKENIZERS = ("qwen2", "gemma2", "gemma3")  # transformers gives them those of their families, not a test's
+OWN_TOKENIZERS = ("qwen2", "gemma2", "gemma3")  # transformers loads their families' own, not a test's
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 LLAMA3_SPLIT = WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,14 +35,14 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def tiny(tmp_path: Path, family: str = "llama", **config: object) -> Path:
-    """A checkpoint that GGUF has a place for."""
+    """Save a checkpoint that GGUF can represent."""
     scale = {"query_pre_attn_scalar": 32} if family.startswith("gemma") else {}
     folder = save_tiny_checkpoint(tmp_path / "model", family, hidden=64, **scale, **config)
     if family == "qwen2":  # its tokenizer class adds <|endoftext|>
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.resize_token_embeddings(model.config.vocab_size + 1)
         model.save_pretrained(folder)
-    if family == "gemma3":  # llama.cpp knows one pattern of its layers
+    if family == "gemma3":  # llama.cpp supports only one pattern of its layers
         change_config(folder, layer_types=["sliding_attention"] * 2)
     return folder
 
@@ -57,7 +57,7 @@ def written(folder: Path, kind: str = "f32") -> Path:
 
 
 def logits(model: object, apart: int = 1) -> torch.Tensor:
-    """Of a few tokens, with as many positions from one to the next."""
+    """Return the logits of a few tokens, whose positions are ``apart`` apart."""
     if not isinstance(model, torch.nn.Module):
         model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def logits(model: object, apart: int = 1) -> torch.Tensor:
 
 
 def set_fields(file: Path, **values: str) -> None:
-    """Change texts of a file's header, each to one of the same length."""
+    """Replace strings in a file's header by others of the same length."""
     raw = file.read_bytes()
     for old, new in values.items():
         assert len(old) == len(new)
@@ -76,11 +76,11 @@ def set_fields(file: Path, **values: str) -> None:
 
 
 @pytest.mark.parametrize("family", some_quick(FAMILIES, "llama", "gemma3"))
-def test_a_written_model_is_read_with_its_logits_tokens_and_template(family, tmp_path):
+def test_a_written_model_keeps_its_logits_tokens_and_template(family, tmp_path):
     folder = tiny(tmp_path, family)
     file = written(folder)
     expected = logits(folder)
-    # It reads a part of some configurations only; a Mistral model is a Llama model there.
+    # transformers reads some configurations only in part, and a Mistral model as a Llama model.
     own = None if family == "mistral" else AutoConfig.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, config=own, dtype=torch.float32)
     torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
@@ -113,8 +113,8 @@ def test_scaled_positions_of_llama_3_and_biases_survive(extra, tmp_path):
     torch.testing.assert_close(logits(again, 500), logits(folder, 500), rtol=1e-5, atol=1e-5)
 
 
-def test_a_tokenizer_that_falls_back_to_bytes_is_read_back(tmp_path):
-    """As those of Llama 2 and Gemma, which were made by SentencePiece: rank is number, and a space is a letter."""
+def test_a_tokenizer_with_byte_fallback_is_read_back(tmp_path):
+    """Like the SentencePiece tokenizers of Llama 2 and Gemma: ids are ranks, and a space is an ordinary symbol."""
     folder = tiny(tmp_path)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     words = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "c", "ab", "▁ab", "abc", "▁abc"]
@@ -134,7 +134,7 @@ def test_a_tokenizer_that_falls_back_to_bytes_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "gap"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 2e-2)])
-def test_smaller_types_stay_near_the_weights(kind, gap, tmp_path):
+def test_logits_of_smaller_types_stay_close(kind, gap, tmp_path):
     folder = tiny(tmp_path)
     file = written(folder, kind)
     stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
@@ -179,11 +179,11 @@ def test_digits_are_split_as_they_were_in_training(step, name, pieces, tmp_path)
     again = AutoTokenizer.from_pretrained(gguf_folder(file))
     assert len(again) == len(tokenizer)
     made = json.loads(again.backend_tokenizer.to_str())["model"]
-    assert made["ignore_merges"] is (name == "llama-bpe")  # as Llama 3's own has it
+    assert made["ignore_merges"] is (name == "llama-bpe")  # as in Llama 3's own tokenizer
     assert again.tokenize("2024") == tokenizer.tokenize("2024") == pieces
 
 
-def test_what_cannot_be_read_is_refused_with_the_option_the_file_and_the_remedy(tmp_path):
+def test_unreadable_files_are_refused_with_the_option_the_file_and_the_remedy(tmp_path):
     file = written(tiny(tmp_path))
     whole = file.read_bytes()
     cut = {"a header": whole[:1000], "weights": whole[:-5000], "all": b"GGUF\x03\x00\x00\x00" + b"\xff" * 64}
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_refused_with_the_option_the_file_and_the_remedy(
     assert not list((tmp_path / "cache" / "gguf").iterdir())
 
 
-def test_scaled_positions_that_are_not_known_are_refused(tmp_path):
+def test_unsupported_position_scaling_is_refused(tmp_path):
     file = written(tiny(tmp_path))
     for scaling, factors, reason in (("yarn", None, "unsupported: yarn"), ("none", [1.0] * 15 + [3.0], "Llama 3")):
         changed = tmp_path / f"{scaling}.gguf"
@@ -254,7 +254,7 @@ def export_problems() -> list[str]:
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "type linear"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_anything_is(family, change, reason, tmp_path, tiny_checkpoint):
+def test_unsupported_models_are_refused_before_anything_is_written(family, change, reason, tmp_path, tiny_checkpoint):
     folder = tiny(tmp_path, family) if family != "reward" else save_classifier(tmp_path / "model", tiny_checkpoint)
     change_config(folder, **change)
     with pytest.raises(UsageError, match=reason) as raised:

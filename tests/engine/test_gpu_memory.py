@@ -31,13 +31,13 @@ def test_a_model_of_four_billion_parameters_still_trains_after_its_first_rollout
     assert found.lacking == 0
     assert GIB < found.cache < free - need.moments - need.recomputed
     assert divide(free, need, keeps_cache=False).cache == pytest.approx(0.95 * free - need.moments - need.decode, abs=1)
-    assert divide(40 * GIB, need, keeps_cache=True).lacking > 0, "said before the first step, not in it"
+    assert divide(40 * GIB, need, keeps_cache=True).lacking > 0, "reported before the first step, not during it"
 
 
 @pytest.mark.parametrize(
     ("kept", "asked", "recompute"), [(40, None, False), (60, None, True), (60, False, False), (40, True, True)]
 )
-def test_layers_are_recomputed_where_their_activations_would_take_more_than_half(kept, asked, recompute):
+def test_layers_are_recomputed_if_their_activations_would_take_more_than_half(kept, asked, recompute):
     need = Need(recomputed=10 * GIB, kept=kept * GIB)
     found = divide(100 * GIB, need, keeps_cache=True, recompute=asked)
     assert found == Division(recompute, int(100 * GIB * 0.95) - (10 if recompute else kept) * GIB)
@@ -45,7 +45,7 @@ def test_layers_are_recomputed_where_their_activations_would_take_more_than_half
 
 @pytest.fixture
 def on_gpu(monkeypatch, tiny_checkpoint):
-    """An actor and its configuration, as on a GPU with some GiB free."""
+    """Makes an actor and its configuration, as on a GPU with ``free`` GiB of free memory."""
 
     def make(free, dtype=torch.bfloat16, **options):
         monkeypatch.setattr(gpu_memory, "available_bytes", lambda device: int(free * GIB))
@@ -90,12 +90,12 @@ def test_the_plan_of_a_run_divides_a_gpu_as_the_engine_does(tiny_checkpoint):
     for plan in (small, large):
         assert plan.fits
     activations = [plan.phase("backward").parts["activations"] for plan in (small, large)]
-    assert activations[0] < activations[1], "recomputed, and kept where there is room"
+    assert activations[0] < activations[1], "recomputed on the small GPU, kept on the large one"
     asked = dataclasses.replace(run, explicit=frozenset({"activation_checkpointing"}))
     assert make_plan(asked, 8 * GIB).phase("backward").parts["activations"] == activations[0]
 
 
-def test_a_paged_loop_takes_another_budget():
+def test_a_paged_loop_can_be_resized():
     model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2), "llama")
     loop = PagedRolloutLoop(
         model, eos_ids=frozenset(), make_stop_text=None, budget_tokens=1024, max_running=4, prefix_tokens=256

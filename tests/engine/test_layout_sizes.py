@@ -1,4 +1,4 @@
-"""Sums over layouts, against real models, real schedules and what processes hold."""
+"""Estimates for layouts, against real models, real schedules and the memory of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = ModelSizes(32, 200_000_000, 0, 1_000_000_000, False, 4096, 4096, 1024, 1
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_sizes_are_those_of_the_model(family, tied, tmp_path):
+def test_sizes_equal_those_of_the_model(family, tied, tmp_path):
     path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64, layers=3, tie_word_embeddings=tied)
     sizes, module = ModelSizes.of(AutoConfig.from_pretrained(path)), AutoModelForCausalLM.from_pretrained(path)
     assert sizes.parameters == pytest.approx(sum(p.numel() for p in module.parameters()), abs=3)
@@ -32,7 +32,7 @@ def test_sizes_are_those_of_the_model(family, tied, tmp_path):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_passes_that_wait_are_those_of_the_schedule(stages, chunks):
+def test_waiting_passes_match_the_schedule(stages, chunks):
     for microbatches in (stages, 4 * stages):
         for stage, actions in enumerate(make_schedule(stages, chunks, microbatches)):
             waiting = [sum(-1 if a.backward else 1 for a in actions[:end]) for end in range(len(actions) + 1)]
@@ -40,7 +40,7 @@ def test_passes_that_wait_are_those_of_the_schedule(stages, chunks):
             assert waiting_passes(layout, stage, microbatches) == max(waiting)
 
 
-def test_bytes_are_the_formulas_of_the_page():
+def test_bytes_follow_the_documented_formulas():
     n, training = MODEL.parameters, Training(tokens=4096, microbatches=4)
     whole = rank_bytes(MODEL, Layout(8), training)
     assert (whole.weights, whole.moments, whole.gradients) == (2 * n + 4 * n // 8, n, 4 * n)
@@ -94,7 +94,7 @@ def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
     assert code == 0
     [entry] = json.loads(text)
     assert 0 < entry["measured"]["seconds"] < 60
-    assert entry["measured"]["bytes"] > entry["bytes"]  # of a whole process
+    assert entry["measured"]["bytes"] > entry["bytes"]  # measured for the whole process
 
 
 @pytest.mark.long

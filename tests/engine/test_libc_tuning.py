@@ -1,4 +1,4 @@
-"""OpenMP workers and kept memory, seen from outside: threads of the process, and page faults."""
+"""OpenMP workers and retained memory, observed through the threads of the process and page faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(program, **environment):
 
 
 @linux
-def test_a_thread_lets_its_workers_go_and_gets_them_back():
+def test_a_thread_releases_its_workers_and_gets_them_back():
     program = """
 import areno, os, time, torch
 from areno.engine.libc_tuning import release_workers
@@ -70,12 +70,12 @@ retain_freed_memory()
 
 @pytest.fixture(params=["our allocator", "no compiler"])
 def keeper(request, tmp_path):
-    """Environments of processes that keep freed memory in either way."""
+    """Environment variables for each of the two ways to retain freed memory."""
     return {} if request.param == "our allocator" else {"CXX": "/no/compiler", "ARENO_CACHE_DIR": str(tmp_path)}
 
 
 @linux
-def test_freed_memory_is_used_again_without_asking_the_system_unless_the_user_has_set_the_limits(keeper):
+def test_freed_memory_is_reused_without_page_faults_unless_the_user_sets_malloc_limits(keeper):
     program = """
 for _ in range(3):
     step()
@@ -92,7 +92,7 @@ print(faults() - before)
 
 
 @linux
-def test_what_is_freed_and_kept_counts_as_free_until_it_goes_back(keeper):
+def test_retained_memory_counts_as_free_until_it_is_trimmed(keeper):
     program = """
 held = torch.ones(100_000, 1000)  # 381 MiB
 in_use = kept()
@@ -161,7 +161,7 @@ print(len(_KEPT), len(wrong), sum(codes))
 
 
 @linux
-def test_freed_memory_goes_back_where_little_else_is_available(monkeypatch):
+def test_freed_memory_is_returned_if_little_else_is_available(monkeypatch):
     returned = []
     monkeypatch.setattr(memory_probe, "trim_freed_memory", lambda: returned.append(True))
     monkeypatch.setattr(memory_probe, "held_memory", lambda device: 6 << 30)
@@ -187,8 +187,8 @@ def test_threads_depend_on_the_size_of_the_model_and_not_on_what_is_trained(monk
     assert [ThreadRule(model).threads(rows) for rows in (1, 10_000)] == [1, 2]
 
 
-def test_threads_that_ask_for_rollouts_do_not_lose_what_they_compute():
-    """Workers are released by their own thread only, so another thread's parallel region goes on."""
+def test_releasing_workers_does_not_disturb_the_work_of_other_threads():
+    """Workers are released by their own thread only, so another thread's parallel region keeps running."""
     from areno.engine.libc_tuning import release_workers
 
     stop, results = threading.Event(), []

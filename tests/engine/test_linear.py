@@ -23,7 +23,7 @@ def twins(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (700,), (2, 5, 90)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(40, 24), (128, 600), (33, 257)])
-def test_output_and_gradients_are_those_of_float64(inputs, outputs, shape, bias):
+def test_output_and_gradients_match_float64(inputs, outputs, shape, bias):
     ours, exact = twins(inputs, outputs, bias)
     x = torch.randn(*shape, inputs, requires_grad=True)
     wide = x.detach().double().requires_grad_()
@@ -40,7 +40,7 @@ def test_output_and_gradients_are_those_of_float64(inputs, outputs, shape, bias)
 def test_large_products_go_through_onednn_and_small_ones_do_not(monkeypatch):
     seen = []
     multiply = linear._multiply
-    monkeypatch.setattr(linear, "_wide", lambda: True)  # with AVX-512 alone it pays
+    monkeypatch.setattr(linear, "_wide", lambda: True)  # it pays off only with AVX-512
     monkeypatch.setattr(linear, "_multiply", lambda *a: seen.append(a[0].shape) or multiply(*a))
     ours, _ = twins(256, 256, False)
     ours(torch.randn(4, 256))
@@ -80,7 +80,7 @@ def test_other_processors_keep_what_pytorch_chooses(monkeypatch):
 
 
 @pytest.mark.skipif(linear.least_weight.__wrapped__() is None, reason="a processor without AVX2")
-def test_intels_processors_leave_large_output_layers_alone_to_us(monkeypatch):
+def test_on_intel_only_large_output_layers_use_our_products(monkeypatch):
     monkeypatch.setattr(linear, "least_weight", linear.least_weight.__wrapped__)
     monkeypatch.setattr(linear, "_is_intel", lambda: True)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 125_000))
@@ -92,7 +92,7 @@ def test_intels_processors_leave_large_output_layers_alone_to_us(monkeypatch):
     assert [type(child) for child in model] == [FastLinear, FastLinear]
 
 
-def test_few_rows_without_gradient_go_through_our_kernel_once_asked_for(monkeypatch):
+def test_few_rows_without_gradients_use_our_kernel_once_it_is_enabled(monkeypatch):
     calls = []
     monkeypatch.setattr(linear, "least_weight", lambda: 0)
     monkeypatch.setattr(linear.row_product, "row_product", lambda x, w: calls.append(len(x)) or x @ w.T)
@@ -108,4 +108,4 @@ def test_few_rows_without_gradient_go_through_our_kernel_once_asked_for(monkeypa
         assert calls == [15, 15]
         model(torch.randn(257, 8))
     model(x)
-    assert calls == [15, 15], "many rows, and those with a gradient, are for libraries"
+    assert calls == [15, 15], "many rows, and rows with gradients, use the libraries"

@@ -23,7 +23,7 @@ def test_the_scale_falls_after_overflows_and_rises_after_a_window():
     for finite in (0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0):
         scale.update(bool(finite))
         seen.append(scale.value)
-    # One overflow is let pass, each further one halves; three good steps double, and one is let pass again.
+    # One overflow is tolerated, each further one halves; three good steps double, and one is tolerated again.
     assert seen == [64, 32, 16, 16, 16, 32, 32, 32, 32, 64, 64, 32, 16, 8, 8]
     assert not scale.may_fall
 
@@ -33,7 +33,7 @@ def role_of(path, dtype, scale=None):
     return load_role("actor", str(path), "policy", LoadOptions(dtype=dtype), config, True)
 
 
-def test_a_scaled_step_is_that_of_fp32(tiny_checkpoint):
+def test_a_scaled_step_matches_fp32(tiny_checkpoint):
     half, full = (
         role_of(tiny_checkpoint, torch.float16, LossScale(value=2.0**10)),
         role_of(tiny_checkpoint, torch.float32),
@@ -47,7 +47,7 @@ def test_a_scaled_step_is_that_of_fp32(tiny_checkpoint):
         assert "loss_scale" not in expected
 
 
-def test_steps_that_overflow_are_left_out_until_the_scale_fits(tiny_checkpoint, tmp_path):
+def test_steps_that_overflow_are_skipped_until_the_scale_fits(tiny_checkpoint, tmp_path):
     role = role_of(tiny_checkpoint, torch.float16, LossScale(value=2.0**30, window=4, hysteresis=1))
     before = [p.detach().clone() for _, p in role.model.parameters()]
     skipped, scales = [], []

@@ -1,4 +1,4 @@
-"""Rows into bins of tokens, and training on such bins: budgets hold, and the result does not know of them."""
+"""Packing rows into bins of tokens, and training on such bins: budgets hold, and results do not depend on them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rows_that_do_not_fill_their_blocks_are_refused():
 
 
 def family_rows(count=9, seed=0):
-    """Rows with every column that the family reads."""
+    """Return rows with every column that the policy losses read."""
     rows = random_rows(count, seed)
     generator = torch.Generator().manual_seed(seed)
     for row in rows:
@@ -127,11 +127,11 @@ CUTS = [9, 1, MicroBatching(max_tokens_per_mb=60), MicroBatching(3, packing_algo
 
 
 @pytest.mark.parametrize("name", KNOBS)
-def test_the_whole_family_learns_the_same_from_any_microbatches(name):
+def test_every_policy_loss_learns_the_same_from_any_micro_batches(name):
     loss_fn = partial(policy_loss_fn, knobs=KNOBS[name], version=6)
     results = []
     for cut in CUTS:
-        # Few tokens of a random model have probable ratios, so Adam's epsilon keeps tiny gradients apart from rounding.
+        # Few tokens of a random model have plausible ratios, so gradients are tiny; the epsilon keeps rounding small.
         step = make_step(lr=2e-4, eps=1e-4)
         stats = step.run(family_rows(), loss_fn, cut)
         assert ("num_micro_batches" in stats) == isinstance(cut, MicroBatching)
@@ -147,7 +147,7 @@ def test_the_whole_family_learns_the_same_from_any_microbatches(name):
             assert (found[parameter] - value).abs().max() <= 1e-5 * value.abs().max(), parameter
 
 
-def test_a_pass_has_at_most_the_tokens_that_it_may_have():
+def test_a_pass_has_at_most_the_allowed_number_of_tokens():
     seen = []
 
     @reduces_over("token")
@@ -170,12 +170,12 @@ def test_a_prompt_counts_once_in_a_pass_over_trees():
         for answer in (11, 12, 13)
     ]
     assert [len(chunk) for chunk in _chunks(rows, 6, 20)] == [2, 2, 2]
-    assert [len(chunk) for chunk in _chunks(rows, 6, 20, tree=True)] == [4, 2], "12 tokens, 20 with the next, 22 then"
+    assert [len(chunk) for chunk in _chunks(rows, 6, 20, tree=True)] == [4, 2], "12 tokens, 20 with the next, then 22"
     assert [len(chunk) for chunk in _chunks(rows, 6, 12, tree=True)] == [3, 3]
     assert [len(chunk) for chunk in _chunks(rows, 2, 99, tree=True)] == [2, 2, 2]
 
 
-def test_packed_passes_refuse_what_they_cannot_do():
+def test_packed_passes_refuse_unsupported_combinations():
     rows = random_rows(4)
     for row in rows:
         row.ref_logprobs = [0.0] * len(row.tokens)
@@ -210,7 +210,7 @@ def test_columns_of_rows_reach_the_loss_on_the_action_axis():
     data = pack_rows(rows).data
     assert data["packed_prox_logprobs"].tolist() == [-1.5, -2.5, -3.5]
     assert data["packed_teacher_logprobs"].tolist() == [-0.5, -0.25, -4.0]
-    # Counted in integers: a float would have lost the last version.
+    # Versions are integers: a float could not represent the last one.
     assert data["packed_versions"].tolist() == [3, 16_777_217, 2]
     assert data["packed_keep"].tolist() == [True, False, True]
     assert not {"packed_keep", "packed_versions"} & set(pack_rows([TrainSequence([True, False], [1, 2])]).data)
@@ -219,7 +219,7 @@ def test_columns_of_rows_reach_the_loss_on_the_action_axis():
         make_step().run(rows, policy_loss_fn, 2)
 
 
-def test_counts_are_summed_and_ranges_kept_over_microbatches():
+def test_counts_are_summed_and_ranges_merged_over_micro_batches():
     def loss(pack, logprobs):
         n = torch.tensor(len(pack["packed_tokens"]))
         least, most = pack["packed_tokens"].min(), pack["packed_tokens"].max()

@@ -49,7 +49,7 @@ def random_rows(count=9, seed=0, temperature=0.8):
 
 
 def padded_reference(module, rows, temperature=0.8, eps=0.2):
-    """GRPO loss on right-padded rows through stock attention with a mask: nothing of areno."""
+    """Return the GRPO loss of right-padded rows, with stock attention and a mask: nothing from areno."""
     width = max(len(row.tokens) for row in rows)
 
     def pad(values, fill=0):
@@ -167,13 +167,13 @@ def test_a_model_that_ignores_the_plan_is_refused_by_name(family):
         prepare(tiny_module(family), family)
 
 
-def test_broken_weights_are_called_that_and_not_an_unknown_architecture():
+def test_broken_weights_are_reported_as_such_and_not_as_an_unsupported_architecture():
     module = tiny_module("llama")
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-    with pytest.raises(UsageError, match=r"llama: weights are not finite: model\.layers\.1\.mlp") as told:
+    with pytest.raises(UsageError, match=r"llama: weights are not finite: model\.layers\.1\.mlp") as raised:
         prepare(module, "llama")
-    assert not isinstance(told.value, UnsupportedModelError)
+    assert not isinstance(raised.value, UnsupportedModelError)
     with torch.no_grad():  # finite weights whose products are not
         module.model.layers[1].mlp.up_proj.weight.fill_(3e38)
     with pytest.raises(UsageError, match=r"computes non-finite numbers in float32"):

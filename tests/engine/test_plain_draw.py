@@ -39,7 +39,7 @@ def test_draws_invert_the_cumulative_distribution(vocab):
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_find_tokens_that_have_weight(u):
+def test_the_ends_of_the_unit_interval_draw_tokens_of_nonzero_probability(u):
     logits = torch.full((4, 300), -torch.inf)
     logits[:, 100:200] = torch.randn(4, 100)
     tokens, logprobs = draw(logits, torch.ones(4), torch.zeros(4, dtype=torch.bool), torch.full((4,), u).double())
@@ -47,7 +47,7 @@ def test_the_ends_of_the_unit_interval_find_tokens_that_have_weight(u):
     assert logprobs.isfinite().all()
 
 
-def test_greedy_rows_take_the_first_of_the_most_likely():
+def test_greedy_rows_take_the_first_of_tied_tokens():
     logits, temperatures, u = inputs(9, 600)
     logits[:, [70, 300, 599]] = 50.0
     greedy = torch.arange(9) % 2 == 0
@@ -56,7 +56,7 @@ def test_greedy_rows_take_the_first_of_the_most_likely():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_a_row_depends_on_itself_alone(threads):
+def test_a_row_does_not_depend_on_other_rows(threads):
     logits, temperatures, u = inputs(20, 700)
     greedy = torch.arange(20) % 5 == 0
     with torch_threads(threads):

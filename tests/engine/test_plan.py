@@ -70,7 +70,7 @@ def test_every_family_can_be_planned_and_its_weights_are_exact(family, tmp_path)
     )
 
 
-def test_optimizer_states_are_those_of_the_optimizer(tmp_path):
+def test_planned_optimizer_states_equal_those_of_the_optimizer(tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / "model", hidden=128, heads=4)
     for dtype, low in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)):
         plan = make_plan(options(checkpoint, dtype=dtype, adam_8bit=low))
@@ -96,7 +96,7 @@ def test_tied_weights_are_counted_once(tmp_path):
     assert free - tied == config["vocab_size"] * config["hidden_size"]
 
 
-def test_live_bytes_are_those_of_real_tensors():
+def test_live_bytes_count_real_tensors():
     with LiveBytes() as live:
         first = torch.ones(1000)
         view, second = first[:10], first * 2
@@ -149,7 +149,7 @@ def test_a_planned_step_over_shared_prompts_allocates_what_a_real_one_does(tmp_p
     assert planned == pytest.approx(live.peak, rel=0.05)
 
 
-def test_the_planned_cache_is_the_one_that_a_rollout_leaves(tiny_checkpoint):
+def test_the_planned_cache_is_as_large_as_that_of_a_rollout(tiny_checkpoint):
     run = options(tiny_checkpoint, max_new_tokens=150)
     plan = make_plan(run)
     engine = Engine(str(tiny_checkpoint), EngineConfig(max_running=run.running_sequences, decode="eager"))
@@ -184,7 +184,7 @@ def test_smaller_microbatches_and_recomputation_take_less_memory(tiny_checkpoint
 
 
 @pytest.mark.parametrize(("share", "recomputes"), [(1.1, False), (0.85, True)])
-def test_what_is_planned_where_nothing_is_said_is_what_the_engine_does(share, recomputes, tmp_path, monkeypatch):
+def test_by_default_the_plan_recomputes_layers_when_the_engine_does(share, recomputes, tmp_path, monkeypatch):
     checkpoint = save_tiny_checkpoint(tmp_path / "model", hidden=128, layers=4, heads=4)
     kept = make_plan(options(checkpoint, algo="sft", activation_checkpointing=False))
     loaded, moments = kept.phase("load").total, part(kept, "backward", "optimizer")
@@ -246,8 +246,8 @@ def test_advice_makes_a_run_fit(tiny_checkpoint):
     words = " ".join(["--ckpt", str(tiny_checkpoint), *changes]).split()
     from areno.config.parser import parse_train
 
-    given = parse_train(words)
-    better = dataclasses.replace(run, **{name: getattr(given, name) for name in given.explicit})
+    parsed = parse_train(words)
+    better = dataclasses.replace(run, **{name: getattr(parsed, name) for name in parsed.explicit})
     assert make_plan(better, tight).fits
 
 
@@ -267,7 +267,7 @@ def test_a_checkpoint_without_a_usable_configuration_is_a_usage_error(tmp_path):
         make_plan(options(tmp_path))
 
 
-def test_this_machine_has_memory_to_give():
+def test_this_machine_has_memory_available():
     free = available_bytes(CPU)
     assert 2**20 < free < 2**50
     assert default_kv_tokens(CPU, 1000) == pytest.approx(free * KV_SHARE / 1000, rel=0.5)
@@ -277,8 +277,8 @@ def test_a_cache_budget_is_never_too_small_to_start():
     assert default_kv_tokens(CPU, 2**60) == 1024
 
 
-def test_a_peak_is_that_of_its_block_alone():
-    return_freed_memory(CPU)  # what tests before this one have left would serve the block
+def test_a_peak_is_measured_only_within_its_block():
+    return_freed_memory(CPU)  # memory that earlier tests freed would serve the block
     before = held_memory(CPU)
     begin_peak(CPU)
     torch.ones(64 * MIB // 4).sum()
@@ -300,7 +300,7 @@ def test_the_plan_command_needs_no_data_and_prints_every_phase(tiny_checkpoint, 
         assert word in text
 
 
-def test_the_plan_as_data_sums_up(tiny_checkpoint, capsys):
+def test_the_parts_of_a_json_plan_add_up(tiny_checkpoint, capsys):
     words = ["plan", "--ckpt", str(tiny_checkpoint), "--algo", "sft", "--device", "cpu", "--json"]
     assert main(words) == 0
     data = json.loads(capsys.readouterr().out)
@@ -319,7 +319,7 @@ def test_a_run_that_does_not_fit_exits_with_1(tiny_checkpoint, capsys, monkeypat
     assert "Fits: no." in capsys.readouterr().out
 
 
-def test_a_plan_without_a_model_is_wrong_usage(capsys):
+def test_a_plan_without_a_model_is_a_usage_error(capsys):
     assert main(["plan"]) == 2
     assert capsys.readouterr().err.startswith("error: --ckpt is required")
 

@@ -22,7 +22,7 @@ from tests.support.tiny import save_tiny_checkpoint
 
 
 def held(engine):
-    """Bytes of one rank's weights, optimizer states, cache, and of its tensors by name."""
+    """Return the bytes of one rank's weights, optimizer states and KV cache."""
     optimizer = engine.actor.trained_by()
     optimizer.allocate()
     states = [t for entry in optimizer._adam.state.values() for t in entry.values() if torch.is_tensor(t) and t.ndim]
@@ -44,7 +44,7 @@ def held(engine):
         pytest.param(Layout(2, 2), False, id="dp2xtp2", marks=pytest.mark.long),
     ],
 )
-def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path):
+def test_planned_weights_states_and_cache_match_real_ranks(layout, low, tmp_path):
     path = save_tiny_checkpoint(tmp_path / "model", "qwen3", hidden=128, heads=4)
     run = options(
         path, world_size=layout.world_size, tp_size=layout.tp_size, adam_8bit=low, max_new_tokens=100, n_samples=2
@@ -65,16 +65,16 @@ def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path)
     assert max(cache for _, _, cache in found) == part(plan, "rollout", "kv_cache")
 
 
-def test_replicas_share_states_rows_and_sequences(tiny_checkpoint):
+def test_replicas_divide_states_rows_and_sequences(tiny_checkpoint):
     one, two = (make_plan(options(tiny_checkpoint, world_size=n, batch_size=16, mini_bs=64)) for n in (1, 2))
     assert part(two, "backward", "weights") == part(one, "backward", "weights")
-    # Moments of half the weights; the masters are the weights, which the replicas have in common.
+    # Moments of half the weights; the masters are the weights, which the replicas share.
     assert part(two, "backward", "optimizer") == pytest.approx(0.5 * part(one, "backward", "optimizer"), rel=0.01)
     assert part(one, "rollout", "gradients") == 0
-    assert part(two, "rollout", "gradients") == part(two, "backward", "gradients"), "their memory stays"
+    assert part(two, "rollout", "gradients") == part(two, "backward", "gradients"), "their memory stays allocated"
     assert part(two, "rollout", "kv_cache") < part(one, "rollout", "kv_cache")
     assert part(two, "forward", "activations") < part(one, "forward", "activations"), "half the rows in a pass"
-    assert two.needed == 2 * two.peak.total - 4 * two.parameters, "weights are there once"
+    assert two.needed == 2 * two.peak.total - 4 * two.parameters, "the weights are in memory once"
     assert not make_plan(options(tiny_checkpoint, world_size=2), two.peak.total + MIB).fits
 
 
@@ -86,7 +86,7 @@ def test_a_replica_gets_the_larger_share_of_an_odd_number_of_rows(tiny_checkpoin
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe", "phi3"])
-def test_a_rank_of_tensor_parallelism_holds_a_part(family, tmp_path):
+def test_a_tensor_parallel_rank_holds_a_shard(family, tmp_path):
     path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
     one, two = (make_plan(options(path, world_size=n, tp_size=n)) for n in (1, 2))
     module = load_causal_lm(str(path), LoadOptions(dtype=torch.float32)).module
@@ -98,11 +98,11 @@ def test_a_rank_of_tensor_parallelism_holds_a_part(family, tmp_path):
     # In one buffer, where each tensor begins at a multiple of 32 entries.
     assert part(two, "backward", "gradients") == pytest.approx(4 * (whole + cut / 2), rel=0.005)
     halves = part(two, "rollout", "kv_cache") / part(one, "rollout", "kv_cache")
-    assert halves == pytest.approx(1.0 if family == "phi3" else 0.5), "phi3 puts its keys together"
+    assert halves == pytest.approx(1.0 if family == "phi3" else 0.5), "phi3 gathers its keys"
     assert two.logits == pytest.approx(one.logits / 2, rel=0.01)
 
 
-def test_offloaded_activations_are_beside_the_gpu(tiny_checkpoint):
+def test_offloaded_activations_count_as_host_memory(tiny_checkpoint):
     run = {"device": "cuda", "dtype": "float32", "mini_bs": 4, "kv_cache_tokens": 4096, "available": 2**40}
     available = run.pop("available")
     near, far = (
@@ -115,10 +115,10 @@ def test_offloaded_activations_are_beside_the_gpu(tiny_checkpoint):
     ranks = make_plan(options(tiny_checkpoint, offload_activations=True, world_size=2, **run), available)
     assert ranks.sharing == 1
     assert ranks.needed == ranks.peak.total
-    assert ranks.host == 2 * inputs, "all ranks of the machine, each with rows of its own"
+    assert ranks.host == 2 * inputs, "all ranks of the machine, each with its own rows"
 
 
-def test_the_command_tells_of_one_rank_and_of_all(tmp_path, tiny_checkpoint, capsys):
+def test_the_command_reports_one_rank_and_all_ranks(tmp_path, tiny_checkpoint, capsys):
     words = [
         "plan",
         "--ckpt",

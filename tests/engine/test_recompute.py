@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers that wait in another memory: the same gradients, and nothing else is moved."""
+"""Offloaded inputs of recomputed layers: the same gradients, and nothing else is moved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 4
 
 
 class Watched(InHostMemory):
-    """Notes what passes through; on a CPU the other memory is a copy in the same one."""
+    """Records what is offloaded; on a CPU, that is a copy in the same memory."""
 
     moved: ClassVar[list] = []
 
@@ -92,8 +92,8 @@ def test_the_originals_are_free_once_the_layer_has_run(monkeypatch):
     assert alive == {True: 0, False: LAYERS}
 
 
-def test_training_goes_on_without_it_after_a_step(monkeypatch):
-    """The switch is thrown for each step anew, and an evaluation between two steps keeps nothing anywhere."""
+def test_activations_are_offloaded_only_in_training_steps(monkeypatch):
+    """Offloading is switched on for each step, and an evaluation between two steps moves nothing."""
     monkeypatch.setattr(step_module, "InHostMemory", Watched)
     steps = [make("llama", offload) for offload in (True, False)]
     for seed in range(3):
@@ -123,10 +123,10 @@ def test_on_a_gpu_gradients_are_the_same_and_less_is_held(dtype):
 
 
 def saved_bytes(model, tokens):
-    """What autograd keeps of a forward pass, measured by what is allocated: a tensor lives as long as something saves it."""
+    """Return the bytes that autograd keeps of a forward pass: saved tensors are those that stay allocated."""
     plan = PackedPlan([tokens])
     ids = torch.arange(tokens) % 90
-    model.body(ids, plan.position_ids, plan)  # what is made once
+    model.body(ids, plan.position_ids, plan)  # creates what is cached
     with torch.profiler.profile(profile_memory=True) as profile:
         hidden = model.body(ids, plan.position_ids, plan)
     del hidden
@@ -136,7 +136,7 @@ def saved_bytes(model, tokens):
 @pytest.mark.parametrize(
     ("family", "frozen"), [("llama", ""), ("llama", "proj"), ("gemma2", ""), ("gemma3", ""), ("gpt2", "")]
 )
-def test_what_a_pass_keeps_is_known_before_it_is_made(family, frozen):
+def test_the_bytes_that_a_pass_keeps_are_predicted(family, frozen):
     model = prepare(tiny_module(family, sharpen=1.0, layers=LAYERS), family)
     model.module.train()
     for name, weight in model.module.named_parameters():
@@ -145,7 +145,7 @@ def test_what_a_pass_keeps_is_known_before_it_is_made(family, frozen):
 
 
 @pytest.mark.parametrize(("share", "recomputes"), [(1.05, False), (0.95, True)])
-def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_memory(share, recomputes, monkeypatch):
+def test_layers_are_recomputed_only_if_what_they_keep_takes_half_of_the_free_memory(share, recomputes, monkeypatch):
     rows, step = random_rows(5), make("llama", offload=False)
     kept = kept_bytes(step.model)
     most = max(kept.of([len(row.tokens) for row in rows[start : start + 2]]) for start in range(0, 5, 2))
@@ -161,7 +161,7 @@ def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_logits_that_are_kept_have_the_log_probs_and_gradients_of_a_softmax_in_float64(entropy, monkeypatch):
+def test_log_probs_and_gradients_match_float64_with_and_without_kept_logits(entropy, monkeypatch):
     monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 3 * VOCAB)
     monkeypatch.setattr(causal_lm, "KEPT_CHUNK_ELEMENTS", 4 * VOCAB)
     model = prepare(tiny_module("llama", seed=3), "llama")
@@ -187,7 +187,7 @@ def test_logits_that_are_kept_have_the_log_probs_and_gradients_of_a_softmax_in_f
 
 
 @pytest.mark.parametrize(("checkpointing", "keeps"), [(False, True), (True, False)])
-def test_logits_are_kept_where_layers_are_and_only_in_training(checkpointing, keeps):
+def test_logits_are_kept_if_layers_are_and_only_in_training(checkpointing, keeps):
     model = prepare(tiny_module("llama"), "llama")
     step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=1e-3)), checkpointing)
     step.set_training(True)

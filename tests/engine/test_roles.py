@@ -85,7 +85,7 @@ def value_rows(rows=ROWS[:3], prompt=1):
 
 
 @pytest.mark.parametrize("micro_bs", [1, 3, 8])
-def test_reference_logprobs_are_those_of_transformers_at_each_rows_temperature(engine, other_checkpoint, micro_bs):
+def test_reference_logprobs_equal_those_of_transformers_at_each_rows_temperature(engine, other_checkpoint, micro_bs):
     engine.ensure_roles(role("ref", other_checkpoint))
     temperatures = [1.0, 0.5, 2.0, 1.0]
     scores = engine.score_logprobs("ref", ROWS, temperatures, micro_bs)
@@ -94,7 +94,7 @@ def test_reference_logprobs_are_those_of_transformers_at_each_rows_temperature(e
 
 
 @pytest.mark.parametrize("micro_bs", [1, 3])
-def test_a_critics_values_and_a_reward_models_scores_are_those_of_transformers(engine, classifier, micro_bs):
+def test_a_critics_values_and_a_reward_models_scores_equal_those_of_transformers(engine, classifier, micro_bs):
     engine.ensure_roles(role("critic", classifier, trainable=True) | role("reward", classifier))
     values = engine.score_values("critic", ROWS, micro_bs)
     for row, got in zip(ROWS, values, strict=True):
@@ -158,7 +158,7 @@ def test_the_reference_stays_while_the_actor_trains(engine, tiny_checkpoint):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def test_training_a_critic_is_adamw_on_the_written_out_clipped_value_loss(engine, classifier):
+def test_training_a_critic_equals_adamw_on_the_written_out_clipped_value_loss(engine, classifier):
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "grad_clip_norm": 0.5}
     engine.ensure_roles(role("critic", classifier, trainable=True, optimizer=settings))
     module = AutoModelForSequenceClassification.from_pretrained(classifier)
@@ -280,7 +280,7 @@ def test_actor_and_critic_resume_exactly(tmp_path, tiny_checkpoint, classifier, 
         engine.close()
 
 
-def test_a_learning_rate_that_was_set_is_used_shown_and_survives_a_resume(tmp_path, tiny_checkpoint):
+def test_a_learning_rate_that_was_set_is_used_and_reported_and_survives_a_resume(tmp_path, tiny_checkpoint):
     rows = [TrainSequence([True, False, False], [4, 5, 6])]
     config = OptimizerOptions(lr=1e-3, min_lr=0.0, lr_decay_steps=10, lr_decay_style="linear")
     engine = Engine(str(tiny_checkpoint), EngineConfig(optimizer=config))
@@ -300,7 +300,7 @@ def test_a_learning_rate_that_was_set_is_used_shown_and_survives_a_resume(tmp_pa
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_what_is_read_off_the_logits_and_only_for_losses_that_ask(engine, chunked, monkeypatch):
+def test_entropy_and_logit_bounds_are_computed_only_for_losses_that_request_them(engine, chunked, monkeypatch):
     from areno.engine.model import causal_lm
 
     if chunked:
@@ -387,7 +387,7 @@ def test_a_role_of_another_tokenizer_is_refused_by_name(engine, tmp_path):
         engine.ensure_roles(role("ref", other))
 
 
-def test_gradients_that_are_not_finite_end_the_training_of_a_role_also_over_several_calls(engine):
+def test_repeated_non_finite_gradients_end_the_training_of_a_role_even_across_calls(engine):
     rows = [TrainSequence([True, False], [4, 5])]
     for _ in range(4):
         assert engine.train(rows, lambda pack, logprobs: logprobs.sum() * float("nan"), 1)["update_skipped"] == 1.0
@@ -395,7 +395,7 @@ def test_gradients_that_are_not_finite_end_the_training_of_a_role_also_over_seve
         engine.train(rows, lambda pack, logprobs: logprobs.sum() * float("nan"), 1)
 
 
-def test_role_kinds_go_by_name_unless_they_are_given():
+def test_role_kinds_follow_from_the_name_unless_set():
     kinds = {"ref": "policy", "critic": "value", "value_net": "value", "reward": "reward", "teacher": "policy"}
     assert {name: ModelRole(name, "p", False).predicts for name in kinds} == kinds
     assert ModelRole("judge", "p", False, kind="reward").predicts == "reward"

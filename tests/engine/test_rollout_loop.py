@@ -80,7 +80,7 @@ def test_a_group_prefills_its_prompt_once(make_loop):
     assert loop.counters.prefilled_total == 40
 
 
-def test_the_cache_follows_use_and_not_the_worst_case(make_loop):
+def test_the_cache_size_follows_actual_use_and_not_the_worst_case(make_loop):
     loop = make_loop(budget=10**6)
     run(loop, [4, 5, 6], seeds=range(8), max_new_tokens=5)
     assert loop.cache.columns < 200
@@ -99,7 +99,7 @@ def test_eos_ends_a_response_and_is_its_last_token(make_loop):
     assert by_id.resp_tokens == stopped.resp_tokens
 
 
-def test_a_stop_string_across_token_borders_stops_generation(make_loop, tokenizer):
+def test_a_stop_string_across_token_boundaries_stops_generation(make_loop, tokenizer):
     loop = make_loop()
     free = run(loop, [5, 6, 7], max_new_tokens=60, skip_special_tokens=False)[0]
     text = tokenizer.decode(free.resp_tokens)
@@ -134,7 +134,7 @@ def test_consecutive_sessions_each_get_their_tokens(make_loop):
         loop.cancel_all()
 
 
-def test_cancelling_answers_with_what_there_is(make_loop):
+def test_cancelling_returns_the_tokens_generated_so_far(make_loop):
     loop = make_loop(budget=10**6)
     future = loop.submit([Request([5], SamplingParams(max_new_tokens=100_000), [0])])[0]
     while not loop.counters.generated_total:
@@ -215,7 +215,7 @@ def test_the_cache_holds_no_more_than_its_budget_when_sequences_grow(make_loop):
     futures = loop.submit([Request(p, SamplingParams(max_new_tokens=200), [i]) for i, p in enumerate(prompts)])
     assert all(len(f.result(timeout=240).sequences[0].resp_tokens) == 200 for f in futures)
     cells = loop.cache.slots * loop.cache.columns
-    assert cells <= 2.1 * budget, "a quarter of headroom in the columns, and slots in eights"
+    assert cells <= 2.1 * budget, "a quarter of headroom in the columns, and slots in multiples of eight"
 
 
 def test_tokens_carry_the_version_of_the_weights(make_loop):
@@ -225,7 +225,7 @@ def test_tokens_carry_the_version_of_the_weights(make_loop):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_the_price_of_a_cached_token_is_measured(family):
+def test_the_bytes_per_cached_token_are_measured(family):
     module = tiny_module(family)
     size = validate_decoding(prepare(module, family), family)
     if family == "llama":
@@ -235,7 +235,7 @@ def test_the_price_of_a_cached_token_is_measured(family):
     assert len(size.layers) == (0 if family == "qwen3_5" else 4)  # a recurrent model keeps more than keys and values
 
 
-def test_an_error_anywhere_in_the_loop_answers_every_request(make_loop, monkeypatch):
+def test_an_error_anywhere_in_the_loop_fails_every_request(make_loop, monkeypatch):
     loop = make_loop()
 
     def broken(moves):
@@ -248,7 +248,7 @@ def test_an_error_anywhere_in_the_loop_answers_every_request(make_loop, monkeypa
             future.result(timeout=20)
 
 
-def test_a_caller_who_cancels_his_future_does_not_hurt_the_loop(make_loop):
+def test_cancelling_the_future_of_a_request_has_no_effect(make_loop):
     loop = make_loop()
     future = loop.submit([Request([5], SamplingParams(max_new_tokens=30), [0])])[0]
     assert not future.cancel()

@@ -1,4 +1,4 @@
-"""Whatever the schedule does, each sample says what it would say alone: pieces, prefixes, preemption, swaps, cancels."""
+"""Each sample is what it would be alone, whatever the schedule: chunks, prefixes, preemption, weight swaps, cancels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def random_requests(rng, count):
     return made
 
 
-def test_a_loop_that_only_serves_gives_memory_back_once_it_has_been_idle(make_loop, monkeypatch):
+def test_a_serving_loop_returns_freed_memory_once_it_is_idle(make_loop, monkeypatch):
     given_back, rng = threading.Event(), random.Random(1)
     monkeypatch.setattr(loop_module, "trim_freed_memory", given_back.set)
     training, serving = make_loop(), make_loop()
@@ -100,7 +100,7 @@ def test_a_random_schedule_changes_no_sample(make_loop, family, monkeypatch):
         assert busy.counters.reused_total > 0
 
 
-def test_a_long_prompt_does_not_stall_those_who_speak(make_loop, monkeypatch):
+def test_a_long_prompt_does_not_stall_running_samples(make_loop, monkeypatch):
     monkeypatch.setattr(loop_module, "BUSY_PREFILL", 32)
     loop = make_loop()
     heard = []
@@ -112,24 +112,24 @@ def test_a_long_prompt_does_not_stall_those_who_speak(make_loop, monkeypatch):
     long = [random.Random(0).randrange(VOCAB) for _ in range(32 * 20)]
     late = loop.submit([Request(long, SamplingParams(max_new_tokens=1), [1])])[0]
     late.result(timeout=60)
-    assert loop.counters.decode_steps_total - before >= 19  # twenty pieces, one decode step after each
+    assert loop.counters.decode_steps_total - before >= 19  # twenty chunks, one decode step after each
     loop.cancel(first)
 
 
-def test_a_conversation_reuses_what_was_computed_and_says_the_same(make_loop):
+def test_a_conversation_reuses_its_prefix_and_generates_the_same(make_loop):
     loop, fresh = make_loop(prefix_tokens=4096), make_loop()
     context = [7, 8, 9, 10] * 12
     for turn in range(4):
         request = Request(context, SamplingParams(max_new_tokens=20), [turn])
-        said, alone = answers(loop, [request])[0], answers(fresh, [request])[0]
-        assert said == alone
-        context = [*context, *said[0][0], 1, 2, 3]
+        output, alone = answers(loop, [request])[0], answers(fresh, [request])[0]
+        assert output == alone
+        context = [*context, *output[0][0], 1, 2, 3]
     computed, reused = loop.counters.prefilled_total, loop.counters.reused_total
     assert computed + reused == fresh.counters.prefilled_total
     assert reused > 0.7 * fresh.counters.prefilled_total
 
 
-def test_the_prefix_store_keeps_its_budget_and_drops_the_oldest(make_loop):
+def test_the_prefix_store_stays_within_its_budget_and_drops_the_oldest(make_loop):
     loop = make_loop(prefix_tokens=200)
     for start in range(6):
         answers(loop, [Request([start * 3 + i % 3 for i in range(64)], SamplingParams(max_new_tokens=4), [0])])
@@ -140,7 +140,7 @@ def test_the_prefix_store_keeps_its_budget_and_drops_the_oldest(make_loop):
     assert loop.counters.reused_total == 48
 
 
-def test_what_was_stored_under_other_weights_is_not_found():
+def test_prefixes_stored_under_other_weights_are_not_found():
     store, context = PrefixStore(64), list(range(40))
     store.add(context, {}, version=1)
     hit = store.find([*context, 7], version=1)
@@ -151,12 +151,12 @@ def test_what_was_stored_under_other_weights_is_not_found():
     assert not store.covers(context, version=2)
 
 
-def test_weights_that_change_in_the_middle_stamp_each_token_and_reuse_nothing_old(make_loop):
-    """The tail of every sample must be what the new weights say to the whole context, computed from scratch."""
+def test_after_a_weight_change_tokens_have_the_new_version_and_reuse_no_old_prefix(make_loop):
+    """The tail of every sample must be what the new weights generate from the whole context, computed from scratch."""
     loop = make_loop(prefix_tokens=4096)
     loop.version = 3
     requests = [Request([5, 6, 7, i] * 8, SamplingParams(max_new_tokens=600, greedy=True), [0]) for i in range(3)]
-    answers(loop, [Request(requests[0].prompt_tokens, SamplingParams(max_new_tokens=2), [0])])  # something is stored
+    answers(loop, [Request(requests[0].prompt_tokens, SamplingParams(max_new_tokens=2), [0])])  # stores a prefix
     seen = threading.Event()
     count = []
 
@@ -182,8 +182,8 @@ def test_weights_that_change_in_the_middle_stamp_each_token_and_reuse_nothing_ol
         with torch.no_grad():
             logits = other(torch.tensor([context])).logits[0]
         start = len(request.prompt_tokens)
-        said = logits[start - 1 + first_new : -1].argmax(-1).tolist()
-        assert sequence.resp_tokens[first_new:] == said
+        output = logits[start - 1 + first_new : -1].argmax(-1).tolist()
+        assert sequence.resp_tokens[first_new:] == output
         logp = logits.log_softmax(-1)
         for i in range(first_new, len(sequence.resp_tokens)):
             assert sequence.resp_logprobs[i] == pytest.approx(
@@ -259,7 +259,7 @@ def test_each_sample_has_a_grammar_state_of_its_own(make_loop):
     assert free == answers(make_loop(), [beside])[0]
 
 
-def test_a_listener_is_told_which_tokens_a_grammar_forced(make_loop):
+def test_a_listener_learns_which_tokens_a_grammar_forced(make_loop):
     heard = []
     sampling = SamplingParams(max_new_tokens=50)
     request = Request([5], sampling, [1], constraint=Countdown, listener=lambda _, token: heard.append(token))
@@ -272,7 +272,7 @@ def test_a_listener_is_told_which_tokens_a_grammar_forced(make_loop):
 
 
 @pytest.mark.parametrize("where", ["allowed", "push"])
-def test_a_grammar_that_fails_fails_its_request_alone(make_loop, where):
+def test_a_failing_grammar_fails_only_its_request(make_loop, where):
     class Broken(Countdown):
         def allowed(self):
             if where == "allowed" and len(self.left) == 2:
@@ -308,5 +308,5 @@ def test_a_program_that_forgets_to_close_ends_quietly(tmp_path):
         "print('done')\n"
     )
     process = start_text(program, tmp_path)
-    said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said) == (0, "done\n")
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "done\n")

@@ -1,6 +1,6 @@
-"""Experts that the rollout chose are those of a plain forward pass, and training follows them whatever its routers say.
+"""Recorded experts are those of a plain forward pass, and training replays them whatever its routers choose.
 
-The truth is stock ``transformers``: its routers' own outputs, and routers whose forward pass is written out by hand here.
+The ground truth is stock ``transformers``: its routers' own outputs, and routers whose forward pass is written out here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def routers_of(module):
 
 @torch.no_grad()
 def choices(module, tokens, read=lambda out: out[2]):
-    """What the routers of a stock model choose for each token, experts in ascending order [T, mixtures, K]."""
+    """Return the experts that a stock model's routers choose for each token, in ascending order [T, MoE layers, K]."""
     found = []
     hooks = [router.register_forward_hook(lambda _, __, out: found.append(read(out))) for router in routers_of(module)]
     module(torch.tensor([tokens]), use_cache=False)
@@ -67,12 +67,12 @@ def ascending(record):
 
 
 def by_hand(module, family, recorded):
-    """Let a stock model's routers choose ``recorded`` [T, mixtures, K]; the formula of each family is written out."""
+    """Make a stock model's routers choose ``recorded`` [T, MoE layers, K]; each family's formula is written out."""
 
     def forward_of(router, experts):
         def forward(hidden):
             logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
-            if family == "gpt_oss":  # a softmax over the chosen, where qwen3 has one over all
+            if family == "gpt_oss":  # a softmax over the chosen experts; qwen3 has one over all
                 logits = logits + router.bias
             among = logits.gather(1, experts) if family == "gpt_oss" else logits
             return logits, logits.gather(1, experts).exp() / among.exp().sum(1, keepdim=True), experts
@@ -109,12 +109,12 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_recorded_is_what_the_routers_of_a_plain_forward_pass_choose(make_loop, family, way):
+def test_recorded_experts_are_those_that_a_plain_forward_pass_chooses(make_loop, family, way):
     kind, options = WAYS[way]
     loop = make_loop(followed(family), kind, **options)
     asked = [Request(PROMPT, SamplingParams(max_new_tokens=20 + 30 * i), [i, i + 7]) for i in range(3)]
     asked.append(Request(PROMPT * 5, SamplingParams(greedy=True, max_new_tokens=150), [0]))
-    if way != "preempted":  # a prompt that is prefilled in pieces
+    if way != "preempted":  # a prompt that is prefilled in chunks
         asked.append(Request([3] * 600, SamplingParams(max_new_tokens=3), [1, 2]))
     futures = loop.submit(asked)
     if way == "kept prefixes":
@@ -136,7 +136,7 @@ def test_what_is_recorded_is_what_the_routers_of_a_plain_forward_pass_choose(mak
         assert loop.counters.reused_total
 
 
-def test_a_token_keeps_the_choice_of_the_weights_that_its_successor_was_sampled_with(make_loop):
+def test_a_token_keeps_the_experts_of_the_weights_that_sampled_its_successor(make_loop):
     loop, reached, count = make_loop(followed("qwen3_moe")), threading.Event(), []
 
     def listener(_, token):
@@ -156,14 +156,12 @@ def test_a_token_keeps_the_choice_of_the_weights_that_its_successor_was_sampled_
     assert torch.equal(found[:change], choices(stock("qwen3_moe"), fed)[:change])
     assert torch.equal(found[change:], choices(other, fed)[change:])
     assert not torch.equal(found, choices(other, fed))
-    assert np.array_equal(count[-1].routed_experts, sequence.routed_experts), (
-        "a listener hears of them with the last token"
-    )
+    assert np.array_equal(count[-1].routed_experts, sequence.routed_experts), "a listener gets them with the last token"
     assert all(token.routed_experts is None for token in count[:-1])
 
 
 def rows_of(seed=0, prompts=2, answers=3, records=True):
-    """Answers to common prompts; experts are drawn at random, but alike where tokens are shared."""
+    """Return answers to common prompts, with random experts that are the same where rows share tokens."""
     rng = np.random.default_rng(seed)
 
     def experts(tokens):
@@ -185,17 +183,17 @@ def rows_of(seed=0, prompts=2, answers=3, records=True):
 
 
 def logprobs_by_hand(family, row):
-    """Log-probs of a row's tokens by a stock model that routes as recorded, and itself where nothing is; and that model."""
+    """Return a row's log-probs by a stock model that routes as recorded, or by itself without a record; and that model."""
     own = choices(stock(family), row.tokens)
     recorded = torch.from_numpy(row.routed_experts.astype(np.int64))
-    # The last token has no record. What its router chooses does not matter to what is predicted before it.
+    # The last token has no record; its routing does not affect the predictions before it.
     module = by_hand(stock(family), family, torch.where(recorded < EXPERTS, recorded, own))
     logits = module(torch.tensor([row.tokens]), use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0], module
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_a_stock_model_that_is_routed_by_hand(family):
+def test_scores_equal_those_of_a_stock_model_that_is_routed_by_hand(family):
     model, rows = followed(family), rows_of()
     tokens, records = [row.tokens for row in rows], [row.routed_experts for row in rows]
     found = score(model, "logprobs", tokens, 4, [1.0] * len(rows), routed=records)
@@ -208,7 +206,7 @@ def test_scores_are_those_of_a_stock_model_that_is_routed_by_hand(family):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_a_stock_model_that_is_routed_by_hand(family, tree, recompute):
+def test_gradients_equal_those_of_a_stock_model_that_is_routed_by_hand(family, tree, recompute):
     rows, model = rows_of(), followed(family)
     step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerOptions(lr=0.0)), recompute, tree=tree)
     step.set_training(True)
@@ -230,7 +228,7 @@ def test_gradients_are_those_of_a_stock_model_that_is_routed_by_hand(family, tre
             assert expected[name].abs().max() > 1e-6
 
 
-def test_the_share_of_other_choices_is_counted_once_and_without_regard_to_order():
+def test_the_share_of_changed_choices_is_counted_once_and_regardless_of_order():
     rows, model = rows_of(), followed("qwen3_moe")
     made, changed = 0, 0
     for row in rows:
@@ -260,7 +258,7 @@ def checkpoint(tmp_path_factory):
     return save_tiny_checkpoint(tmp_path_factory.mktemp("ckpt") / "moe", "qwen3_moe")
 
 
-def test_training_follows_the_rollout_when_the_routers_have_changed_since(checkpoint):
+def test_training_replays_the_rollouts_routing_after_the_routers_have_changed(checkpoint):
     engine = Engine(str(checkpoint), EngineConfig(return_routed_experts=True))
     result = engine.submit([Request(PROMPT, SamplingParams(max_new_tokens=8), [1, 2])])[0].result(60)
     rows = []
@@ -269,19 +267,19 @@ def test_training_follows_the_rollout_when_the_routers_have_changed_since(checkp
         mask = [True] * len(PROMPT) + [False] * len(sequence.resp_tokens)
         rows.append(TrainSequence(mask, tokens, routed_experts=continued([sequence.routed_experts], len(tokens))))
     assert engine.train(rows, sft_loss_fn, 4)["routed_experts_changed"] == 0
-    module, given = engine.actor.model.module, []
+    module, received = engine.actor.model.module, []
     with torch.no_grad():
         for router in routers_of(module):
             router.weight.normal_(generator=torch.Generator().manual_seed(3))
     for child in module.modules():
         if type(child).__name__.endswith("Experts"):
-            child.register_forward_pre_hook(lambda _, args: given.append(args[1]))
+            child.register_forward_pre_hook(lambda _, args: received.append(args[1]))
     assert engine.measure(rows[:1], sft_loss_fn, 4)["routed_experts_changed"] > 0
-    used = torch.stack(given, 1)
+    used = torch.stack(received, 1)
     assert torch.equal(used[:-1].byte(), torch.from_numpy(rows[0].routed_experts)[:-1])
-    given.clear()
+    received.clear()
     scored = engine.score_logprobs("actor", [rows[0].tokens], routed=[rows[0].routed_experts])
-    assert torch.equal(torch.stack(given, 1), used)
+    assert torch.equal(torch.stack(received, 1), used)
     assert scored != engine.score_logprobs("actor", [rows[0].tokens])
     engine.close()
 
@@ -310,8 +308,8 @@ SIZES = {
     ("family", "mixtures"),
     [("mixtral", 2), ("olmoe", 2), ("glm4_moe", 1), ("granitemoeshared", 2), ("gemma4_text", 2), ("ernie4_5_moe", 2)],
 )
-def test_experts_of_other_families_get_what_was_recorded(family, mixtures):
-    """Routers stand in the mixture or beside it, choose in groups, scale, add a bias; what the experts get is the record."""
+def test_experts_of_other_families_get_the_recorded_routing(family, mixtures):
+    """Routers are inside or outside the MoE block, choose in groups, scale, add a bias; the experts get the record."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES)
     model = prepare(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), family)
@@ -327,13 +325,13 @@ def test_experts_of_other_families_get_what_was_recorded(family, mixtures):
     plan.routing = Replay(recorded.to(torch.uint8), model.routers)
     with torch.no_grad():
         model.body(torch.arange(6), plan.position_ids, plan)
-    given, known = torch.stack(heard, 1), torch.arange(6) != 4
-    assert torch.equal(given[known], recorded[known])
-    assert (given[4] < 8).all()
+    received, known = torch.stack(heard, 1), torch.arange(6) != 4
+    assert torch.equal(received[known], recorded[known])
+    assert (received[4] < 8).all()
 
 
-def test_a_pass_that_is_repeated_in_another_thread_beside_other_rows_follows_its_own_record():
-    """As stages of a pipeline and GPUs do: the backward passes of several rows begin when all are in their forward pass."""
+def test_a_pass_recomputed_in_another_thread_among_other_rows_replays_its_own_record():
+    """As in pipeline stages and on GPUs: the backward passes of several rows start after the forward passes of all."""
     rows, found = rows_of(prompts=1, answers=2), []
     for together in (False, True):
         model = followed("qwen3_moe")

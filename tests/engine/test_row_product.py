@@ -23,17 +23,17 @@ KERNEL = row_product.KERNEL
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 15, 16, 17, 33, 50, 64, 65, 68, 129, 200])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 48), (40, 24), (100, 53), (513, 97), (128, 600)])
-def test_the_product_is_that_of_float64(rows, inputs, outputs):
+def test_the_product_matches_float64(rows, inputs, outputs):
     random = torch.Generator().manual_seed(rows * inputs + outputs)
     x, weight = (torch.randn(n, inputs, generator=random) for n in (rows, outputs))
     got = row_product.row_product(x, weight)
     expected = x.double() @ weight.double().T
-    bound = x.abs().double() @ weight.abs().double().T  # of what rounding can do to a sum
+    bound = x.abs().double() @ weight.abs().double().T  # bounds the rounding error of a sum
     assert got.shape == (rows, outputs)
     assert ((got.double() - expected).abs() <= bound * inputs**0.5 * 2**-23).all()
 
 
-def test_rows_and_weights_may_be_parts_of_larger_tensors():
+def test_rows_and_weights_can_be_views_of_larger_tensors():
     x, weight = torch.randn(20, 3, 40)[:, 1], torch.randn(30, 60)[:, :40]
     torch.testing.assert_close(row_product.row_product(x, weight), x @ weight.T)
 
@@ -44,7 +44,7 @@ def test_features_that_are_not_contiguous_are_refused():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_depends_on_itself_alone(threads):
+def test_a_row_does_not_depend_on_other_rows(threads):
     x, weight = torch.randn(100, 203), torch.randn(130, 203)
     with torch_threads(threads):
         whole = row_product.row_product(x, weight)
@@ -54,16 +54,16 @@ def test_a_row_depends_on_itself_alone(threads):
 
 @pytest.mark.parametrize("outputs", [16_384, 16_390])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_results_too_large_for_caches_are_those_of_small_pieces(outputs, threads):
+def test_results_too_large_for_caches_equal_those_of_small_pieces(outputs, threads):
     x, weight = torch.randn(70, 24), torch.randn(outputs, 24)
-    assert 70 * outputs * x.element_size() > 4 << 20  # past the caches, where rows are whole lines
+    assert 70 * outputs * x.element_size() > 4 << 20  # bypasses the caches if rows are whole cache lines
     pieces = torch.cat([row_product.row_product(x, part) for part in weight.split(1000)], dim=1)
     with torch_threads(threads):
         assert torch.equal(row_product.row_product(x, weight), pieces)
     torch.testing.assert_close(pieces, x @ weight.T)
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_non_finite_numbers_stay_in_their_row():
     x, weight = torch.randn(20, 32), torch.randn(50, 32)
     x[3] = torch.inf
     got = row_product.row_product(x, weight)

@@ -112,7 +112,7 @@ def test_derived_seeds_differ_and_repeat():
 
 
 def kept_by_sorting(weights, top_k, top_p, min_p):
-    """The definition, row by row, with a stable sort: top-k, then top-p of what is left, then min-p."""
+    """Return the tokens kept by definition, with a stable sort: top-k, then top-p of the rest, then min-p."""
     order = torch.sort(weights, descending=True, stable=True).indices.tolist()
     kept = order[:top_k] if top_k > 0 else order
     total = sum(float(weights[i]) for i in kept)
@@ -126,7 +126,7 @@ def kept_by_sorting(weights, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("vocab", [5, 97, 1000])
-def test_filters_keep_what_sorting_keeps_also_with_ties_and_beside_other_rows(vocab):
+def test_filters_keep_what_sorting_keeps_even_with_ties_and_among_other_rows(vocab):
     own = torch.Generator().manual_seed(vocab)
     choices = [(k, p, m) for k in (-1, 1, 3, 400) for p in (1.0, 0.05, 0.5, 0.99) for m in (0.0, 0.2)]
     params = [SamplingParams(top_k=k, top_p=p, min_p=m) for k, p, m in choices]
@@ -174,7 +174,7 @@ def test_block_draws_follow_the_distribution_and_hit_every_region(vocab):
 
 
 def penalized(logits, prompt, output, params):
-    """The definition, token by token."""
+    """Return the logits edited by definition, token by token."""
     edited = logits.clone().double()
     for token in range(len(logits)):
         if token in prompt or token in output:
@@ -189,7 +189,7 @@ def penalized(logits, prompt, output, params):
     return edited
 
 
-def test_penalties_and_biases_are_those_of_their_definitions_and_change_their_row_only():
+def test_penalties_and_biases_follow_their_definitions_and_change_only_their_row():
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2)) * 2
     params = SamplingParams(
         presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.7, logit_bias={3: 4.0, 5: -100.0}
@@ -246,7 +246,7 @@ def test_a_grammar_rules_tokens_out(greedy):
     assert greedy == (seen == {int(logits[0, ::2].argmax()) * 2})
 
 
-def test_what_a_grammar_removes_and_forces_is_told():
+def test_what_a_grammar_removes_and_forces_is_reported():
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     params = SamplingParams(temperature=0.7)
     edits = LogitEdits(params, [1], OnlyEven())

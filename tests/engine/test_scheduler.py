@@ -35,13 +35,13 @@ def test_admission_stops_at_the_budget_and_at_the_number_of_slots():
     assert len(scheduler.admit(TOKENS)[0]) == 3
 
 
-def test_one_prefill_call_stays_within_its_tokens():
+def test_one_prefill_call_stays_within_its_token_limit():
     scheduler = Scheduler(budget_tokens=10**6, max_running=100)
     scheduler.waiting.extend([group(8).members[0] for _ in range(5)])
     assert [len(scheduler.admit(20)) for _ in range(3)] == [2, 2, 1]
 
 
-def test_a_context_longer_than_a_call_enters_alone_with_the_samples_that_share_it():
+def test_a_context_longer_than_a_call_is_prefilled_alone_with_the_samples_that_share_it():
     scheduler = Scheduler(budget_tokens=10**6, max_running=100)
     long, short = group(50, 3), group(4)
     scheduler.waiting.extend([*group(8).members, *long.members, *short.members])
@@ -49,7 +49,7 @@ def test_a_context_longer_than_a_call_enters_alone_with_the_samples_that_share_i
     assert scheduler.admit(20) == []
     assert scheduler.chunked_prefill.members == long.members
     assert [s.slot for s in scheduler.live()] == [0, 1, 2, 3]
-    assert scheduler.admit(20) == [], "nobody overtakes it"
+    assert scheduler.admit(20) == [], "no other prompt overtakes it"
     scheduler.chunked_prefill.done = 40
     moves = scheduler.remove([scheduler.running[0]])
     assert [(m.source, m.target, m.length) for m in moves] == [(1, 0, 40), (2, 1, 40), (3, 2, 40)]

@@ -34,7 +34,7 @@ def make_loop():
 
 
 def looked_up(tokens, most):
-    """The definition, by looking everywhere."""
+    """Return the draft by definition, searching everywhere."""
     tail = tokens[-MATCH:]
     for start in range(len(tokens) - MATCH - 1, -1, -1):
         if len(tail) == MATCH and tokens[start : start + MATCH] == tail:
@@ -44,7 +44,7 @@ def looked_up(tokens, most):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 60), max_size=6), st.integers(1, 6))
-def test_a_draft_is_what_followed_the_last_time(tokens, calls, most):
+def test_a_draft_is_what_followed_the_last_match(tokens, calls, most):
     index = DraftIndex()
     for length in sorted(min(call, len(tokens)) for call in calls):
         assert index.propose(tokens[:length], most) == looked_up(tokens[:length], most)

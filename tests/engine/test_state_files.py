@@ -1,4 +1,4 @@
-"""States on disk: parts of tensors, read in other parts; by PyTorch's own reader of distributed checkpoints too."""
+"""States on disk: parts of tensors, read as other parts, and by PyTorch's own reader of distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = {"names": ["w"], "counts": {"w": 1}}
 
 
 def save_as(rank, folder, parts, head=HEAD):
-    """As a rank of several, one after the other: the channels between them are not real."""
+    """Save as one of several ranks, which take turns; the channels between them are fake."""
     peers = SimpleNamespace(rank=rank, first=rank == 0, all_reduce_min=int, pipeline=RankContext().pipeline)
     save_state(folder, head, parts, peers)
 
@@ -30,8 +30,8 @@ def even_and_odd(size):
     return torch.arange(0, size, 2), torch.arange(1, size, 2)
 
 
-def test_strided_parts_are_read_in_any_other_parts(tmp_path):
-    """Each of two ranks has every other pair of rows, and every other column: nothing of it is one rectangle."""
+def test_strided_parts_are_read_as_any_other_parts(tmp_path):
+    """Each of two ranks has every other pair of rows, in parts of every other column: no part is one rectangle."""
     whole = torch.arange(8 * 5.0).view(8, 5)
     rows = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])
     for rank, own in enumerate(rows):
@@ -45,7 +45,7 @@ def test_strided_parts_are_read_in_any_other_parts(tmp_path):
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_a_range_of_the_flattened_tensor_is_a_few_boxes(shape, data):
+def test_a_range_of_the_flattened_tensor_is_split_into_a_few_boxes(shape, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
@@ -74,7 +74,7 @@ def test_stages_of_a_pipeline_have_one_head(tmp_path):
 
 
 def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):
-    """Of two ranks; and what an optimizer saves alone."""
+    """Files of two ranks, and of an optimizer in one process."""
     whole = torch.randn(6, 4)
     for rank in range(2):
         own = whole.flatten()[13 * rank :][: 13 - 2 * rank]

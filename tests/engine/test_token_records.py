@@ -1,4 +1,4 @@
-"""What an update keeps of single rows is what stock transformers and the formulas of the losses say before it.
+"""Records of an update equal the log-probs of stock transformers before it, and what the losses' formulas clip.
 
 Every row is computed alone and unpadded by ``transformers``, in fp32; ratios and clip ranges in Python's float64.
 """
@@ -58,7 +58,7 @@ def engine(checkpoint):
 
 
 def reference(model, row):
-    """Log-prob of each token given those before it; nothing is known about the first one."""
+    """Return the log-prob of each token given those before it; None for the first one."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].double() / row.temperature
     logprobs = logits.log_softmax(-1)
@@ -72,7 +72,7 @@ def truth(checkpoint):
 
 
 def observed_rows(truth, seed=0, spread=0.4):
-    """Answers to common prompts, sampled by a policy near the present one; tools speak in between, and some rows count."""
+    """Return answers to common prompts, sampled by a similar policy, with tokens of tools; some rows are observed."""
     rng, rows = random.Random(seed), []
     for group in range(PROMPTS):
         prompt = [rng.randrange(5, 300) for _ in range(rng.randint(4, 30))]
@@ -95,7 +95,7 @@ def observed_rows(truth, seed=0, spread=0.4):
 
 
 def clipped_tokens(row, logprobs, eps, eps_high, dual=math.inf):
-    """By the formula: the ratio is out of range on the side to which the advantage pushes it."""
+    """Return the flags by the formula: the ratio is out of range on the side to which the advantage pushes it."""
     flags = []
     for i, trained in enumerate(row.trainable()):
         ratio = math.exp(logprobs[i] - row.logprobs[i]) if trained else 1.0
@@ -148,7 +148,7 @@ def test_records_are_the_logprobs_before_the_update_and_what_the_formula_clips(n
     stats = engine.train(rows, loss_fn, 4)
     assert ("tree_token_ratio" in stats) == tree
     check(engine.take_token_records(), rows, truth, formula)
-    assert engine.take_token_records() == {}, "they are forgotten"
+    assert engine.take_token_records() == {}, "taking the records clears them"
     engine.close()
 
 
@@ -165,7 +165,7 @@ def test_records_are_the_same_on_two_ranks(layout, checkpoint, truth):
 
 @pytest.mark.parametrize("begin", [1, 3, 4])
 def test_the_first_trained_token_is_predicted_from_the_last_token_of_the_prompt(begin, engine, truth):
-    """Where everything would shift by one token: at the border, at both ends of the row, and between rows of a pass."""
+    """Off-by-one errors would show here: at the boundary, at both ends of the row, and between rows of a pass."""
     tokens = [11, 23, 35, 47, 59]
     row = TrainSequence(
         [i < begin for i in range(5)], tokens, advantages=[1.0] * 5, logprobs=[0.0] * begin + [-3.0] * (5 - begin)
@@ -181,7 +181,7 @@ def test_the_first_trained_token_is_predicted_from_the_last_token_of_the_prompt(
     assert record.clipped[begin + 1 :] == others
 
 
-def test_only_the_first_pass_with_a_row_counts(engine, checkpoint, truth):
+def test_only_the_first_pass_over_a_row_is_recorded(engine, checkpoint, truth):
     rows = observed_rows(truth)
     loss_fn = partial(grpo_loss_fn, clip_eps=0.2)
     half = len(rows) // 2
@@ -205,7 +205,7 @@ def test_only_the_first_pass_with_a_row_counts(engine, checkpoint, truth):
     other.close()
 
 
-def test_a_loss_that_marks_nothing_has_logprobs_only(engine, truth):
+def test_a_loss_that_marks_nothing_records_only_logprobs(engine, truth):
     rows = observed_rows(truth)
 
     @reduces_over("token")

@@ -140,7 +140,7 @@ def test_bf16_gradients_of_microbatches_are_summed_in_fp32():
         assert torch.nn.functional.cosine_similarity(one.flatten(), eight.flatten(), dim=0) > 0.99
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_many_end_the_run():
+def test_updates_with_non_finite_gradients_are_skipped_and_many_end_the_run():
     step = make_step(lr=1e-2)
     before = weights(step)
     broken = lambda pack, logprobs: logprobs.sum() * float("nan")  # noqa: E731
@@ -175,19 +175,19 @@ def test_full_logits_of_a_batch_never_exist(monkeypatch):
     chunked.set_training(True)
     got = chunked.accumulate(rows, sft_loss_fn, 6)
     assert max(seen) == 10
-    assert len(seen) > 6, "each chunk is computed again in backward"
+    assert len(seen) > 6, "each chunk is recomputed in the backward pass"
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     for a, b in zip(whole.optimizer.gradients(), chunked.optimizer.gradients(), strict=True):
         assert (a - b).abs().max() <= 1e-5 * a.abs().max()
 
 
-def test_chunks_of_a_gpu_keep_it_busy_and_those_of_a_cpu_its_caches():
+def test_chunks_are_large_enough_for_gpus_and_fit_the_caches_of_cpus():
     assert [rows_of_chunk(vocab, CHUNK_ELEMENTS, "cuda") for vocab in (151_936, 262_144, 32_000)] == [1024, 1024, 4194]
     assert [rows_of_chunk(vocab, CHUNK_ELEMENTS, "cpu") for vocab in (151_936, 32_000, 10**8)] == [55, 262, 1]
 
 
 def head_gradient(dtype, computes_on, monkeypatch, rows=600):
-    """Log-probs of many rows, and their gradients with respect to hidden states and the output head, in chunks of 8 rows."""
+    """Return log-probs and entropies of many rows, and the gradients of hidden states and output head, in chunks of 8."""
     monkeypatch.setattr(causal_lm, "rows_of_chunk", lambda *_: 8)
     model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2).to(dtype), "llama")
     model.computes_on = computes_on
@@ -200,8 +200,8 @@ def head_gradient(dtype, computes_on, monkeypatch, rows=600):
     return logprobs.detach(), spread, hidden.grad, weight.grad
 
 
-def test_the_head_s_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
-    """In bf16, as autograd adds it up, each chunk's share would be rounded against the sum of those before it."""
+def test_the_gradient_of_the_output_head_is_summed_over_chunks_in_fp32(monkeypatch):
+    """Autograd would sum in bf16 and round each chunk's contribution against the sum of those before it."""
     exact = head_gradient(torch.float64, "cpu", monkeypatch)
     by_autograd = head_gradient(torch.bfloat16, "cpu", monkeypatch)
     summed = head_gradient(torch.bfloat16, "cuda", monkeypatch)
@@ -278,7 +278,7 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
 @pytest.mark.parametrize(
     "name", ["logprobs", "advantages", "returns", "values", "ref_logprobs", "prox_logprobs", "teacher_logprobs"]
 )
-def test_rows_of_which_only_some_bring_a_list_are_refused(name):
+def test_a_list_that_only_some_rows_have_is_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
     with pytest.raises(ValueError, match=f"row 1 has no {name}, but other rows have"):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
@@ -292,7 +292,7 @@ def test_rows_of_which_only_some_bring_a_list_are_refused(name):
     ],
 )
 def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, remedy):
-    """Zeros in place of log-probs would be a policy that was certain of every token."""
+    """Zeros in place of log-probs would mean a policy that was certain of every token."""
     step = make_step()
     rows = [dataclasses.replace(row, **{lacking: []}) for row in random_rows(3)]
     for loss_fn in (gspo_loss_fn, lambda pack, logprobs: (logprobs * pack[f"packed_{lacking}"]).sum()):

@@ -1,4 +1,4 @@
-"""Training on trees of rows that begin alike: log-probs, gradients and weights are those of the rows one after the other."""
+"""Tree training on rows with common prefixes: log-probs, gradients and weights equal those of separate rows."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ few_tokens = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_s
 
 
 def branching_rows(prompts=3, answers=4, seed=0):
-    """Answers to common prompts; half of them go on from a common first turn, and one is the beginning of another."""
+    """Return answers to common prompts; half of them continue a common first turn, and one is a prefix of another."""
     rng = random.Random(seed)
 
-    def said(least, most):
+    def random_tokens(least, most):
         return [rng.randrange(1, VOCAB) for _ in range(rng.randint(least, most))]
 
     rows = []
     for group in range(prompts):
-        prompt, turn = [1, *said(5, 20)], said(4, 8)
+        prompt, turn = [1, *random_tokens(5, 20)], random_tokens(4, 8)
         for number in range(answers):
-            answer = (turn if number % 2 else []) + said(3, 12)
+            answer = (turn if number % 2 else []) + random_tokens(3, 12)
             tokens = prompt + (turn if number == 1 else answer)
             n = len(tokens)
             old = [0.0] * len(prompt) + [-4 + rng.random() for _ in range(n - len(prompt))]
@@ -77,7 +77,7 @@ def branching_rows(prompts=3, answers=4, seed=0):
 
 @QUICK
 @given(sequences=few_tokens)
-def test_a_tree_holds_each_beginning_once_and_every_token_sees_what_came_before_it(sequences):
+def test_a_tree_holds_each_prefix_once_and_every_token_attends_to_its_prefix(sequences):
     tree = TokenTree()
     paths = []
     for sequence in sequences:
@@ -87,7 +87,7 @@ def test_a_tree_holds_each_beginning_once_and_every_token_sees_what_came_before_
     beginnings = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
     assert len(tree.tokens) == len(beginnings)
     plan = TreePlan(paths)
-    # Equal scores weigh all that a token sees alike, and values that are unit vectors say what that is.
+    # Equal scores give all visible tokens equal weights, and values that are unit vectors show which these are.
     nodes = torch.eye(len(tree.tokens))[:, None]
     seen = {
         window: plan.attend(LayerAttention(0, 1.0, window), 0 * nodes, 0 * nodes, nodes)[:, 0] for window in (None, 3)
@@ -157,12 +157,12 @@ def test_rows_that_share_most_go_to_one_tree():
     sequences = [row.tokens for row in rows]
     trees = MicroBatching(max_tokens_per_mb=150, tree=True).bins(sequences)
     assert len(trees) > 2
-    # Prompts that a border cuts in two are there twice, and nothing else is.
+    # Only prompts that are split between two bins are computed twice.
     assert fed(trees) < 1.15 * fed([range(len(rows))])
     assert fed(trees) < 0.7 * fed(MicroBatching(max_tokens_per_mb=150).bins(sequences))
 
 
-def test_what_cannot_follow_a_tree_is_refused():
+def test_models_and_options_that_do_not_support_trees_are_refused():
     model = prepare(tiny_module("qwen3_5"), "qwen3_5")
     batch = pack_rows(branching_rows(), tree=True)
     with pytest.raises(EngineError, match="recurrent layers, which cannot follow a tree"):
@@ -176,7 +176,7 @@ def test_what_cannot_follow_a_tree_is_refused():
         step.run(branching_rows(), loss_fn, MicroBatching(tree=True))
 
 
-def test_an_engine_trains_on_trees_if_told_to(tiny_checkpoint):
+def test_an_engine_trains_on_trees_if_enabled(tiny_checkpoint):
     found = {}
     for tree in (False, True):
         config = EngineConfig(tree_training=tree, optimizer=OptimizerOptions(lr=2e-4, eps=1e-4))
@@ -189,13 +189,13 @@ def test_an_engine_trains_on_trees_if_told_to(tiny_checkpoint):
         assert (found[True][1][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_a_model_that_cannot_follow_a_tree_trains_on_its_rows(tmp_path):
+def test_a_model_that_does_not_support_trees_trains_on_separate_rows(tmp_path):
     path = save_tiny_checkpoint(tmp_path / "model", "qwen3_5")
     with contextlib.closing(Engine(str(path), EngineConfig())) as engine:
         assert "tree_token_ratio" not in engine.train(branching_rows(), policy_loss_fn, 12)
 
 
-def test_the_memory_of_made_up_rows_is_that_of_rows_apart(monkeypatch):
+def test_a_rehearsal_computes_rows_without_shared_prefixes(monkeypatch):
     rows, step, computed = [branching_rows()[0]] * 4, make_step(), []
     step.tree, body = True, step.model.body
     monkeypatch.setattr(step.model, "body", lambda tokens, *plan: computed.append(len(tokens)) or body(tokens, *plan))
@@ -204,7 +204,7 @@ def test_the_memory_of_made_up_rows_is_that_of_rows_apart(monkeypatch):
     assert computed == [4 * len(rows[0].tokens), len(rows[0].tokens)]
 
 
-def test_rows_that_share_little_are_packed_one_after_the_other():
+def test_rows_that_share_little_are_packed_without_a_tree():
     rows = [TrainSequence([True, False] * 10, [1, *range(first, first + 19)], logprobs=[0.0] * 20) for first in (2, 40)]
     assert type(pack_rows(rows, tree=True).plan) is PackedPlan
     shared = [replace(row, tokens=[*rows[0].tokens[:-1], index]) for index, row in enumerate(rows)]
@@ -234,7 +234,7 @@ def step_of(name, checkpoint):
 
 @pytest.mark.parametrize("name", some_quick(LOSSES, "grpo", "critic", "family, gspo"))
 def test_every_algorithm_learns_from_trees_what_it_learns_from_rows(name, tiny_checkpoint):
-    """Gradients to 1e-5 of each tensor's largest entry, and weights to 1e-4 after five steps."""
+    """Gradients agree to 1e-5 of each tensor's largest entry, and weights to 1e-4 after five steps."""
     rng = random.Random(1)
     rows = [
         replace(

@@ -1,4 +1,4 @@
-"""``--tune-params``: what it chooses fits and shrinks with the memory it may fill, and nothing of its tries remains."""
+"""``--tune-params``: the chosen sizes fit and shrink with the memory it may use, and trials leave nothing behind."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def options(checkpoint, *explicit, **values):
 
 
 def room(more_mib):
-    """A capacity of which the default share leaves about so much room for the tries."""
+    """Return a capacity whose default share leaves about ``more_mib`` MiB for the trials."""
     gc.collect()
-    trim_freed_memory()  # as the first try does
+    trim_freed_memory()  # as the first trial does
     return int((held_memory(CPU) + more_mib * MIB) / 0.9)
 
 
@@ -76,39 +76,39 @@ def test_with_much_memory_the_largest_sizes_are_chosen(engine, checkpoint):
 
 @pytest.mark.long
 def test_half_the_share_gives_smaller_sizes_that_fit(checkpoint, tmp_path):
-    # In a process of its own: what earlier tests freed but the allocator kept would be room that no share counts.
+    # In a separate process: memory that earlier tests freed and the allocator retained would not count towards a share.
     program = (
         "import json, sys\n"
         "from tests.engine.test_tuner import with_all_and_half\n"
         "print(json.dumps(with_all_and_half(sys.argv[1])))\n"
     )
     process = start_text(program, tmp_path, checkpoint)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    large, small = json.loads(said.splitlines()[-1])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    large, small = json.loads(output.splitlines()[-1])
     assert large[0] > small[0]
     assert all(a >= b for a, b in zip(large, small, strict=True))
 
 
 def with_all_and_half(checkpoint):
-    """Sizes by all of a capacity, and by half of it."""
+    """Return the sizes chosen for all of a capacity and for half of it."""
     with closing(Engine(str(checkpoint), CONFIG)) as engine:
         run, capacity = options(checkpoint, tune_max_samples=64), 2 * (held_memory(CPU) + 130 * MIB)
         shares = [dataclasses.replace(run, mem_frac=share) for share in (1.0, 0.5)]
         return [sizes_of(tune_sizes(engine, each, grpo_loss_fn, capacity=capacity)) for each in shares]
 
 
-def test_the_log_tells_every_try_and_the_choice(engine, checkpoint, caplog):
+def test_every_trial_and_the_choice_are_logged(engine, checkpoint, caplog):
     with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
         chosen = tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=room(90))
-    told = [record.getMessage() for record in caplog.records]
-    assert all(line.startswith("auto tune ") for line in told)
-    assert any("too much" in line for line in told)
-    assert f"max_running_prompts={chosen.max_running_prompts}: planned" in " ".join(told)
-    assert told[-1].startswith(f"auto tune chose: max_running_prompts={chosen.max_running_prompts} batch_size=")
+    messages = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("auto tune ") for line in messages)
+    assert any("too much" in line for line in messages)
+    assert f"max_running_prompts={chosen.max_running_prompts}: planned" in " ".join(messages)
+    assert messages[-1].startswith(f"auto tune chose: max_running_prompts={chosen.max_running_prompts} batch_size=")
 
 
-def test_what_is_explicit_stays(engine, checkpoint):
+def test_explicit_sizes_are_kept(engine, checkpoint):
     run = options(checkpoint, "batch_size", "mini_bs", batch_size=3, mini_bs=6)
     assert sizes_of(tune_sizes(engine, run, grpo_loss_fn)) == (12, 3, 6)
     run = options(checkpoint, "max_running_prompts", "drop_rollout_state", max_running_prompts=9)
@@ -128,7 +128,7 @@ def test_too_little_memory_is_an_error_that_says_what_to_lower(engine, checkpoin
         tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=held_memory(CPU))
 
 
-def test_nothing_of_the_tries_remains(checkpoint):
+def test_trials_leave_nothing_behind(checkpoint):
     states, answers = [], []
     for tuned in (True, False):
         torch.manual_seed(5)
@@ -155,8 +155,8 @@ def test_nothing_of_the_tries_remains(checkpoint):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [pytest.param(Layout(2, 1), id="dp2"), pytest.param(Layout(1, 2), id="tp2")])
-def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog):
-    """Each replica gets its share of the sequences; of the measured peaks the largest counts."""
+def test_ranks_try_sizes_together_and_leave_nothing_behind(layout, checkpoint, caplog):
+    """Each replica gets its share of the sequences; the largest of the measured peaks counts."""
     config = EngineConfig(optimizer=OptimizerOptions(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")
     group = EngineGroup(str(checkpoint), config, layout)
     size = {"world_size": layout.world_size, "tp_size": layout.tp_size}
@@ -164,8 +164,8 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
     try:
         before = group.run_on_all_ranks(fingerprint)
         held = max(group.run_on_all_ranks(lambda engine: held_memory(CPU)))
-        if layout.tp_size == 1:  # else what a rank's first steps take is more than its half of the cache
-            # First, while no rank's allocator has kept freed memory, which would be room that no share counts.
+        if layout.tp_size == 1:  # otherwise a rank's first steps take more than its half of the cache
+            # First, while no rank's allocator has retained freed memory, which would not count towards a share.
             long = dataclasses.replace(run, max_new_tokens=2000)  # 64 sequences take 128 MiB of cache on each rank
             small = tune_sizes(group, long, grpo_loss_fn, capacity=int((held + 205 * MIB) / 0.9))
             assert sizes_of(small)[0] < 64
@@ -186,7 +186,7 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
 
 
 def fingerprint(engine):
-    """What a try must leave as it is."""
+    """Return what a trial must leave unchanged."""
     weights = sum(
         float(p.detach().to_local().sum() if hasattr(p, "to_local") else p.detach().sum())
         for _, p in engine.actor.model.parameters()
@@ -195,7 +195,7 @@ def fingerprint(engine):
     return weights, engine.version, engine.loop.cache.nbytes(), random_numbers
 
 
-def test_a_run_trains_with_the_sizes_and_keeps_them(tmp_path, tiny_checkpoint):
+def test_a_run_trains_with_the_chosen_sizes_and_saves_them(tmp_path, tiny_checkpoint):
     run = tmp_path / "run"
     arguments = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), run)
     flags = [str(word) for word in arguments]

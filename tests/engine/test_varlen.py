@@ -1,6 +1,6 @@
-"""Variable-length attention kernels: how they are called, when they are not, and that each proves itself first.
+"""Variable-length attention kernels: how they are called, when they are not used, and the trial that each must pass.
 
-The kernels need a GPU; here ``Recorder`` stands in for them with FlashAttention's documented meaning, in float64.
+The kernels need a GPU; here ``flash`` stands in for them with FlashAttention's documented semantics, in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def flash(q, k, v, starts_q, starts_k, most_q, most_k, *, scale, window_size, enable_gqa=False):
-    """FlashAttention's meaning: query i of Lq stands at Lk - Lq + i and sees ``left`` keys before it and ``right`` after."""
+    """FlashAttention's semantics: query i of Lq is at Lk - Lq + i and sees ``left`` keys before it and ``right`` after."""
     assert enable_gqa or q.shape[1] == k.shape[1]
     assert (most_q, most_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
     assert starts_q.dtype == starts_k.dtype == torch.int32
@@ -65,7 +65,7 @@ def test_a_packed_forward_and_its_gradient_are_the_same_through_a_kernel(family,
         assert torch.allclose(a, b, atol=1e-4 * float(b.abs().max()))
 
 
-def test_pieces_behind_a_cached_beginning_are_the_same_through_a_kernel(monkeypatch):
+def test_chunks_after_a_cached_prefix_are_the_same_through_a_kernel(monkeypatch):
     from areno.engine.rollout.paged import plans
     from areno.engine.rollout.paged.paged_kv_cache import PagedCache
     from areno.engine.rollout.slot_cache import PrefillSpan
@@ -97,7 +97,7 @@ def test_a_kernel_without_groups_gets_as_many_key_heads_as_query_heads():
     assert torch.allclose(kernel.attend(q, k, v, *arguments), KERNEL.attend(q, k, v, *arguments))
 
 
-def test_a_kernel_that_is_right_passes_and_one_that_is_wrong_is_refused():
+def test_a_correct_kernel_passes_and_a_wrong_one_is_refused():
     assert why_not(KERNEL, CPU, torch.float32) is None
 
     def off_by_one(*tensors, scale, window_size, **more):
@@ -114,12 +114,12 @@ def test_a_kernel_that_is_right_passes_and_one_that_is_wrong_is_refused():
         assert reason in str(why_not(dataclasses.replace(KERNEL, call=wrong), CPU, torch.float32))
 
 
-def test_the_trial_works_where_the_loop_calls_it():
+def test_the_trial_works_in_inference_mode():
     with torch.inference_mode():
         assert why_not(KERNEL, CPU, torch.float32) is None
 
 
-def test_a_cpu_and_the_native_backend_use_no_kernel_and_say_nothing(caplog):
+def test_a_cpu_and_the_native_backend_use_no_kernel_and_log_nothing(caplog):
     q = torch.zeros(3, 2, 8)
     with caplog.at_level(logging.WARNING):
         assert find_kernel(LayerAttention(0, 1.0), q, q) is None
@@ -128,7 +128,7 @@ def test_a_cpu_and_the_native_backend_use_no_kernel_and_say_nothing(caplog):
 
 
 class OnGpu:
-    """The few attributes of a CUDA tensor that the choice reads; there is no such tensor here."""
+    """The attributes of a CUDA tensor that ``find_kernel`` reads; no GPU is needed."""
 
     def __init__(self, dtype=torch.bfloat16, size=64):
         self.device, self.dtype, self.shape = torch.device("cuda"), dtype, (3, 2, size)
@@ -143,7 +143,7 @@ class OnGpu:
         (LayerAttention(0, 1.0, softcap=20.0), OnGpu(), "soft-caps"),
     ],
 )
-def test_what_a_kernel_cannot_do_is_said_once_with_the_reason(layer, q, reason, monkeypatch, caplog):
+def test_what_a_kernel_does_not_support_is_logged_once_with_the_reason(layer, q, reason, monkeypatch, caplog):
     monkeypatch.setattr(varlen, "_working", lambda device: (KERNEL,))
     varlen._warn_once.cache_clear()
     assert find_kernel(layer, q, q) is None
@@ -151,7 +151,7 @@ def test_what_a_kernel_cannot_do_is_said_once_with_the_reason(layer, q, reason, 
     assert [reason in r.message for r in caplog.records] == [True]
 
 
-def test_a_gpu_takes_the_first_kernel_that_can_do_it(monkeypatch):
+def test_a_gpu_uses_the_first_kernel_that_supports_the_layer(monkeypatch):
     capping = dataclasses.replace(KERNEL, name="capping", softcap=True)
     monkeypatch.setattr(varlen, "_working", lambda device: (KERNEL, capping))
     assert find_kernel(LayerAttention(0, 1.0), OnGpu(), OnGpu()) is KERNEL
@@ -165,7 +165,7 @@ def test_an_old_gpu_uses_no_kernel(monkeypatch, caplog):
     assert "compute capability (7, 5)" in caplog.records[0].message
 
 
-def test_this_torch_has_the_kernel_that_is_looked_for():
+def test_this_pytorch_has_the_expected_kernel():
     kernel = torch_varlen()
     assert kernel is not None
     assert kernel.scale == "scale"

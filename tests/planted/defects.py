@@ -57,14 +57,14 @@ DEFECTS = (
         "areno/engine/model/attach_adapter.py",
         "lora_alpha=2 * options.rank if options.alpha is None else options.alpha,",
         "lora_alpha=options.rank if options.alpha is None else options.alpha,",
-        ("tests/engine/test_adapter.py::test_steps_are_those_of_peft_with_adamw",),
+        ("tests/engine/test_adapter.py::test_steps_equal_those_of_peft_with_adamw",),
     ),
     Defect(
         "prefixes of old weights are found",
         "areno/engine/rollout/prefix_store.py",
         "if version != self._version or not self._entries:",
         "if not self._entries:",
-        ("tests/engine/test_rollout_schedule.py::test_what_was_stored_under_other_weights_is_not_found",),
+        ("tests/engine/test_rollout_schedule.py::test_prefixes_stored_under_other_weights_are_not_found",),
     ),
     Defect(
         "least length one token too long",
@@ -102,7 +102,7 @@ DEFECTS = (
         "areno/storage/checkpoint_folder.py",
         "            sync_tree(partial)",
         "            pass",
-        ("tests/engine/test_checkpoint_folder.py::test_all_is_flushed_to_the_disk_before_the_checkpoint_has_its_name",),
+        ("tests/engine/test_checkpoint_folder.py::test_everything_is_flushed_to_disk_before_a_checkpoint_is_renamed",),
     ),
     Defect(
         "pending normal draw forgotten",
@@ -123,7 +123,7 @@ DEFECTS = (
         "areno/engine/parallel/channels.py",
         "parts = [buffer[group.rank * count :][:count] for buffer in buffers]",
         "parts = [buffer[:count] for buffer in buffers]",
-        ("tests/engine/parallel/test_shared_buffer.py::test_sums_are_those_of_float64",),
+        ("tests/engine/parallel/test_shared_buffer.py::test_sums_match_float64",),
     ),
     Defect(
         "rows of a replica rounded down",

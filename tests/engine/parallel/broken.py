@@ -11,13 +11,13 @@ import areno.frames
 
 
 class Broken:
-    """Says something else than the protocol has."""
+    """Violates the protocol on demand."""
 
     def __init__(self) -> None:
         self.frames = next(each for each in gc.get_objects() if isinstance(each, areno.frames.Frames))
 
     def nothing(self) -> None:
-        """Answer as one should."""
+        """Answer normally."""
 
     def stop_in_mid_answer(self) -> None:
         self.frames._socket.send(self.frames._form._key + (1000).to_bytes(8) + bytes(10))
@@ -36,7 +36,7 @@ def make_broken(send) -> Broken:
     return Broken()
 
 
-def load_for_ever(send) -> Broken:
-    """As a loader does that waits for a file system or a lock."""
+def load_forever(send) -> Broken:
+    """Never return, like a loader that waits for a file system or a lock."""
     while True:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the worker groups of these tests hold: small objects that work, wait, fail or die on demand."""
+"""Small objects for worker groups, which work, wait, fail or die on demand."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def refuse(send):
 
 
 class Member:
-    """One of several processes that add up, in shared memory where the group is of that kind."""
+    """One of several processes that compute sums, in shared memory if the group is a ``SharedGroup``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -82,7 +82,7 @@ class Member:
         self.group = meet(FolderRendezvous(self.folder), name, self.rank, size, CPU, kind=kind)
 
     def add_up(self, count: int, rounds: list[list[Tensor]]) -> list[Tensor]:
-        """Per round, this rank's part of the sum; entry [round][rank] is what a rank adds."""
+        """Return this rank's part of each round's sum; ``rounds[round][rank]`` is what a rank adds."""
         self.sums = self.group.reduce_buffer(count, CPU)
         parts = []
         for values in rounds:
@@ -97,7 +97,7 @@ class Member:
         return getattr(self.group, method)(values[self.rank])
 
     def write_common(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """Each rank writes its number everywhere in its part of the common entries, and reads all of them."""
+        """Fill this rank's part of the shared entries with its number, and return all entries."""
         common = self.group.shared_memory(count * self.group.size, dtype)
         if common is None:
             return None
@@ -106,14 +106,14 @@ class Member:
         return common.tensor(0, count * self.group.size)
 
     def opened(self) -> tuple[list[str], list[str]]:
-        """Shared memory that this process has mapped, and what it holds open of it."""
+        """Return the shared memory that this process has mapped, and the shared-memory files it holds open."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink() and file.exists()]
         shared = [line for line in maps if "areno-memory" in line or ("/dev/shm" in line and "KMP" not in line)]
         return shared, [file for file in files if "areno-memory" in file]
 
     def wait_for_others(self, late: int, seconds: float) -> float:
-        """Processor time that a rank takes to add up while another one comes late."""
+        """Return the CPU time that a sum takes while another rank is late."""
         sums = self.group.reduce_buffer(64 * self.group.size, CPU)
         began = time.process_time()
         time.sleep(seconds * (self.rank == late))
@@ -121,7 +121,7 @@ class Member:
         return time.process_time() - began
 
     def add_up_for_ever(self, dying: int = -1) -> None:
-        """Until the process is killed; one rank kills itself."""
+        """Add up until the process is killed; rank ``dying`` kills itself."""
         sums = self.group.reduce_buffer(1 << 20, CPU)
         for count in itertools.count():
             if self.rank == dying and count == 20:
@@ -129,13 +129,13 @@ class Member:
             sums.part()
 
     def refuse_memory(self) -> None:
-        """As where the system has none to share."""
+        """Act like a system without anonymous shared memory."""
         channels.ANONYMOUS = False
 
     def learn(
         self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerOptions
     ) -> tuple[dict[str, Tensor], list[GradientStats], bool]:
-        """Train weights with gradients [step][pass] by name, each rank taking the passes of its number."""
+        """Train weights with the gradients of ``steps[step][pass]``; the ranks divide the passes."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
         peers = RankContext(Layout(dp_size=self.group.size), rank=self.rank, data=self.group)
         optimizer = ZeroAdamW(list(parameters.items()), config, peers)
@@ -154,5 +154,5 @@ def make_member(folder: Path, rank: int, send) -> Member:
 
 
 def members(folder: Path, count: int) -> list:
-    """Makers of a worker group."""
+    """Return the factories of a worker group."""
     return [functools.partial(make_member, folder, rank) for rank in range(count)]

@@ -1,4 +1,4 @@
-"""Ranks that share a replica, for tests of models without an engine; apart from ``objects``, which must be quick to import."""
+"""Ranks of one replica, for tests of models without an engine; not in ``objects``, which must be quick to import."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Member:
 
 
 def members(size: int, folder: Path):
-    """Makers of them."""
+    """Return the factories of the ranks."""
     return [lambda _send, rank=rank: Member(rank, size, folder) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""A rank of an optimizer that is shared out, over made-up tensors and gradients."""
+"""A rank of a sharded optimizer, with synthetic tensors and gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from areno.engine.train import sharded
 from areno.engine.train.state_files import SavedState
 from tests.support.optimizer_states import saved
 
-# Larger and smaller than what is quantised, and of no whole number of blocks.
+# Larger and smaller than the smallest quantised size, and not divisible into whole blocks.
 SHAPES = {"first": (70, 100), "norm": (50,), "odd": (4173,), "wide": (128, 96), "bias": (3,), "tall": (96, 130)}
 SPREAD = {"wide": 0, "tall": 1}
-"""Dimension that tensor parallelism cuts."""
+"""Dimension that tensor parallelism shards."""
 
 
 def weights_and_gradients(steps, dtype=torch.float32):
-    """Weights, and of each step gradients of very different sizes."""
+    """Return weights and, for each step, gradients of very different magnitudes."""
     generator = torch.Generator().manual_seed(0)
     sizes = {name: 10 ** (torch.rand(shape, generator=generator) * 3 - 4) for name, shape in SHAPES.items()}
 
@@ -35,7 +35,7 @@ def weights_and_gradients(steps, dtype=torch.float32):
 
 
 class Share:
-    """Holds one rank's place, and steps an optimizer through given gradients."""
+    """One rank, which applies gradients with a sharded optimizer."""
 
     def __init__(self, layout, rank, folder, send) -> None:
         self.folder, self.runs = folder, 0
@@ -44,14 +44,14 @@ class Share:
         self.mesh = DeviceMesh("cpu", list(range(tp_size))) if tp_size > 1 else None
 
     def run(self, config, weights, gradients, state=None, exchanged=1 << 24):
-        """Apply gradients, of which each replica has seen a part; returns weights, folder of the state, bytes, statistics."""
+        """Apply gradients, a part on each replica; return weights, folder of the state, bytes and statistics."""
         sharded._EXCHANGED = exchanged
         parameters = {name: torch.nn.Parameter(self._placed(name, tensor)) for name, tensor in weights.items()}
         optimizer = sharded.ZeroAdamW(list(parameters.items()), config, self.peers)
         if state is not None:
             optimizer.load_state(SavedState(state))
         size, stats = self.peers.data.size, None
-        # Halves, and halves of halves: their sum is the gradient, without rounding.
+        # Powers of one half: they sum to the gradient without rounding.
         part = 0.5 ** min(self.peers.replica + 1, size - 1)
         for step in gradients:
             for name, parameter in parameters.items():
@@ -75,6 +75,6 @@ class Share:
 
 
 def start(layout, folder):
-    """Ranks that wait for work."""
+    """Start the ranks of a layout."""
     folder.mkdir()
     return WorkerGroup([partial(Share, layout, rank, folder) for rank in range(layout.world_size)])

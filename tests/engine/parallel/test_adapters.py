@@ -1,6 +1,6 @@
-"""Adapters of models that are spread over ranks: the same as in one process, and whole where they are saved.
+"""Adapters of sharded models equal those of one process and are saved unsharded.
 
-The truth is the engine in one process, whose adapters ``test_adapter.py`` compares with ``peft``.
+The ground truth is the engine in one process, whose adapters ``test_adapter.py`` compares with ``peft``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.engine.parallel.test_layouts import (  # noqa: E402
 from tests.engine.parallel.test_layouts import course as layout_course  # noqa: E402
 from tests.support.tiny import save_tiny_checkpoint, tiny_module  # noqa: E402
 
-# Adam divides by eps where a gradient is all rounding: less of it would blow that up.
+# Where a gradient is only rounding error, Adam divides it by eps; a smaller eps would amplify it.
 SETTINGS = {"lr": 1e-2, "eps": 1e-4, "grad_clip_norm": 0.5, "weight_decay": 0.01}
 FILE = "adapter_model.safetensors"
 
@@ -61,7 +61,7 @@ def engine(path, layout=None, **lora):
 
 
 def roles(path):
-    settings = SETTINGS | {"eps": 1e-3}  # behind a head of zeros, the first gradients are all rounding
+    settings = SETTINGS | {"eps": 1e-3}  # behind a zero-initialized head, the first gradients are only rounding error
     return {
         "critic": critic(path, settings),
         "ref": ModelRole("ref", str(path), trainable=False, kind="policy"),
@@ -69,7 +69,7 @@ def roles(path):
 
 
 def course(engine, folder):
-    """What is compared of any layout, with adapters in place of weights; and the reference."""
+    """Return what is compared between layouts, with adapters instead of weights, and the reference's scores."""
     found = layout_course(engine, folder, roles(engine.path), FILE, [1.0] * len(PROMPTS))
     return found | {"reference": engine.score_logprobs("ref", PROMPTS, 1.0)}
 
@@ -84,7 +84,7 @@ def truth(checkpoint, tmp_path_factory):
 
 
 def kept(engine):
-    """In a rank: which layers run on a sum, and what of adapters and weights is cut."""
+    """Return, on a rank, whether the adapter can be merged and is, and which of its weights are sharded."""
     adapter = engine.actor.model.adapter
     named = dict(engine.actor.model.module.named_parameters())
     cut = {name for name, p in named.items() if isinstance(p, DTensor) and ".lora_" in name}
@@ -92,7 +92,7 @@ def kept(engine):
 
 
 def base_of(engine):
-    """In a rank: its parts of what is frozen."""
+    """Return a rank's shards of the frozen weights."""
     module = engine.actor.model.module
     return {n: p.detach().to_local().clone() for n, p in module.named_parameters() if n.endswith("base_layer.weight")}
 
@@ -104,7 +104,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
+def test_adapters_equal_those_of_one_rank(layout, checkpoint, truth, tmp_path):
     group = engine(checkpoint, layout)
     try:
         before = group.workers.call("apply", base_of)
@@ -118,7 +118,7 @@ def test_adapters_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
         found = course(group, tmp_path)
         for future in group.submit(REQUESTS):
             future.result()
-        # Every rank has generated on the sum of its own parts, and points back at untouched weights afterwards.
+        # Every rank generates with its own shards merged, and afterwards uses the untouched weights again.
         assert all(found["merged"] for found in group.workers.call("apply", kept))
         group.end_rollout()
         assert not any(found["merged"] for found in group.workers.call("apply", kept))
@@ -154,9 +154,9 @@ def test_adapters_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
 
 @pytest.mark.long
 def test_an_adapter_moves_between_layouts(checkpoint, truth, tmp_path):
-    """Two more steps after a resume in another layout, there and back, are those of the engine that never stopped."""
+    """Two more steps after each resume in another layout, there and back, equal those after resumes in one process."""
 
-    def go_on(source, layout, folder):
+    def resume_and_train(source, layout, folder):
         resumed = engine(checkpoint, layout, adapter_path=str(source), rank=0)
         try:
             resumed.ensure_roles(roles(checkpoint))
@@ -172,8 +172,8 @@ def test_an_adapter_moves_between_layouts(checkpoint, truth, tmp_path):
     source, truth_source = truth["folder"], truth["folder"]
     for index, layout in enumerate((Layout(2, 2), None, Layout(1, 2))):
         target, true_target = tmp_path / f"{index}", tmp_path / f"{index}-truth"
-        go_on(source, layout, target)
-        go_on(truth_source, None, true_target)
+        resume_and_train(source, layout, target)
+        resume_and_train(truth_source, None, true_target)
         for part in ("", "critic"):
             assert_weights(load_file(target / part / FILE), load_file(true_target / part / FILE))
         source, truth_source = target, true_target
@@ -195,7 +195,7 @@ def made(family, folder, **config):
 
 
 def learned(peers, path, **lora):
-    """The adapter after three steps of several microbatches, as whole tensors, and the log-probs that it gives."""
+    """Return the unsharded adapter after three steps of several micro-batches, and its log-probs, unmerged and merged."""
     adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerOptions(**SETTINGS)
     role = load_role("actor", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), settings, True, adapter)
     for step in range(3):
@@ -214,7 +214,7 @@ def learned(peers, path, **lora):
     ("family", "config", "lora"),
     [
         pytest.param("qwen2", {}, {}, marks=pytest.mark.long),
-        # Products that are put together, inputs that are cut on the way in.
+        # Gathered outputs, and inputs that are split.
         pytest.param("phi3", {}, {}, marks=pytest.mark.long),
         pytest.param("gemma2", {}, {"target_modules": "q_proj,down_proj", "alpha": 5.0}, marks=pytest.mark.long),
         ("llama", {"tie_word_embeddings": False}, {"target_modules": ["lm_head", "o_proj"]}),
@@ -227,14 +227,14 @@ def test_layers_of_every_kind_learn_as_in_one_process(family, config, lora, pair
     expected = learned(RankContext(), path, **lora)
     assert any("lora_B" in name for name in expected["state"])
     for found in pair.call("apply", functools.partial(learned, **lora), path):
-        # Adam makes as large a step where a gradient is all but zero, and there rounding is a part of it.
+        # Adam takes equally large steps where a gradient is almost zero, and there rounding matters.
         assert_weights(found["state"], expected["state"], tolerance=3e-5)
         for key in ("apart", "together"):
             assert_near(found[key], expected["apart"])
 
 
-def talk(peers, path, lora):
-    """How often a forward and a backward pass talk to the other rank."""
+def count_collectives(peers, path, lora):
+    """Return the number of collectives after a forward and after the backward pass."""
     options = LoadOptions(dtype=torch.float32, peers=peers)
     model = load_causal_lm(path, options)
     if lora:
@@ -248,9 +248,9 @@ def talk(peers, path, lora):
     return [*counts, heard.get_total_counts()]
 
 
-def test_an_adapter_adds_no_talk(pair, tmp_path):
+def test_an_adapter_adds_no_communication(pair, tmp_path):
     path = made("llama", tmp_path)
-    [plain, _], [adapted, _] = (pair.call("apply", talk, path, lora) for lora in (False, True))
+    [plain, _], [adapted, _] = (pair.call("apply", count_collectives, path, lora) for lora in (False, True))
     assert adapted[0] == plain[0] > 0
     assert adapted[1] <= plain[1]
 
@@ -273,7 +273,7 @@ def test_an_adapter_folder_is_loaded_as_a_model(pair, tmp_path):
         assert_near(found, expected)
 
 
-def test_what_cannot_be_spread_is_refused_by_name(pair, tmp_path):
+def test_adapters_that_cannot_be_sharded_are_refused_by_name(pair, tmp_path):
     path = made("llama", tmp_path / "base", tie_word_embeddings=False)
     stock = AutoModelForCausalLM.from_pretrained(path)
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")

@@ -28,7 +28,7 @@ def test_shares_differ_by_no_more_than_the_largest_item(values, count):
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-def test_two_shares_are_close_to_the_best_there_are(values):
+def test_two_shares_are_close_to_the_optimum(values):
     sides = product((0, 1), repeat=len(values))
     best = min(max(sum(v for v, s in zip(values, side, strict=True) if s == k) for k in (0, 1)) for side in sides)
     heaviest = max(sum(values[i] for i in share) for share in shares(values, 2))

@@ -1,6 +1,6 @@
-"""What FSDP is for: each rank holds its share, and puts weights together when somebody computes with them.
+"""FSDP: each rank holds its shard, and gathers weights only to compute with them.
 
-That weights, statistics, tokens and scores are those of one process is tested with the other layouts.
+``test_layouts.py`` checks that weights, statistics, tokens and scores equal those of one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    # Large enough that the weights are most of what a rank holds; an untied output layer; 3 rows of a head do not halve.
+    # Large enough that the weights dominate a rank's memory; an untied output layer; 3 heads, which do not halve.
     folder = tmp_path_factory.mktemp("ckpt") / "llama"
     return save_tiny_checkpoint(folder, "llama", heads=3, hidden=192, layers=6, tie_word_embeddings=False)
 
@@ -63,12 +63,12 @@ def one(checkpoint):
     made.close()
 
 
-def said(engine, requests=REQUESTS):
+def sampled_tokens(engine, requests=REQUESTS):
     return [future.result(timeout=60).sequences[0].resp_tokens for future in engine.submit(requests)]
 
 
 def live_bytes(engine):
-    """Memory of all tensors of a process, however many names it has; without the KV cache."""
+    """Return the bytes of all tensors of a process without the KV cache; shared storage counts once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -84,13 +84,13 @@ def parameters_of(engine):
 
 def test_each_rank_holds_its_share_between_phases_and_all_weights_in_a_rollout(group, checkpoint):
     count = group.run_on_all_ranks(parameters_of)[0]
-    slack = 0.1 * 4 * count  # tables, and tensors of an odd number of rows
+    slack = 0.1 * 4 * count  # tables, and tensors with an odd number of rows
     loaded = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx(4 * count / 2, abs=slack) for found in loaded), (loaded, count)
     group.train(rows(6), sft_loss_fn, 2)
     trained = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx(12 * count / 2, abs=slack) for found in trained), (trained, count)
-    said(group)
+    sampled_tokens(group)
     rolling = group.workers.call(
         "apply", live_bytes
     )  # unlike run_on_all_ranks, it does not end the phase for the group
@@ -102,14 +102,14 @@ def test_each_rank_holds_its_share_between_phases_and_all_weights_in_a_rollout(g
     group.score_logprobs("ref", [[3, 4, 5], [6, 7]])
     frozen = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in frozen), (frozen, count)
-    said(group)
+    sampled_tokens(group)
     group.end_rollout()
     ended = group.run_on_all_ranks(live_bytes)
     assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in ended), (ended, count)
     group.drop_role("ref")
 
 
-def test_scores_of_a_frozen_role_are_those_of_one_process(group, one, checkpoint):
+def test_scores_of_a_frozen_role_equal_those_of_one_process(group, one, checkpoint):
     role = {"ref": ModelRole("ref", str(checkpoint), trainable=False)}
     found = []
     for engine in (group, one):
@@ -121,7 +121,7 @@ def test_scores_of_a_frozen_role_are_those_of_one_process(group, one, checkpoint
 
 
 def count_gathers(engine):
-    """Count from here on how often weights are put together."""
+    """Start counting how often weights are gathered."""
     import torch.distributed as dist
 
     engine.gathers = 0
@@ -143,32 +143,30 @@ def gathers(engine):
     return found, len(list(engine.actor.model.module.model.layers)) + 1
 
 
-def test_a_rollout_puts_the_weights_together_once_whoever_asks(group):
+def test_a_rollout_gathers_the_weights_once_for_all_callers(group):
     group.end_rollout()
     group.run_on_all_ranks(count_gathers)
-    expected = said(group)  # one call
-    with ThreadPoolExecutor(6) as pool:  # as agents do; seeds make the samples what they are
-        futures = [pool.submit(said, group, [request]) for request in REQUESTS]
+    expected = sampled_tokens(group)  # one call
+    with ThreadPoolExecutor(6) as pool:  # as agents do; samples depend only on their seeds
+        futures = [pool.submit(sampled_tokens, group, [request]) for request in REQUESTS]
         assert [future.result(timeout=60)[0] for future in futures] == expected
     for found, parts in group.run_on_all_ranks(gathers):
         assert found == parts
     group.train(rows(2), sft_loss_fn, 2)
-    assert all(found > parts for found, parts in group.run_on_all_ranks(gathers)), (
-        "training puts layers together one by one"
-    )
+    assert all(found > parts for found, parts in group.run_on_all_ranks(gathers)), "training gathers layers one by one"
 
 
-def test_what_one_replica_generates_alone_is_nothing_to_the_others_backward_pass(group):
+def test_generating_on_one_replica_does_not_disturb_the_backward_pass_of_the_others(group):
     for _ in range(2):
         for request in REQUESTS:  # one at a time: all go to the first replica
-            said(group, [request])
+            sampled_tokens(group, [request])
         group.train(rows(8), sft_loss_fn, 2)
 
 
-def test_requests_that_come_while_a_step_is_trained_are_answered_after_it(group):
+def test_requests_during_a_training_step_are_answered_after_it(group):
     with ThreadPoolExecutor(3) as pool:
         trained = [pool.submit(group.train, rows(8, seed=i), sft_loss_fn, 2) for i in range(2)]
-        asked = [pool.submit(said, group, [request]) for request in REQUESTS]
+        asked = [pool.submit(sampled_tokens, group, [request]) for request in REQUESTS]
         assert all(len(future.result(timeout=60)[0]) == 10 for future in asked)
         assert all(future.result(timeout=60)["update_skipped"] == 0.0 for future in trained)
 
@@ -180,7 +178,7 @@ def masked(batch):
 
 
 def steps(engine):
-    """Kinds of steps in which ranks have unequal work: packed passes, a rank without tokens to train on, a measurement."""
+    """Run steps in which ranks have unequal work: packed passes, a rank without tokens to train on, a measurement."""
     packed = MicroBatching(max_tokens_per_mb=20)
     lonely = rows(3, seed=3)
     masked(lonely[:2])
@@ -199,7 +197,7 @@ def steps(engine):
 def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
     group.save_model(tmp_path / "begin")
     group.save_state(tmp_path / "begin")
-    began = alone(tmp_path / "begin")  # what the group has learned in the tests before
+    began = alone(tmp_path / "begin")  # with what the group learned in earlier tests
     began.load_state(tmp_path / "begin")
     try:
         expected, found = steps(began), steps(group)
@@ -207,7 +205,7 @@ def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
             for stats in (mine, theirs):
                 stats.pop("num_micro_batches", None)  # ranks pack their own rows
             assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-        assert found[5]["update_skipped"] == 1.0, "nothing to train on on any rank: no update"
+        assert found[5]["update_skipped"] == 1.0, "no rank has anything to train on, so there is no update"
         began.save_model(tmp_path / "one")
     finally:
         began.close()
@@ -220,7 +218,7 @@ def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
 
 
 @pytest.mark.long
-def test_bf16_weights_have_fp32_masters_that_small_steps_move(checkpoint, tmp_path):
+def test_small_steps_move_the_fp32_masters_of_bf16_weights(checkpoint, tmp_path):
     settings = OptimizerOptions(lr=1e-5, eps=1e-6)
     found = {}
     for name, layout in (("one", None), ("two", FSDP)):
@@ -232,7 +230,7 @@ def test_bf16_weights_have_fp32_masters_that_small_steps_move(checkpoint, tmp_pa
             (tmp_path / name).mkdir()
             engine.save_model(tmp_path / name)
             engine.save_state(tmp_path / name)
-            said(engine)
+            sampled_tokens(engine)
         finally:
             engine.close()
         found[name] = contents(tmp_path / name / "trainer_state" / "optimizer")
@@ -251,13 +249,13 @@ def test_bf16_weights_have_fp32_masters_that_small_steps_move(checkpoint, tmp_pa
     resumed.close()
 
 
-def test_a_rank_is_not_asked_while_its_weights_are_spread(group):
+def test_a_rank_refuses_requests_while_its_weights_are_sharded(group):
     group.end_rollout()
     with pytest.raises(EngineError, match="call begin_rollout on all ranks first"):
         group.workers.call("engine.submit", REQUESTS)
 
 
-def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
+def test_invalid_combinations_are_refused_before_loading():
     for ranks in (1, 2):
         with pytest.raises(
             UsageError, match=f"fsdp with world_size={ranks}, .*: one replica leaves nothing.* or leave fsdp out"

@@ -1,6 +1,6 @@
-"""Losses, gradients and weights of every way to divide a model are those of one process.
+"""Losses, gradients and weights in every layout equal those of one process.
 
-The truth is one rank of the same code, which other tests compare with stock transformers and torch's AdamW.
+The ground truth is one rank of the same code, which other tests compare with stock transformers and torch's AdamW.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from areno.errors import UsageError
 from tests.engine.parallel.trainee import Learned, Lesson, Trainees
 from tests.support.tiny import save_tiny_checkpoint
 
-# Of a statistic; of the largest entry of a gradient, and of a weight after five steps.
+# Relative to a statistic, and to the largest entry of a gradient and of a weight after five steps.
 LOSS, GRADIENT, WEIGHT = 1e-5, 1e-5, 1e-5
 
 
 class Case(NamedTuple):
-    """One layout of one family; ``quick`` in every run of the tests."""
+    """One layout of one family; ``quick`` cases run in every test run."""
 
     family: str
     layout: Layout
@@ -133,7 +133,7 @@ def checkpoints(tmp_path_factory):
 ZEROS = (
     "grad_zero_count",
     "grad_nonzero_count",
-)  # a sum of the size of rounding is zero in one order and not in another
+)  # whether a sum that is only rounding error is zero depends on the order
 
 
 def assert_same(got: Learned, expected: Learned) -> None:
@@ -146,7 +146,7 @@ def assert_same(got: Learned, expected: Learned) -> None:
     for what, bound in (("gradients", GRADIENT), ("weights", WEIGHT)):
         mine, theirs = getattr(got, what), getattr(expected, what)
         assert mine.keys() == theirs.keys()
-        # Of a tensor hundreds of times smaller than the largest, what is left of larger terms that cancel is rounding.
+        # In a tensor hundreds of times smaller than the largest, larger terms cancel and leave rounding error.
         least = 3e-3 * max(float(tensor.abs().max()) for tensor in theirs.values())
         for name, tensor in theirs.items():
             gap, scale = (mine[name] - tensor).abs().max(), tensor.abs().max()
@@ -208,37 +208,37 @@ SHARDINGS = {
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
-def test_ways_to_shard_change_no_number(kind, trainees, checkpoints):
+def test_sharding_options_change_no_results(kind, trainees, checkpoints):
     layout = SHARDINGS[kind]
     case = Case("qwen3", layout, tied=layout.pp_size > 1)
     lesson = Lesson(checkpoints(case))
     assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
 
 
-def test_experts_that_one_rank_has_read_are_those_of_the_checkpoint(trainees, checkpoints):
+def test_experts_read_by_one_rank_equal_those_of_the_checkpoint(trainees, checkpoints):
     layout = replace(EXPERTS["d2e2"], reads_once=True)
     lesson = Lesson(checkpoints(Case("qwen3_moe", layout)))
     assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
 
 
-def test_adapters_of_experts_are_not_divided(trainees, checkpoints):
+def test_expert_parallelism_with_adapters_on_experts_is_refused(trainees, checkpoints):
     with pytest.raises(UsageError, match=r"LoRA on the experts .* leave e \(expert parallelism\) out"):
         trainees.learn(EXPERTS["d4e2"], Lesson(checkpoints(Case("qwen3_moe", EXPERTS["d4e2"])), lora=True))
 
 
-def test_sharded_states_may_wait_in_host_memory(trainees, checkpoints):
+def test_sharded_states_can_be_offloaded_to_host_memory(trainees, checkpoints):
     lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])))
     offloaded = replace(lesson, settings=replace(lesson.settings, offload=True))
     assert_same(trainees.learn(SHARDED["d2"], offloaded)[0], trainees.alone(lesson))
 
 
 @pytest.mark.parametrize("layout", [SHARDED["d2"], STAGES["p2"], Layout(2)], ids=["sharded", "stages", "whole"])
-def test_plain_gradient_descent_is_that_of_one_process(layout, trainees, checkpoints):
+def test_plain_gradient_descent_equals_that_of_one_process(layout, trainees, checkpoints):
     lesson = Lesson(checkpoints(Case("llama", layout)), settings=OptimizerOptions(lr=0.1, sgd=True))
     assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
 
 
-def test_gradients_may_be_sent_in_16_bits(trainees, checkpoints):
+def test_gradients_can_be_reduced_in_16_bits(trainees, checkpoints):
     lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])))
     rounded = replace(lesson, settings=replace(lesson.settings, reduce_bf16=True))
     found, expected = trainees.learn(SHARDED["d2"], rounded)[0].gradients, trainees.alone(lesson).gradients
@@ -246,7 +246,7 @@ def test_gradients_may_be_sent_in_16_bits(trainees, checkpoints):
     assert 2**-12 < max(gaps) < 2**-7
 
 
-def test_weights_beside_an_adapter_are_sharded_in_the_type_that_they_compute_in(trainees, checkpoints):
+def test_frozen_base_weights_are_sharded_in_the_compute_dtype(trainees, checkpoints):
     lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])), lora=True, dtype=torch.bfloat16)
     found, expected = trainees.learn(SHARDED["d2"], lesson), trainees.alone(lesson)
     for name, tensor in expected.weights.items():

@@ -1,6 +1,6 @@
-"""The same weights, statistics, tokens and scores in every layout of ranks; states move between layouts.
+"""Weights, statistics, tokens and scores are the same in every layout; states move between layouts.
 
-The truth is the engine in one process, which other tests compare with stock transformers and torch's AdamW.
+The ground truth is the engine in one process, which other tests compare with stock transformers and torch's AdamW.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.tiny import save_tiny_checkpoint
 
 STEPS = 3
 SETTINGS = {"lr": 1e-3, "eps": 1e-6, "grad_clip_norm": 0.5, "weight_decay": 0.01}
-# Rows of the steps: fewer than ranks, uneven, and odd numbers of pairs are among them.
+# Rows per step, including fewer than ranks, uneven numbers, and odd numbers of pairs.
 COUNTS = {"sft": (7, 1, 8), "dpo": (6, 2, 10), "grpo": (7, 1, 8), "ppo": (6, 3, 1)}
 LOSSES = {
     "sft": sft_loss_fn,
@@ -45,7 +45,7 @@ PROMPTS = [[3, 4, 5], [7, 8], [9, 9, 9, 9], [6]]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    # The norms of single heads in qwen3 get a part of their gradient on each rank: the trap of the stock plan.
+    # Each rank gets only a part of the gradient of qwen3's per-head norms: a pitfall of the stock plan.
     return save_tiny_checkpoint(
         tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=64, max_position_embeddings=8192
     )
@@ -66,7 +66,7 @@ def critic(path, settings):
 
 
 def course(engine, folder, roles=None, file="model.safetensors", temperatures=(1.0, 0.5, 1.0, 2.0)):
-    """Everything that is compared: per algorithm what is saved and statistics, then generation and scores."""
+    """Return everything that is compared: saved weights and statistics per algorithm, then samples and scores."""
     found = {"stats": {}, "weights": {}}
     engine.ensure_roles(roles or {"critic": critic(engine.path, SETTINGS)})
     for name in LOSSES:
@@ -126,7 +126,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
+def test_training_generation_and_scores_equal_those_of_one_rank(layout, checkpoint, truth, tmp_path):
     group = engine(checkpoint, layout)
     try:
         found = course(group, tmp_path)
@@ -142,7 +142,7 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
         assert future.result(timeout=60).sequences[0].finish_reason == "abort"
         with pytest.raises(EngineError, match="can never fit the KV cache of 4096 tokens"):
             group.submit([Request([5], SamplingParams(max_new_tokens=5000), [4])])
-        with pytest.raises(ValueError, match="even number of rows"):  # said by all ranks alike: the group goes on
+        with pytest.raises(ValueError, match="even number of rows"):  # on all ranks alike, so the group keeps running
             group.train(rows(3), dpo_loss_fn, 2)
         with pytest.raises(EngineError, match="there is no role 'nobody'"):
             group.score_values("nobody", PROMPTS)
@@ -160,7 +160,7 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
                 [t for t, _ in top] for top in expected.top_logprobs
             ]
     for request, result, again in zip(REQUESTS, found["results"], found["again"], strict=True):
-        # What the sampler said of whole logits is what training says of slices.
+        # The sampler's log-probs from whole logits equal those that training computes from slices.
         assert result.sequences[0].resp_logprobs == pytest.approx(again[len(request.prompt_tokens) :], abs=1e-5)
 
 
@@ -181,7 +181,7 @@ def assert_learned(found, truth):
         pytest.param(Layout(1, 2, pp_size=2), id="tp2xpp2", marks=pytest.mark.long),
     ],
 )
-def test_stages_train_score_and_save_and_say_that_they_do_not_generate(layout, checkpoint, truth, tmp_path):
+def test_stages_train_score_and_save_but_refuse_to_generate(layout, checkpoint, truth, tmp_path):
     group = engine(checkpoint, layout)
     try:
         assert_learned(course(group, tmp_path), truth)
@@ -206,10 +206,10 @@ CHAINS = {
 @pytest.mark.long
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_state_moves_between_layouts(chain, checkpoint, truth, tmp_path):
-    """Two more steps after a resume in another layout, there and back, are those of the engine that never stopped."""
+    """Two more steps after each resume in another layout, there and back, equal those after resumes in one process."""
     critic = {"critic": ModelRole("critic", str(checkpoint), trainable=True, kind="value", optimizer=SETTINGS)}
 
-    def go_on(source, layout, folder):
+    def resume_and_train(source, layout, folder):
         resumed = engine(source, layout)
         try:
             resumed.ensure_roles(critic)
@@ -225,8 +225,8 @@ def test_a_state_moves_between_layouts(chain, checkpoint, truth, tmp_path):
     source, truth_source = truth["folder"], truth["folder"]
     for index, layout in enumerate(CHAINS[chain]):
         target, true_target = tmp_path / f"{index}", tmp_path / f"{index}-truth"
-        go_on(source, layout, target)
-        go_on(truth_source, None, true_target)
+        resume_and_train(source, layout, target)
+        resume_and_train(truth_source, None, true_target)
         for part in ("", "critic"):
             got, expected = (load_file(folder / part / "model.safetensors") for folder in (target, true_target))
             assert_weights(got, expected)
@@ -239,8 +239,8 @@ LOW_CHAIN = [(Layout(2, 1), 2), (None, 1), (Layout(1, 2), 1), (Layout(2, fsdp=Tr
 
 @pytest.mark.long
 @pytest.mark.parametrize("moments", ["adam_8bit", "adam_bf16"])
-def test_low_moments_move_between_layouts_with_the_run(moments, checkpoint, tmp_path):
-    """Two updates on replicas, one in one process, one on each of two layouts, against five in one process."""
+def test_low_precision_moments_move_between_layouts(moments, checkpoint, tmp_path):
+    """Two updates on replicas, one in one process and one in each of three layouts, against six in one process."""
     settings = OptimizerOptions(**SETTINGS, **{moments: True})
     config = EngineConfig(optimizer=settings, kv_cache_tokens=4096, decode="eager")
     source = checkpoint
@@ -277,7 +277,7 @@ def test_low_moments_move_between_layouts_with_the_run(moments, checkpoint, tmp_
     ids=["tp2", "fsdp2", "cp2"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen3_moe"])
-def test_families_spread_over_two_ranks(family, layout, tmp_path):
+def test_families_on_two_ranks_learn_and_generate_as_in_one_process(family, layout, tmp_path):
     path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
     found = {}
     for name, ranks in (("alone", None), ("spread", layout)):
@@ -297,7 +297,7 @@ def test_families_spread_over_two_ranks(family, layout, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(2, ep_size=2), Layout(2, 2, ep_size=2)], ids=["d2e2", "d2t2e2"])
-def test_a_mixture_that_ranks_share_out_trains_scores_generates_and_resumes(layout, tmp_path):
+def test_expert_parallelism_trains_scores_generates_and_resumes(layout, tmp_path):
     path = save_tiny_checkpoint(tmp_path / "moe", "qwen3_moe", heads=4, hidden=64)
     found = {}
     for name, order in (("alone", (None, None)), ("there", (layout, None)), ("back", (None, layout))):
@@ -312,7 +312,7 @@ def test_a_mixture_that_ranks_share_out_trains_scores_generates_and_resumes(layo
                 source.mkdir()
                 scores = made.score_logprobs("actor", PROMPTS)
                 tokens = [future.result().sequences[0].resp_tokens for future in made.submit(REQUESTS[:2])]
-                lesson(made, "sft", 1)  # the experts are apart again
+                lesson(made, "sft", 1)  # the experts are sharded again
                 made.save_model(source)
                 made.save_state(source)
             finally:
@@ -325,13 +325,13 @@ def test_a_mixture_that_ranks_share_out_trains_scores_generates_and_resumes(layo
         assert other[2] == tokens
 
 
-def test_experts_that_ranks_cannot_share_are_refused_by_name(tmp_path):
+def test_expert_parallelism_without_experts_is_refused_by_name(tmp_path):
     dense = save_tiny_checkpoint(tmp_path / "llama", "llama", heads=4, hidden=64)
     with pytest.raises(UsageError, match="LlamaForCausalLM has no experts that 2 ranks could share"):
         engine(dense, Layout(2, ep_size=2))
 
 
-def test_layouts_that_cannot_be(tmp_path):
+def test_impossible_layouts_are_refused(tmp_path):
     with pytest.raises(UsageError, match="world_size=3 is not divisible by tp_size=2"):
         Layout.of(3, 2, None)
     with pytest.raises(UsageError, match="dp_size=3 times tp_size=2 is not world_size=4"):

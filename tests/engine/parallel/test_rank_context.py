@@ -1,4 +1,4 @@
-"""Where the process groups of a machine listen."""
+"""The addresses on which process groups of one machine listen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _listening() -> set[str]:
     return {f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_group_listens_on_the_loopback_interface_alone(tmp_path: Path, monkeypatch):
+def test_a_group_listens_only_on_the_loopback_interface(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before, groups, where = _listening(), {}, FolderRendezvous(tmp_path)
 

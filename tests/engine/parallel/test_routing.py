@@ -1,4 +1,4 @@
-"""Recorded choices of routers are followed in every layout of ranks; the truth is the engine in one process."""
+"""Recorded routing is replayed in every layout; the ground truth is the engine in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
 
 
 def course(engine, folder):
-    """Statistics, scores and weights of a step on rows whose experts were drawn at random."""
+    """Return statistics, scores and weights of a step on rows with random recorded experts."""
     rows = rows_of(prompts=3)
     rows[4].routed_experts = None
     records = [row.routed_experts for row in rows]
@@ -45,7 +45,7 @@ def course(engine, folder):
 
 
 def config():
-    # Without trees: which rows share tokens, and how often a choice counts, would depend on the ranks.
+    # Without tree training: which rows share tokens, and how often a choice counts, would depend on the layout.
     options = {"optimizer": OptimizerOptions(lr=1e-3, eps=1e-6), "kv_cache_tokens": 1024, "tree_training": False}
     return EngineConfig(return_routed_experts=True, activation_checkpointing=True, **options)
 
@@ -60,7 +60,7 @@ def truth(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_follows_the_same_choices(checkpoint, truth, tmp_path, name):
+def test_every_layout_replays_the_same_routing(checkpoint, truth, tmp_path, name):
     group = EngineGroup(str(checkpoint), config(), LAYOUTS[name])
     try:
         if LAYOUTS[name].pp_size == 1:

@@ -1,4 +1,4 @@
-"""Sums and weights in memory that ranks share, against float64 and one process; ranks that die leave nothing behind."""
+"""Sums and weights in shared memory, against float64 and one process; ranks that die leave nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def four(tmp_path_factory):
 
 @pytest.fixture
 def left_behind():
-    """Whether the shared memory of the machine has new names; other programs' OpenMP leaves its own."""
+    """Return a function that lists new names in shared memory, except those that other programs' OpenMP leaves."""
 
     def names() -> set[str]:
         return {name for name in os.listdir("/dev/shm") if "KMP" not in name and "areno" in name}
@@ -49,7 +49,7 @@ def numbers(ranks: int, count: int, dtype: torch.dtype, seed: int) -> list[torch
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_are_those_of_float64(size, kind, four):
+def test_sums_match_float64(size, kind, four):
     ranks = list(range(size))
     four.call("join", f"{kind.__name__}-{size}", size, kind, ranks=ranks)
     for share in (1, 37, 4096):
@@ -65,7 +65,7 @@ def test_sums_are_those_of_float64(size, kind, four):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_in_common_and_sent_ones(dtype, four):
+def test_shared_memory_and_collectives_combine_all_ranks(dtype, four):
     for size in (2, 4):
         ranks = list(range(size))
         four.call("join", f"common-{size}-{dtype}", size, ranks=ranks)
@@ -83,13 +83,13 @@ def test_weights_in_common_and_sent_ones(dtype, four):
             assert (total.double() - truth).abs().max() <= size * torch.finfo(dtype).eps * truth.abs().max()
 
 
-# Uneven shapes, none of which divides by the ranks or by what the buffers are aligned to; one parameter is empty.
+# Uneven shapes, not divisible by the number of ranks or the alignment of buffers; one parameter is empty.
 SHAPES = {"embedding": (41, 7), "norm": (7,), "empty": (0, 7), "projection": (5, 7), "scale": (), "head": (3, 111)}
 CONFIG = OptimizerOptions(lr=1e-2, eps=1e-6)
 
 
 def lessons(seed: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Gradients of three steps of six passes; one parameter has none in the second step, and others zeros."""
+    """Return the gradients of three steps of six passes; one parameter has none in step two, another zeros in step three."""
     random = torch.Generator().manual_seed(seed)
     steps = [
         [{name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()} for _ in range(6)]
@@ -104,7 +104,7 @@ def lessons(seed: int) -> list[list[dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_optimizer_over_replicas_is_that_of_one_process(size, dtype, four):
+def test_an_optimizer_sharded_across_replicas_matches_one_process(size, dtype, four):
     ranks = list(range(size))
     four.call("join", f"learn-{size}-{dtype}", size, ranks=ranks)
     random = torch.Generator().manual_seed(1)
@@ -136,7 +136,7 @@ def test_an_optimizer_over_replicas_is_that_of_one_process(size, dtype, four):
 
 
 @needs_anonymous_memory
-def test_memory_has_no_name_and_waiting_takes_no_processor(four, left_behind):
+def test_shared_memory_is_anonymous_and_waiting_takes_no_cpu_time(four, left_behind):
     four.call("join", "names", 4)
     four.call("add_up", 4096, [numbers(4, 4096, torch.float32, 0)])
     for mapped, files in four.call("opened"):
@@ -149,7 +149,7 @@ def test_memory_has_no_name_and_waiting_takes_no_processor(four, left_behind):
 
 
 @needs_anonymous_memory
-def test_where_one_rank_has_no_such_memory_all_send(tmp_path):
+def test_all_ranks_send_if_one_has_no_shared_memory(tmp_path):
     group = WorkerGroup(members(tmp_path, 2), stall_s=60)
     try:
         group.call("join", "meet", 2)
@@ -165,7 +165,7 @@ def test_where_one_rank_has_no_such_memory_all_send(tmp_path):
 
 
 @needs_anonymous_memory
-def test_a_rank_that_dies_in_a_sum_ends_the_group_with_its_name(tmp_path, left_behind):
+def test_a_rank_that_dies_in_a_sum_ends_the_group_and_is_named(tmp_path, left_behind):
     group = WorkerGroup(members(tmp_path, 2), stall_s=60)
     group.call("join", "meet", 2)
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""Optimizers that ranks share out, against one process with the same gradients, and against torch's AdamW.
+"""Sharded optimizers, against one process with the same gradients, and against torch's AdamW.
 
-Moments in 8 bits on replicas are those of one process bit for bit: a share begins and ends at blocks of whole parameters.
+8-bit moments on replicas equal those of one process bit for bit: shards begin and end at blocks of unsharded parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def spread(tmp_path_factory):
 
 
 def alone(config, weights, gradients, state=None):
-    """The same in this process: weights, folder of the state, and statistics of the last step."""
+    """Do the same in this process; return weights, folder of the state, and statistics of the last step."""
     parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
     optimizer = MasterAdamW(list(parameters.items()), config)
     if state is not None:
@@ -56,7 +56,7 @@ def alone(config, weights, gradients, state=None):
 
 
 def assert_same(got, expected):
-    """Equal trees of numbers and tensors, bit for bit; of folders, what is saved in them."""
+    """Assert that trees of numbers and tensors, or the contents of folders, are equal bit for bit."""
     if isinstance(expected, Path):
         got, expected = contents(got), contents(expected)
     assert type(got) is type(expected) or isinstance(got, torch.Tensor | int | float)
@@ -71,8 +71,8 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_numbers_from_codes_get_the_same_codes_again(signed):
-    """All codes, under scales of 12 decades: what is saved in full and read again is what was there."""
+def test_dequantised_numbers_get_the_same_codes_again(signed):
+    """All codes, with scales over 12 decades: saving them in full precision and loading them again changes nothing."""
     scales = 10 ** (torch.rand(3000, generator=torch.Generator().manual_seed(1)) * 12 - 12)
     codes = torch.arange(256, dtype=torch.uint8).repeat(3000, 1)
     kept = Quantised(codes, scales * (torch.tensor([1.0, -1.0]).repeat(1500) if signed else 1.0), signed)
@@ -84,7 +84,7 @@ def test_numbers_from_codes_get_the_same_codes_again(signed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exchanged", [1 << 24, 1000])
-def test_low_moments_of_two_replicas_are_those_of_one_process(two, dtype, exchanged):
+def test_low_precision_moments_of_two_replicas_equal_those_of_one_process(two, dtype, exchanged):
     weights, gradients = weights_and_gradients(5, dtype)
     expected, state, stats = alone(LOW, weights, gradients)
     for got, found, _, seen in two.call("run", LOW, weights, gradients, None, exchanged):
@@ -105,7 +105,7 @@ def test_a_state_moves_from_two_replicas_to_one_process_and_back(two):
 
 
 @pytest.mark.parametrize("layout", [Layout(3, 1), pytest.param(Layout(2, 2), marks=pytest.mark.long)])
-def test_shares_that_cut_tensors_anywhere_give_the_same(layout, tmp_path):
+def test_shards_that_split_tensors_anywhere_give_the_same_results(layout, tmp_path):
     weights, gradients = weights_and_gradients(3)
     group = start(layout, tmp_path / "ranks")
     try:
@@ -124,14 +124,17 @@ def test_shares_that_cut_tensors_anywhere_give_the_same(layout, tmp_path):
 
 
 def assert_close(got, expected, start):
-    """Blocks of another cut: a moment is off by at most a code's spacing, 1.5 % of its block's largest number, so small
-    numbers beside large ones move otherwise, and all together about as far."""
+    """Assert that the weights moved about as far in total.
+
+    With other block boundaries a moment is off by at most a code's spacing, 1.5 % of its block's largest number, so small
+    numbers next to large ones move differently.
+    """
     for name in expected:
         moved, wanted = got[name] - start[name], expected[name] - start[name]
         assert float((moved - wanted).norm() / wanted.norm()) < 0.05, name
 
 
-def test_low_moments_of_cut_tensors_follow_fp32_and_move_to_one_process(spread):
+def test_low_precision_moments_of_sharded_tensors_follow_fp32_and_move_to_one_process(spread):
     weights, gradients = weights_and_gradients(6)
     ideal, _, stats = alone(CONFIG, weights, gradients)
     one, _, _ = alone(LOW, weights, gradients)
@@ -148,11 +151,11 @@ def test_low_moments_of_cut_tensors_follow_fp32_and_move_to_one_process(spread):
         assert_close(found, one, weights)
         for name in SHAPES:
             gap = (found[name] - ideal[name]).norm() / (ideal[name] - weights[name]).norm()
-            assert float(gap) < 0.15, f"{name}: 8 bits in one process are held to 12 % of AdamW"
+            assert float(gap) < 0.15, f"{name}: 8-bit moments in one process may differ from AdamW by 12 %"
     assert again[3].norm == pytest.approx(stats.norm, rel=1e-6)
 
 
-def test_a_share_in_8_bits_takes_three_tenths_of_fp32(two):
+def test_an_8_bit_shard_takes_at_most_30_percent_of_fp32(two):
     weights, gradients = weights_and_gradients(1)
     moments = (
         8 * sum(tensor.numel() for tensor in weights.values()) / 2
@@ -162,7 +165,7 @@ def test_a_share_in_8_bits_takes_three_tenths_of_fp32(two):
     assert low <= 0.3 * full
 
 
-def test_full_moments_are_those_of_adamw(two, spread):
+def test_full_precision_moments_equal_those_of_adamw(two, spread):
     weights, gradients = weights_and_gradients(4)
     expected, state, stats = alone(CONFIG, weights, gradients)
     for group in (two, spread):
@@ -188,8 +191,8 @@ def test_states_of_another_precision_are_refused(two):
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_what_is_offloaded_is_updated_alike(two, low):
-    """The way that states in another memory take; here both memories are one."""
+def test_offloaded_states_get_the_same_updates(two, low):
+    """Takes the code path of states in another memory; on a CPU, both memories are the same."""
     weights, gradients = weights_and_gradients(3, torch.bfloat16)
     near = dataclasses.replace(CONFIG, adam_8bit=low)
     apart = dataclasses.replace(near, offload=True)
@@ -197,12 +200,12 @@ def test_what_is_offloaded_is_updated_alike(two, low):
     assert_same(got[0], expected[0])
     assert_same(got[1], expected[1])
     assert got[2][:2] == expected[2][:2]
-    assert got[2][2] < expected[2][2], "of a step only what is exchanged is on the device"
+    assert got[2][2] < expected[2][2], "during a step, only the exchanged part is on the device"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside the computer's memory")
 @pytest.mark.parametrize("low", [False, True])
-def test_offloaded_shares_are_in_the_memory_of_the_computer(low):
+def test_offloaded_shards_are_in_host_memory(low):
     weights, gradients = weights_and_gradients(4, torch.bfloat16)
     config = dataclasses.replace(CONFIG, adam_8bit=low, offload=True)
     made = []

@@ -1,4 +1,4 @@
-"""What a rank of tensor parallelism holds of a checkpoint: its part, and nothing of the file that the part came from."""
+"""A tensor-parallel rank holds its shard of a checkpoint, and nothing of the file that it was read from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.tiny import save_tiny_checkpoint
 
 
 def memory_behind_weights(engine):
-    """Bytes of the weights, bytes of the memory in which they lie, and mappings of checkpoints."""
+    """Return the bytes of the weights, the bytes of their storage, and the mapped checkpoint files."""
     weights = [getattr(p, "_local_tensor", p) for p in engine.actor.model.module.parameters()]
     places = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
     needed = {w.data_ptr(): w.nbytes for w in weights}
@@ -23,7 +23,7 @@ def memory_behind_weights(engine):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_part_does_not_keep_the_whole_weight_or_the_file_in_memory(tmp_path):
+def test_a_shard_does_not_keep_the_whole_weight_or_the_file_in_memory(tmp_path):
     path = save_tiny_checkpoint(tmp_path / "qwen3", "qwen3", heads=4, hidden=64)
     group = EngineGroup(str(path), EngineConfig(kv_cache_tokens=1024, decode="eager"), Layout(tp_size=2))
     try:

@@ -1,4 +1,4 @@
-"""Log-probs from slices of a vocabulary, against stock transformers in float64, on two ranks that share each model."""
+"""Log-probs from vocabulary slices on two tensor-parallel ranks, against stock transformers in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs():
 
 
 class Watch(TorchDispatchMode):
-    """Remembers the shape of every plain tensor that is made; what DTensors do shows as what they do with their parts."""
+    """Records the shape of every plain tensor that is created; operations on DTensors show as those on their shards."""
 
     def __init__(self):
         super().__init__()
@@ -50,17 +50,17 @@ class Watch(TorchDispatchMode):
         for value in made if isinstance(made, list | tuple) else [made]:
             if isinstance(value, torch.Tensor) and not isinstance(
                 value, FakeTensor
-            ):  # DTensor reckons shapes with those
+            ):  # DTensor infers shapes with those
                 self.shapes.add(tuple(value.shape))
         return made
 
     def with_width(self, width):
-        """Tensors [..., tokens, width]."""
+        """Return the recorded shapes [..., tokens, width]."""
         return {shape for shape in self.shapes if len(shape) > 1 and shape[-1] == width}
 
 
 def measure(peers, path, chunk_rows):
-    """Log-probs, entropies, gradients as whole tensors, and the shapes that training has made."""
+    """Return log-probs, entropies, unsharded gradients, and the shapes that training and sampling created."""
     ids, targets, temperatures = inputs()
     model = load_causal_lm(path, LoadOptions(dtype=torch.float32, peers=peers))
     causal_lm.CHUNK_ELEMENTS = chunk_rows * 49
@@ -106,11 +106,11 @@ def group(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_slices_give_what_the_whole_vocabulary_gives(name, group, tmp_path):
+def test_vocabulary_slices_give_the_same_results_as_the_whole_vocabulary(name, group, tmp_path):
     family, config = MODELS[name]
     tiny_module(family, vocab=VOCAB, layers=2, sharpen=2.0, **config).save_pretrained(tmp_path)
     expected = truth(tmp_path)
-    for chunk_rows in (TOKENS, 5):  # in one piece, and in pieces that backward computes again
+    for chunk_rows in (TOKENS, 5):  # in one chunk, and in chunks that the backward pass recomputes
         for found, gathered in group.call("apply", measure, str(tmp_path), chunk_rows):
             for key in ("logprobs", "entropy", "bounds", "logits"):
                 torch.testing.assert_close(found[key].double(), expected[key], rtol=1e-5, atol=1e-5)
@@ -118,7 +118,7 @@ def test_slices_give_what_the_whole_vocabulary_gives(name, group, tmp_path):
             for parameter, gradient in found["gradients"].items():
                 true = expected["gradients"][parameter]
                 assert (gradient - true).abs().max() <= 1e-5 * true.abs().max(), parameter
-            # Training has seen each rank's slice, never a row of whole logits; which the same watch would have seen.
+            # Training creates each rank's slice, never a row of whole logits, which the same watch would have recorded.
             assert not found["wide"]
             assert found["own"]
             assert gathered

@@ -51,7 +51,7 @@ def test_calls_closures_and_events(group, tmp_path):
     group.call("say", "hello")
     assert sorted(group.events) == [(0, (0, "hello")), (1, (1, "hello"))]
 
-    # A quick call overtakes one that takes long.
+    # A quick call overtakes a slow one.
     slow = group._ask("sleep", (1.5,), [0])[0]
     began = time.monotonic()
     assert group.tell(0, "pid").result() == group.pids[0]
@@ -59,7 +59,7 @@ def test_calls_closures_and_events(group, tmp_path):
     assert time.monotonic() - began < 1.0
     slow.result()
 
-    # What all ranks refuse alike is the caller's mistake; the group goes on.
+    # An error that all ranks raise alike is the caller's mistake; the group keeps running.
     with pytest.raises(ValueError, match="all ranks were told") as caught:
         group.call("fail_all")
     assert "fail_all" in "".join(caught.value.__notes__)
@@ -67,7 +67,7 @@ def test_calls_closures_and_events(group, tmp_path):
 
     assert group.call("apply", max, 1) == [1, 1]
 
-    # A module of the user's, which only this process can import, goes along by value.
+    # A user's module, which only this process can import, is pickled by value.
     (tmp_path / "own.py").write_text("FACTOR = 3\n\ndef times(rank, value):\n    return FACTOR * value + rank\n")
     times = import_user_file(tmp_path / "own.py", option="--own").times
     assert group.call("apply", times, 5) == [15, 16]
@@ -83,7 +83,7 @@ def test_one_rank_that_fails_alone_ends_the_group(group, monkeypatch):
         group.call("add", 1)
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_work(group):
+def test_a_killed_rank_is_named_with_its_signal_and_call(group):
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"rank 0 of 2 \(process \d+\) was killed by signal 9 in die_on"):
         group.call("die_on", 0)
@@ -113,7 +113,7 @@ def test_a_closed_group_says_so_instead_of_waiting(group):
     ],
     ids=["garbage", "forged"],
 )
-def test_a_rank_that_sends_something_else_ends_the_group_and_is_named(method, text, reason):
+def test_a_rank_that_violates_the_protocol_ends_the_group_and_is_named(method, text, reason):
     group = WorkerGroup((broken.make_broken,))
     with pytest.raises(EngineError, match=rf"rank 0 of 1 \(process \d+\) .*{reason}"):
         group.call(method, text)
@@ -132,7 +132,7 @@ def test_a_rank_that_stops_in_mid_answer_is_named(monkeypatch):
     group.close()
 
 
-def test_calls_do_not_wait_for_ever_where_the_watching_thread_fails(monkeypatch):
+def test_calls_do_not_wait_forever_if_the_watching_thread_fails(monkeypatch):
     group = WorkerGroup((MAKERS[0],))
 
     def fail(_group: WorkerGroup) -> None:
@@ -148,7 +148,7 @@ def test_calls_do_not_wait_for_ever_where_the_watching_thread_fails(monkeypatch)
 @pytest.mark.long
 def test_a_loader_that_hangs_on_one_rank_ends_the_group():
     with pytest.raises(EngineError, match=r"rank 1 of 2 .* made no progress for .* in start; --stall-timeout"):
-        WorkerGroup((broken.make_broken, broken.load_for_ever), stall_s=10.0)  # a start takes some seconds
+        WorkerGroup((broken.make_broken, broken.load_forever), stall_s=10.0)  # starting takes a few seconds
     assert workers_of(os.getpid()) == []
 
 
@@ -166,11 +166,11 @@ def test_a_stopped_rank_ends_the_group_within_30_seconds(group):
 def test_a_rank_without_progress_ends_the_group_and_shows_where_it_was(tmp_path):
     log = tmp_path / "ranks.log"
     processes = workers.Processes(log_file=log)
-    group = WorkerGroup(MAKERS, stall_s=10.0, processes=processes)  # a start beside other work takes some seconds
+    group = WorkerGroup(MAKERS, stall_s=10.0, processes=processes)  # starting on a busy machine takes a few seconds
     with pytest.raises(
         EngineError, match=r"rank 1 of 2 .* made no progress for .* in sleep; --stall-timeout.*ranks\.log"
     ):
-        group.call("sleep", 60.0, ranks=[1])  # of two that sleep, either may be found first
+        group.call("sleep", 60.0, ranks=[1])  # if both slept, either could be reported first
     assert gone_within(group.pids, 5)
     assert re.search(r'objects\.py", line \d+ in sleep', log.read_text())
 
@@ -193,7 +193,7 @@ def test_workers_end_with_the_process_that_started_them(busy):
     assert gone_within(pids, 10)
 
 
-def test_info_lines_of_all_ranks_are_logged_and_say_whose_they_are(group, caplog):
+def test_info_lines_of_all_ranks_are_logged_with_their_rank(group, caplog):
     def speak(rank, _):
         import logging
 
@@ -202,7 +202,7 @@ def test_info_lines_of_all_ranks_are_logged_and_say_whose_they_are(group, caplog
 
     with caplog.at_level("INFO", logger="areno"):
         group.call("apply", speak, 0)
-        group.call("pid")  # lines travel in order: those of before are here now
+        group.call("pid")  # lines arrive in order, so the earlier ones are here now
     lines = sorted((record.name.rpartition(".")[2], record.message) for record in caplog.records)
     assert lines == [
         ("inference", "rollout decode progress: dp=0/2"),

@@ -1,4 +1,4 @@
-"""Ranks that train the same model in one layout after the other, without being started anew."""
+"""Ranks that train the same model in one layout after another, without restarting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.test_equivalences import rows
 
 CPU = torch.device("cpu")
 STEPS = 5
-# A small epsilon would turn gradients that are only rounding into steps as long as the rate.
+# A small epsilon would turn gradients that are only rounding error into steps as large as the learning rate.
 OPTIMIZER = OptimizerOptions(lr=1e-3, eps=1e-3, grad_clip_norm=0.5, weight_decay=0.01)
 LOSSES = {
     "sft": ("policy", sft_loss_fn),
@@ -38,7 +38,7 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is trained, and how: ``mini_bs`` rows of a pass; ``tree`` computes equal beginnings once."""
+    """What is trained, and how: ``mini_bs`` rows per pass; ``tree`` computes common prefixes once."""
 
     path: str
     loss: str = "grpo"
@@ -52,7 +52,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Learned:
-    """What came of it: statistics of each step, and whole tensors by name."""
+    """Results: statistics of each step, and unsharded tensors by name."""
 
     stats: list[dict[str, float]]
     gradients: dict[str, torch.Tensor]  # of the first step
@@ -61,7 +61,7 @@ class Learned:
 
 
 def batch(step: int, tree: bool) -> list[TrainSequence]:
-    """Rows of a step: 7, 8, 3, ... of different lengths; in a tree pairs of them begin alike."""
+    """Return the rows of a step: 7, 8, 3, ... of different lengths; with ``tree``, pairs of them share a prefix."""
     found = rows((7, 8, 3, 8, 2)[step % 5], seed=10 + step)
     if tree:
         for first, second in zip(found[::2], found[1::2], strict=False):
@@ -71,12 +71,12 @@ def batch(step: int, tree: bool) -> list[TrainSequence]:
 
 
 def learn(lesson: Lesson, peers: RankContext) -> Learned:
-    """Train; every rank must call."""
+    """Train; every rank must call this."""
     kind, loss = LOSSES[lesson.loss]
     options = LoadOptions(dtype=lesson.dtype, peers=peers)
     layers = {} if lesson.lora is True else {"target_modules": lesson.lora}
     adapter = AdapterOptions(rank=4, **layers) if lesson.lora else None
-    if lesson.settings.offload:  # refused on a CPU, where it gains nothing and is the same
+    if lesson.settings.offload:  # refused on a CPU, where it works the same but gains nothing
         role_module._check_choices = lambda *_: None
     role = load_role("actor", lesson.path, kind, options, lesson.settings, lesson.recompute, adapter)
     role.tree = lesson.tree
@@ -89,12 +89,12 @@ def learn(lesson: Lesson, peers: RankContext) -> Learned:
 
 
 def all_stages(tensors: dict[str, torch.Tensor], peers: RankContext) -> dict[str, torch.Tensor]:
-    """Those of all stages of a pipeline; a gradient of a tied weight is the sum of what both see."""
+    """Return the tensors of all pipeline stages; both stages of a tied weight hold the sum of its gradients."""
     return {name: tensor for stage in peers.pipeline.all_gather(tensors) for name, tensor in stage.items()}
 
 
 def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the first step, before any is clipped."""
+    """Return the gradients of the first step, before clipping."""
     step = role.training
     step.set_training(True)
     step.accumulate(batch(0, lesson.tree), loss, lesson.mini_bs)
@@ -110,7 +110,7 @@ def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Te
 
 
 def whole_gradients(optimizer: ZeroAdamW) -> dict[str, torch.Tensor]:
-    """Of every parameter, from the ranks' shares of the summed gradient."""
+    """Return the gradient of every parameter, gathered from the ranks' shards of the summed gradient."""
     flat = torch.empty(optimizer._share * optimizer.peers.data.size)
     for first, values in optimizer._gathered(optimizer._gradient.clone()):
         flat[first : first + len(values)] = values
@@ -127,7 +127,7 @@ class Trainee:
         self.folder, self.rank = folder, rank
 
     def learn(self, number: int, layout: Layout, lesson: Lesson) -> Learned | None:
-        """Train in a layout, if this rank is part of it; the first one returns tensors."""
+        """Train in a layout if this rank is part of it; only the first rank returns tensors."""
         if self.rank >= layout.world_size:
             return None
         meeting = self.folder / str(number)
@@ -142,7 +142,7 @@ class Trainee:
 
 
 class Trainees:
-    """A group of so many ranks, and the one process that they are compared with."""
+    """A group of ranks, and the single process that they are compared with."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._ranks = [partial(Trainee, folder, rank) for rank in range(count)]
@@ -151,14 +151,14 @@ class Trainees:
         self._truths: dict[Lesson, Learned] = {}
 
     def learn(self, layout: Layout, lesson: Lesson) -> list[Learned]:
-        """What each rank of a layout has learned."""
+        """Return what each rank of a layout learned."""
         self._count += 1
-        if self.group.failed:  # in a test before this one
+        if self.group.failed:  # in an earlier test
             self.group = WorkerGroup(self._ranks, stall_s=120)
         return [found for found in self.group.call("learn", self._count, layout, lesson) if found is not None]
 
     def alone(self, lesson: Lesson) -> Learned:
-        """The same in this process."""
+        """Return what this process learns alone."""
         if lesson not in self._truths:
             self._truths[lesson] = learn(lesson, RankContext())
         return self._truths[lesson]

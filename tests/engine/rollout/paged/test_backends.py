@@ -1,4 +1,4 @@
-"""Which decode attention runs: candidates prove themselves on a small case."""
+"""Choice of the decode attention: candidates must pass a small trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def exact(layer, q, keys, values, table, positions):
-    """Row by row in float64."""
+    """Compute attention row by row in float64."""
     out = []
     for row, position in enumerate(positions.tolist()):
         first = 0 if layer.window is None else max(position + 1 - layer.window, 0)
@@ -43,7 +43,7 @@ def test_gathered_pages_give_exact_attention(window, extra):
     assert torch.allclose(got.double(), exact(layer, q, keys, values, table, positions), atol=1e-6)
 
 
-def test_a_right_candidate_passes_and_a_wrong_one_is_named():
+def test_a_correct_candidate_passes_and_a_wrong_one_fails_with_a_reason():
     assert why_not(GATHER, CPU, torch.float32, 16) is None
     wrong = AttentionBackend("wrong", lambda *arguments: 1.2 * gather_attention(*arguments), fixed_shape=True)
     assert "differs by" in str(why_not(wrong, CPU, torch.float32, 16))
@@ -67,8 +67,8 @@ def test_a_cpu_gathers_without_a_word(caplog):
 
 
 @pytest.mark.parametrize(("problem", "chosen"), [(None, "triton"), ("it is broken", "gather")])
-def test_the_kernel_is_taken_if_it_works_and_the_last_resort_says_why(problem, chosen, monkeypatch, caplog):
-    """A GPU cannot be had here: the device is a stand-in, and so is the outcome of the trial."""
+def test_the_kernel_is_chosen_if_it_works_and_the_fallback_logs_why(problem, chosen, monkeypatch, caplog):
+    """Runs without a GPU: both the device and the outcome of the trial are fakes."""
     monkeypatch.setattr(backends, "why_not", lambda *_: problem)
     gpu = SimpleNamespace(type="cuda")
     assert best_backend.__wrapped__(gpu, torch.bfloat16, 16).name == chosen

@@ -29,7 +29,7 @@ def model():
 
 
 def device_of(model, rows=4, most=16, captures=False, monkeypatch=None):
-    """With ``captures``, graphs are those of a stand-in for CUDA."""
+    """Return a decoder with prefilled rows; with ``captures``, a fake CUDA records its graphs."""
     cache = PagedCache(100)
     cache.reserve(most, 64)
     plan = PagedPrefillPlan(cache, [PrefillSpan([row], PROMPT) for row in range(rows)])
@@ -43,7 +43,7 @@ def device_of(model, rows=4, most=16, captures=False, monkeypatch=None):
 
 
 def steps(device, count=30, rows=4):
-    """Tokens and log-probs [count][rows], each step fed on the device by the one before it."""
+    """Return tokens and log-probs [count][rows]; each step is fed on the device by the previous one."""
     out = []
     for k in range(count):
         batch = [StepRow(PROMPT + k, 1 + k, row if k else -1, 7 + row, row, SAMPLING) for row in range(rows)]
@@ -52,7 +52,7 @@ def steps(device, count=30, rows=4):
 
 
 @torch.inference_mode()
-def test_tokens_fed_on_the_device_are_those_that_the_host_would_feed(model):
+def test_tokens_fed_on_the_device_equal_those_fed_by_the_host(model):
     ahead = steps(device_of(model))
     device, last = device_of(model), [7, 8, 9, 10]
     for k in range(30):
@@ -63,7 +63,7 @@ def test_tokens_fed_on_the_device_are_those_that_the_host_would_feed(model):
 
 @torch.inference_mode()
 def test_rows_may_change_places_between_steps(model):
-    """A compaction moves rows of the block table; the source row of a token is the one of the step before."""
+    """A compaction moves rows of the block table; a token's source row is its row in the previous step."""
     from areno.engine.rollout.scheduler import Move
 
     expected = steps(device_of(model), 2)
@@ -76,7 +76,7 @@ def test_rows_may_change_places_between_steps(model):
 
 
 @torch.inference_mode()
-def test_a_paused_row_neither_writes_nor_moves_the_others(model):
+def test_a_paused_row_neither_writes_nor_changes_the_others(model):
     expected = steps(device_of(model), 2)
     device = device_of(model)
     steps(device, 1)
@@ -102,8 +102,8 @@ def test_a_replay_gives_what_the_eager_step_gives(model, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 @torch.inference_mode()
-def test_capturing_writes_no_page_and_forgets_nothing(family, monkeypatch):
-    """The recording runs the program for real; in the middle of a generation that must not show, least of all in states."""
+def test_capturing_writes_no_page_and_loses_no_state(family, monkeypatch):
+    """Capturing really runs the program; in mid-generation that must have no effect, least of all on recurrent states."""
     model = prepare(tiny_module(family, layers=4, hidden=32, heads=2), family)
     expected = steps(device_of(model), 6)
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
@@ -118,7 +118,7 @@ def test_capturing_writes_no_page_and_forgets_nothing(family, monkeypatch):
 
 
 @torch.inference_mode()
-def test_graphs_are_recorded_again_when_what_they_read_has_moved(model, monkeypatch):
+def test_graphs_are_captured_again_when_the_memory_they_read_has_moved(model, monkeypatch):
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
     steps(device, 1)
     first = device._graphs[4]
@@ -141,7 +141,7 @@ def test_graphs_are_recorded_again_when_what_they_read_has_moved(model, monkeypa
 
 @torch.inference_mode()
 def test_graphs_are_captured_again_after_they_were_dropped(model, monkeypatch):
-    """In a pool of their own: older PyTorch aborts a capture into a pool whose graphs are gone."""
+    """They get a new pool: older PyTorch aborts a capture into a pool whose graphs are gone."""
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
     expected = steps(device, 3)
     device.release()
@@ -154,7 +154,7 @@ def test_graphs_are_captured_again_after_they_were_dropped(model, monkeypatch):
 
 @torch.inference_mode()
 def test_the_largest_graph_is_captured_first_and_all_on_one_stream(model, monkeypatch):
-    """What is captured later then fits into the pool's memory; each stream would keep a cuBLAS workspace."""
+    """Later captures then fit into the pool's memory; each additional stream would keep a cuBLAS workspace."""
     device = device_of(model, rows=8, captures=True, monkeypatch=monkeypatch)
     sizes, capture = [], device._graphs.capture
     monkeypatch.setattr(device._graphs, "capture", lambda size, program: (sizes.append(size), capture(size, program)))
@@ -165,13 +165,13 @@ def test_the_largest_graph_is_captured_first_and_all_on_one_stream(model, monkey
 
 
 def host_read(*arguments):
-    """Attention that looks at a value, as a fallback for lack of a kernel may."""
+    """Attention that reads a value on the host, as a fallback without a kernel may."""
     assert arguments[5].max().item() < 1000
     return gather_attention(*arguments)
 
 
 class CompilationError(Exception):
-    """As Triton's: no RuntimeError."""
+    """Like Triton's, not a RuntimeError."""
 
 
 @pytest.mark.parametrize(
@@ -187,28 +187,26 @@ class CompilationError(Exception):
     ],
 )
 @torch.inference_mode()
-def test_a_failing_capture_is_said_once_and_decoding_goes_on_where_it_was(
-    fail, attention, reason, model, monkeypatch, caplog
-):
-    """On the main stream: work elsewhere would not wait for the weights of the next update."""
+def test_a_failing_capture_is_logged_once_and_decoding_continues(fail, attention, reason, model, monkeypatch, caplog):
+    """Decoding continues on the main stream: elsewhere it would not wait for the weights of the next update."""
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
     device.cuda.fail = fail
     monkeypatch.setattr(plans, "paged_attention", attention)
-    with torch_threads(1):  # several share a sum out as they please
+    with torch_threads(1):  # several threads may divide a sum differently each time
         got = steps(device, 5)
         assert got == steps(device_of(model), 5)
     assert device.cuda.current is device.cuda.main
     assert device.cuda.mode == "default"
     assert device.replays == len(device._graphs) == 0
-    said = [r.message for r in caplog.records]
-    assert len(said) == 1
-    assert said[0].startswith("decoding runs without CUDA graphs, because capturing failed: ")
-    assert reason in said[0]
-    assert "\n" not in said[0]
+    messages = [r.message for r in caplog.records]
+    assert len(messages) == 1
+    assert messages[0].startswith("decoding runs without CUDA graphs, because capturing failed: ")
+    assert reason in messages[0]
+    assert "\n" not in messages[0]
 
 
 @torch.inference_mode()
-def test_a_defect_of_the_engine_is_not_taken_for_a_failing_capture(model, monkeypatch):
+def test_an_engine_error_is_not_mistaken_for_a_failing_capture(model, monkeypatch):
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
     device.cuda.fail = EngineError("a table is too narrow")
     with pytest.raises(EngineError, match=r"^a table is too narrow"):
@@ -216,7 +214,7 @@ def test_a_defect_of_the_engine_is_not_taken_for_a_failing_capture(model, monkey
     assert device.cuda.current is device.cuda.main
 
 
-def test_a_mixture_of_experts_is_captured_in_bf16_only(monkeypatch, caplog):
+def test_an_moe_model_is_captured_only_in_bf16(monkeypatch, caplog):
     model = prepare(tiny_module("qwen3_moe", layers=2, hidden=32, heads=2), "moe")
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
     with torch.inference_mode():
@@ -240,6 +238,6 @@ def test_every_batch_has_a_bucket_that_is_not_much_larger(most):
         assert bucket < rows + (8 if rows <= 64 else 32)
 
 
-def test_more_rows_than_there_is_room_for_are_refused(model):
+def test_more_rows_than_the_maximum_are_refused(model):
     with pytest.raises(EngineError, match="a decode step of 20 rows"):
         DeviceDecode(model, PagedCache(100), 16).launch([PAUSED] * 20)

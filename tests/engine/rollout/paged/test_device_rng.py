@@ -15,7 +15,7 @@ from areno.types import SamplingParams
 
 
 def uniforms(seeds, counters):
-    """As a decode step on the device makes them."""
+    """Return uniform numbers as a decode step on the device generates them."""
     return random_bits(seeds, counters).double() * 2.0**-53
 
 
@@ -30,7 +30,7 @@ def test_the_generator_equals_the_one_of_the_host_bit_for_bit():
     assert expected.max() > 0.99
 
 
-def test_tokens_drawn_with_it_are_those_of_the_sampling_table():
+def test_tokens_drawn_with_it_equal_those_of_the_sampling_table():
     generator = torch.Generator().manual_seed(0)
     params = [SamplingParams(greedy=i % 3 == 0, temperature=0.3 + i / 10) for i in range(12)]
     table = SamplingTable(params, list(range(12)))
@@ -43,7 +43,7 @@ def test_tokens_drawn_with_it_are_those_of_the_sampling_table():
         assert torch.equal(logprobs, expected.logprobs)
 
 
-def test_tokens_come_as_often_as_the_scaled_distribution_says():
+def test_token_frequencies_follow_the_scaled_distribution():
     """Chi-square of 20,000 draws over 16 tokens; 44 is the 0.01 % point of 15 degrees of freedom."""
     logits = torch.linspace(-1.5, 1.5, 16)
     n = 20_000

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.sh`` without a GPU: every stage runs and is right, and one that fails or is killed costs itself alone."""
+"""``benchmarks/gpu.sh`` without a GPU: each stage runs and passes, and one that fails or is killed does not stop the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).parents[4]
 SCRIPT = REPO / "benchmarks" / "gpu.sh"
 STAGES = ("capture", "kernel", "correctness", "rollout", "train", "memory", "top_p", "paged_tests", "cycle")
-# What a bare machine may lack, and nothing here may need.
+# Packages that a bare machine may lack and that no stage may need.
 ABSENT = ("datasets", "omegaconf", "fastapi", "uvicorn")
 
 BARE = f"""
@@ -57,7 +57,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path):
 
 @pytest.mark.long
 def test_stages_start_and_run_without_the_packages_that_a_bare_machine_lacks(tmp_path):
-    """All are imported in one process, two of them are run: a rollout, and an engine that generates and trains in turn."""
+    """All are imported in one process and two of them run: a rollout, and an engine that generates and trains in turn."""
     done = subprocess.run(
         [sys.executable, "-c", BARE, str(tmp_path)],
         capture_output=True,
@@ -71,8 +71,8 @@ def test_stages_start_and_run_without_the_packages_that_a_bare_machine_lacks(tmp
     assert [phase["cycle"] for phase in phases] == ["cache kept"] * 5 + ["cache dropped"] * 5
 
 
-def test_a_file_has_every_measurement_as_soon_as_it_is_made(tmp_path):
-    """A stage that is killed keeps what it had."""
+def test_every_measurement_is_written_to_the_file_at_once(tmp_path):
+    """A killed stage keeps what it measured."""
     code = """
 import os, sys
 sys.path.insert(0, "benchmarks/gpu")
@@ -91,27 +91,27 @@ os.kill(os.getpid(), 9)
 
 
 def test_failing_stages_are_counted_and_each_leaves_a_file(tmp_path):
-    """The interpreter is one that fails at once."""
+    """``false`` as the interpreter fails at once."""
     assert run(tmp_path, PYTHON="false").returncode == len(STAGES)
     assert {json.loads((tmp_path / f"{name}.json").read_text())["ok"] for name in STAGES} == {False}
 
 
-def test_chosen_stages_run_in_their_order(tmp_path):
+def test_chosen_stages_run_in_the_order_of_the_script(tmp_path):
     done = run(tmp_path, "rollout", "--tiny", "capture", PYTHON="false")
     assert done.returncode == 2
     assert [line.split()[1] for line in done.stdout.splitlines() if "at most" in line] == ["capture", "rollout"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["capture.json", "log.txt", "rollout.json"]
 
 
-def test_the_stages_are_listed_each_under_eight_minutes():
+def test_every_listed_stage_has_a_limit_under_eight_minutes():
     done = subprocess.run(["bash", str(SCRIPT), "--list"], capture_output=True, text=True)
     listed = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, _ in listed] == [*STAGES, "server", "layouts"]  # the last two only where they are named
+    assert [name for name, _ in listed] == [*STAGES, "server", "layouts"]  # the last two run only if named
     assert all(int(limit) < 480 for _, limit in listed)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--tiny",), ("OUT", "nonsense")])
-def test_a_wrong_call_says_how_it_is_called(arguments, tmp_path):
+def test_a_wrong_call_prints_the_usage(arguments, tmp_path):
     done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 64
     assert "usage" in done.stderr

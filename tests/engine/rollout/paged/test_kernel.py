@@ -1,4 +1,4 @@
-"""The Triton kernel: right in Triton's interpreter, and translated to machine code for real GPUs; neither needs one."""
+"""The Triton kernel: correct in Triton's interpreter, and compiled for real GPUs; neither needs a GPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(command, tmp_path, **environment):
     reason="the interpreter of Triton 3.6 does not work with NumPy 2.4",
 )
 def test_the_kernel_equals_attention_in_float64(tmp_path):
-    """Every feature alone and together, grouped, single and odd heads, one part and several; rows without a context too."""
+    """Every feature alone and combined; grouped, single and odd heads; one part and several; also rows without a context."""
     script = REPO / "benchmarks" / "gpu" / "kernel.py"
     done = run([sys.executable, str(script), str(tmp_path), "--device", "cpu", "--tiny"], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -88,6 +88,6 @@ def test_the_kernel_equals_attention_in_float64(tmp_path):
 
 
 @pytest.mark.long
-def test_the_kernel_is_translated_to_good_machine_code(tmp_path):
+def test_the_kernel_compiles_to_efficient_machine_code(tmp_path):
     done = run([sys.executable, "-c", COMPILE], tmp_path)
     assert done.stdout.endswith("translated\n"), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The loop over pages, with its overlapped steps, against the loop over slots: nobody can tell them apart by their tokens."""
+"""The paged loop, with its overlapped steps, generates the same tokens as the loop over slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_loop():
 
 
 def mixed_requests(seed, plain=False):
-    """Greedy and sampled rows, groups, a prompt that comes in pieces, and some rows that need the host."""
+    """Return greedy and sampled rows, groups, a prompt that is prefilled in chunks, and some rows that need the host."""
     rng = random.Random(seed)
     requests = []
     for i in range(14):
@@ -68,7 +68,7 @@ def outcome(loop, requests):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pages_and_slots_say_the_same(family, open_loop):
+def test_pages_and_slots_generate_the_same_tokens(family, open_loop):
     model, requests = model_of(family), mixed_requests(1)
     expected = outcome(open_loop(model, RolloutLoop, prefix_tokens=320), requests)
     got = outcome(open_loop(model, prefix_tokens=320), requests)
@@ -87,7 +87,7 @@ def test_a_tight_budget_with_preemption_changes_no_token(family, plain, open_loo
     assert again[0] == roomy[0]
 
 
-def test_every_page_is_free_when_everybody_has_left(open_loop):
+def test_every_page_is_free_when_all_samples_have_ended(open_loop):
     loop = open_loop(model_of())
     outcome(loop, mixed_requests(3))
     assert loop.cache.allocator.used == 0
@@ -100,7 +100,7 @@ def test_every_page_is_free_when_everybody_has_left(open_loop):
 
 @pytest.fixture
 def open_captured(open_loop, monkeypatch):
-    """A loop whose steps are captured and replayed by a stand-in for CUDA graphs."""
+    """Opens loops whose steps are captured and replayed by fake CUDA graphs."""
     monkeypatch.setattr(
         DeviceDecode, "_backend", lambda device: AttentionBackend("test", backends.gather_attention, fixed_shape=True)
     )
@@ -115,7 +115,7 @@ def open_captured(open_loop, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_plain_steps_are_all_replayed_from_graphs_that_are_captured_once(family, open_loop, open_captured, caplog):
-    """The block table has its full size at once: growing it with rows and contexts would invalidate every graph."""
+    """The block table has its full size from the start: growing it with rows and contexts would invalidate every graph."""
     model, requests = model_of(family), mixed_requests(3, plain=True)[:6]
     expected = outcome(open_loop(model, RolloutLoop), requests)
     loop, cuda = open_captured(model, progress=DecodeProgress(1e-9))
@@ -128,7 +128,7 @@ def test_plain_steps_are_all_replayed_from_graphs_that_are_captured_once(family,
     assert {"cuda_graph=True" in r.message for r in caplog.records if "decode progress" in r.message} == {True}
 
 
-def test_after_new_weights_at_new_addresses_steps_are_captured_anew(open_captured):
+def test_steps_are_captured_again_after_weights_move_to_new_addresses(open_captured):
     model, requests = model_of(), mixed_requests(4, plain=True)[:4]
     loop, cuda = open_captured(model)
     first = outcome(loop, requests)[0]
@@ -149,7 +149,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_its_pages(open_loop):
     assert loop.counters.prefilled_total == 160
     free = loop.cache.allocator._free
     touched = loop.cache.allocator.pages - 1 - len([page for page in free if not loop.cache.pool(0)[0][page].any()])
-    assert touched <= 10 + 12 * 3, "ten pages of prompt once, and three of its own for each sample"
+    assert touched <= 10 + 12 * 3, "ten pages for the prompt once, and three private ones per sample"
 
 
 def test_a_prefix_is_reused_by_reference(open_loop):
@@ -164,7 +164,7 @@ def test_a_prefix_is_reused_by_reference(open_loop):
 
 
 def test_the_surplus_token_of_an_ended_sample_is_dropped(open_loop):
-    """Ends come by EOS and by length; with a step in flight neither may leave an extra token or an uncounted one."""
+    """Samples end by EOS and by length; with a step in flight, neither may leave an extra or an uncounted token."""
     model = model_of()
     eos = outcome(open_loop(model, eos_ids=frozenset()), mixed_requests(4))[0][5][0][2]
     loop = open_loop(model, eos_ids=frozenset([eos]))
@@ -174,7 +174,7 @@ def test_the_surplus_token_of_an_ended_sample_is_dropped(open_loop):
     assert loop.counters.generated_total == sum(len(tokens) for tokens, _ in samples)
 
 
-def test_a_sample_that_ends_by_length_takes_part_in_no_surplus_step(open_loop):
+def test_a_sample_that_ends_by_length_runs_no_surplus_step(open_loop):
     loop = open_loop(model_of())
     outcome(loop, [Request([5, 6], SamplingParams(max_new_tokens=10, ignore_eos=True), [0])])
     assert loop.cache.allocator.pages - 1 == len(loop.cache.allocator._free)
@@ -182,7 +182,7 @@ def test_a_sample_that_ends_by_length_takes_part_in_no_surplus_step(open_loop):
     assert int(filled[loop.cache.page_size :].sum()) == 2 + 9, "the last token is sampled and never fed"
 
 
-def test_new_weights_in_the_middle_stamp_every_token_and_use_no_old_page(open_loop):
+def test_after_a_weight_change_tokens_have_the_new_version_and_use_no_old_page(open_loop):
     model = model_of()
     other = {name: value.clone() for name, value in model_of(seed=9).module.state_dict().items()}
     loop = open_loop(model, prefix_tokens=320)
@@ -200,13 +200,13 @@ def test_new_weights_in_the_middle_stamp_every_token_and_use_no_old_page(open_lo
 
 
 def wait_for_tokens(loop, future, count):
-    """Until so many have been generated; a loop that has died answers the future instead."""
+    """Wait until ``count`` tokens are generated, or the loop dies, which completes the future."""
     while loop.counters.generated_total < count and not future.done():
         time.sleep(0.001)
 
 
 def teacher_forced(model, tokens):
-    """Log-prob of each token after those before it, in one forward pass; entry 0 is 0."""
+    """Return the log-prob of each token given those before it, from one forward pass; entry 0 is 0."""
     from areno.engine.model.packing import PackedPlan
 
     ids = torch.tensor(tokens)
@@ -228,7 +228,7 @@ def test_cancelling_with_a_step_in_flight_frees_every_page(open_loop):
     assert outcome(loop, mixed_requests(5))[0]
 
 
-def test_a_dropped_cache_is_made_anew(open_loop):
+def test_a_dropped_cache_is_allocated_again(open_loop):
     loop = open_loop(model_of(), prefix_tokens=320)
     first = outcome(loop, mixed_requests(6))
     loop.drop_cache()
@@ -236,8 +236,8 @@ def test_a_dropped_cache_is_made_anew(open_loop):
     assert outcome(loop, mixed_requests(6)) == first
 
 
-def test_room_for_more_rows_is_made_before_they_come(open_loop):
-    """Of 24 samples at once in a loop that was made for 8, none is lost, and none says anything else."""
+def test_make_room_allows_more_rows(open_loop):
+    """24 samples at once, in a loop made for 8, all finish with the same tokens."""
     model = model_of()
     loop, request = (
         open_loop(model, max_running=8),
@@ -248,5 +248,5 @@ def test_room_for_more_rows_is_made_before_they_come(open_loop):
     loop.scheduler.max_running = 24
     assert outcome(loop, [request])[0] == few[0]
     assert loop.device_decode.max_rows == 24
-    loop.make_room(4)  # never less
+    loop.make_room(4)  # never shrinks
     assert loop.device_decode.max_rows == 24

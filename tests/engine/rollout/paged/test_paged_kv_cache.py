@@ -47,7 +47,7 @@ class Pair:
         return {page for row in range(len(self.rows)) for page in self.cache.pages_of(row)}
 
 
-def test_random_lives_of_rows_hold_what_they_should():
+def test_rows_hold_the_right_values_after_random_operations():
     rng = random.Random(0)
     pair = Pair()
     kept: list[tuple] = []
@@ -109,7 +109,7 @@ def test_a_cut_keeps_whole_pages_only():
     assert pair.cache.pages_of(0) == pages[:1]
 
 
-def test_a_snapshot_copies_nothing_and_ends_with_its_last_reference():
+def test_a_snapshot_copies_nothing_and_is_freed_with_its_last_reference():
     pair = Pair()
     pair.append(0, 11)
     snapshot = pair.cache.snapshot(0, 11)
@@ -129,7 +129,7 @@ def test_a_compaction_moves_no_key():
     assert torch.equal(pair.cache.pool(0)[0], before)
 
 
-def test_growing_the_block_table_keeps_rows_and_tells_graphs():
+def test_growing_the_block_table_keeps_rows_and_invalidates_graphs():
     pair = Pair(rows=8, columns=64)
     pair.append(3, 40)
     epoch, table = pair.cache.epoch, pair.cache.table

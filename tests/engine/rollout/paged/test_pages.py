@@ -1,4 +1,4 @@
-"""Pages: counting references, and the promise that a scheduler inside its budget never runs out of them."""
+"""Pages: reference counting, and the guarantee that a scheduler within its budget never runs out of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areno.errors import EngineError
 from areno.types import SamplingParams
 
 
-def test_a_page_is_free_when_nobody_refers_to_it_and_not_before():
+def test_a_page_is_freed_with_its_last_reference_and_not_before():
     allocator = PageAllocator(4)
     pages = [allocator.take() for _ in range(3)]
     assert sorted(pages) == [1, 2, 3]
@@ -33,7 +33,7 @@ def test_the_spare_page_is_never_handed_out():
     assert SPARE_PAGE not in {allocator.take() for _ in range(49)}
 
 
-def test_too_few_pages_are_an_error_that_says_whose_fault_it_is():
+def test_running_out_of_pages_is_an_error_that_blames_the_scheduler():
     allocator = PageAllocator(2)
     allocator.take()
     with pytest.raises(EngineError, match=r"all 1 pages .* scheduler admitted more"):
@@ -41,13 +41,13 @@ def test_too_few_pages_are_an_error_that_says_whose_fault_it_is():
 
 
 @pytest.mark.parametrize("size", [0, 3, 12, 32])
-def test_a_page_size_for_which_the_promise_does_not_hold_is_refused(size):
+def test_a_page_size_for_which_the_guarantee_does_not_hold_is_refused(size):
     with pytest.raises(EngineError, match=f"page size {size}"):
         pages_for(1000, 0, 8, size)
 
 
 class Simulation:
-    """A scheduler's life over a paged cache without tensors: prompts come, decode, share, end, are preempted."""
+    """A scheduler on a paged cache without tensors: prompts arrive, decode, share pages, end and are preempted."""
 
     def __init__(self, seed: int, page_size: int, budget: int, running: int, prefix_tokens: int) -> None:
         self.random = random.Random(seed)
@@ -90,7 +90,7 @@ class Simulation:
             self.push(members)
         self.settle(scheduler.make_room())
         if scheduler.running:
-            # One position further than what is known, as the overlapped step does.
+            # One position beyond the known tokens, as in an overlapped step.
             ahead = [s.length - 1 + self.random.randint(0, 1) for s in scheduler.running]
             self.cache.reserve(scheduler.held(), max(ahead) + 1)
             open_cells(self.cache, ahead)
@@ -111,7 +111,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("seed", "page_size"), [(0, 16), (1, 16), (2, 4), (3, 1), (4, 8)])
-def test_pages_never_run_out_while_the_scheduler_keeps_its_budget(seed, page_size):
+def test_pages_never_run_out_while_the_scheduler_stays_within_its_budget(seed, page_size):
     life = Simulation(seed, page_size, budget=1000, running=12, prefix_tokens=160)
     for _ in range(400):
         if life.random.random() < 0.3:
@@ -125,8 +125,8 @@ def test_pages_never_run_out_while_the_scheduler_keeps_its_budget(seed, page_siz
     assert life.cache.allocator.used == 0
 
 
-def test_the_promise_holds_with_not_a_page_to_spare():
-    """Rows of whole column steps, the step ahead, and a full prefix store together need every page there is."""
+def test_the_guarantee_holds_without_a_page_to_spare():
+    """Rows that fill whole column steps, the step ahead and a full prefix store together need every page."""
     budget, running, prefix_tokens = 12 * 64, 12, 160
     cache = PagedCache(pages_for(budget, prefix_tokens, running))
     cache.reserve(13, 160)

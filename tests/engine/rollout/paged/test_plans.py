@@ -1,4 +1,4 @@
-"""Plans over pages against plans over slots, layer kind by layer kind."""
+"""Plans over pages against plans over slots, for every kind of layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = ([7, 8, 9] * 8, [5] * 13, [3, 90, 14])
 
 
 def run(model, cache, paged):
-    """Hidden states of two contexts prefilled together, one in pieces, then steps of samples that share them."""
+    """Return hidden states: two prompts prefilled together, one in chunks, then decode steps of samples that share them."""
     tokens = torch.randint(0, VOCAB, (6, 12), generator=torch.Generator().manual_seed(3))
     cache.reserve(8, 64)
     out = []
@@ -51,8 +51,8 @@ def test_pages_and_slots_give_the_same_numbers(family, page_size):
     assert torch.equal(paged, slots)
 
 
-def test_a_row_of_padding_changes_nobody(monkeypatch):
-    """Padding rows may lie over rows of samples that are being prefilled; those hold real pages."""
+def test_a_padding_row_changes_no_other_row(monkeypatch):
+    """Padding rows may coincide with rows of samples that are being prefilled, which hold real pages."""
     model = prepare(tiny_module("llama"), "llama")
     with torch.inference_mode():
         cache = PagedCache(64)
@@ -66,7 +66,7 @@ def test_a_row_of_padding_changes_nobody(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_prompt_in_pieces_goes_on_in_its_own_pages_and_an_old_row_begins_anew():
+def test_a_chunked_prefill_continues_in_its_own_pages_and_a_reused_row_starts_over():
     cache = PagedCache(64)
     cache.reserve(8, 64)
     PagedPrefillPlan(cache, [PrefillSpan([0, 1, 2], 20)]).finish()
