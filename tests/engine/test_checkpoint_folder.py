@@ -151,7 +151,7 @@ def test_leftover_names_are_hidden():
     assert folder_module._TRASH.startswith(".")
 
 
-@pytest.mark.parametrize("calls", range(1, 8))
+@pytest.mark.parametrize("calls", range(1, 9))
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(tmp_path, calls):
     """The process is killed at each of its renames and deletions in turn; the only checkpoint is never lost."""
     folder = CheckpointFolder(tmp_path)
@@ -170,9 +170,13 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(tmp
             return counted
 
         os.replace, os.unlink, os.rmdir = map(or_die, (os.replace, os.unlink, os.rmdir))
-        save(folder, 1, "second")
+        try:
+            save(folder, 1, "second")
+        except BaseException:
+            os._exit(1)
         os._exit(0)
-    os.waitpid(child, 0)
+    status = os.waitpid(child, 0)[1]
+    assert status == signal.SIGKILL
     folder.clear_leftovers()
     assert folder.steps() == [1]
     assert (folder.path(1) / "model").read_text() in ("first", "second")
