@@ -19,6 +19,8 @@ from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trainers.engines import engine_config, micro_batching
 from areno.experiments.trainers.supervised import preference_loss
+from areno.reports.run_data import RunData
+from areno.reports.verdict import verdict_of
 from areno.types import TrainSequence
 from tests.config.experiment.samples import rl
 from tests.experiments.trainer_stage import PAIRS, Run, differ, run_kind, settings_of_kind, trainer_of
@@ -176,6 +178,19 @@ def test_the_model_computes_in_dtype(sft):
         losses[dtype] = run.column("sft/loss")[0]
     assert losses["float32"] != losses["bfloat16"]
     assert losses["float32"] == pytest.approx(losses["bfloat16"], rel=0.05)
+
+
+def test_overflows_of_fp16_are_no_failures(sft):
+    """With a loss scale that is too large at first, updates are skipped until it fits; warnings and report do not mind."""
+    run = sft({"actor.dtype": "float16", "actor.optimizer.initial_loss_scale": 2.0**18, "actor.optimizer.hysteresis": 1, **SIX})
+    skipped, scales = run.column("sft/update_skipped"), run.column("sft/loss_scale")
+    assert skipped[0] == 1
+    assert skipped[-1] == 0
+    assert scales[-1] < scales[0]
+    assert run.trainer.state.unusable is None
+    data = RunData(run.folder)
+    assert data.warnings == []
+    assert "non_finite" not in [problem.key for problem in verdict_of(data).problems]
 
 
 def test_attention_is_fused_or_eager(sft, monkeypatch):

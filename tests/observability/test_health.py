@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, PARTS_WINDOW, HealthMonitor
+from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, PARTS_WINDOW, HealthMonitor, unusable
 from areno.types import WeightedReward
 
 HEALTHY = {"loss": -0.01, "grad_norm": 0.5, "response_len": 40.0, "logp_abs_diff_mean": 1e-6, "reward_errors": 0}
@@ -74,6 +74,14 @@ def test_each_cause_is_reported_at_its_first_step_and_not_again(stats, expected)
     assert text.startswith("step 4: ")
     assert expected in text
     assert observe(monitor, 5, **stats) == []
+
+
+def test_an_overflow_that_a_loss_scale_handles_is_normal():
+    overflow = {"grad_norm": math.inf, "update_skipped": 1.0, "loss_scale": 2.0**16}
+    assert observe(HealthMonitor(), 0, **overflow) == []
+    assert not unusable(HEALTHY | overflow)
+    assert unusable(HEALTHY | overflow | {"loss": math.nan})
+    assert len(observe(HealthMonitor(), 0, **overflow | {"loss": math.nan})) == 1
 
 
 def test_a_warning_that_every_response_is_truncated_names_the_option():
