@@ -7,7 +7,7 @@ from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """Declare a variant of the policy loss. ``presets`` are other defaults of its options; every option is still a flag."""
+    """Declare a variant of the policy loss. ``presets`` replace defaults of its options; every option remains a flag."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

@@ -1,4 +1,4 @@
-"""DAPO's loss (Yu et al. 2025, arXiv:2503.14476): a higher upper clip range, which helps unlikely tokens ("clip-higher")."""
+"""DAPO's loss (Yu et al. 2025, arXiv:2503.14476): a higher upper clip bound, so that unlikely tokens can gain probability."""
 
 from areno.algorithms import family
 

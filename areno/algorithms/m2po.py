@@ -1,4 +1,4 @@
-"""M2PO (Zheng et al. 2025, arXiv:2510.01161): masks the tokens that moved most until the second moment is bounded."""
+"""M2PO (Zheng et al. 2025, arXiv:2510.01161): masks tokens with large log-ratios until the mean square is bounded."""
 
 from areno.algorithms import family
 

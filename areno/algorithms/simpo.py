@@ -31,7 +31,7 @@ class SimPOOptions:
 def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: SimPOOptions) -> dict[str, Quantity]:
     """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), r = (beta / L_i) sum over the answer of log pi.
 
-    The mean over the L_i tokens of an answer removes the length bias; the target margin gamma replaces the reference model.
+    The mean over the L_i tokens of an answer removes the length bias and needs no reference model; gamma is the target margin.
     ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
     """
     masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)

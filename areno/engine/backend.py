@@ -1,4 +1,4 @@
-"""The interface to the models of a run for trainers, the training loop and the server. Imports no torch."""
+"""The interface through which trainers, the training loop and the server use the models of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Backend(Generator, Protocol):
     ) -> list[list[float]]:
         """Per row, the log-prob of each token given the tokens before it; entry 0 is 0.0.
 
-        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); actor only.
+        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); for the actor only.
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
@@ -110,7 +110,7 @@ class Backend(Generator, Protocol):
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not loaded yet.
 
-        Raises EngineError: a role of that name is loaded with a different checkpoint or kind.
+        Raises EngineError: a role of the same name is loaded with a different checkpoint, kind or ``trainable`` setting.
         Raises UsageError: a checkpoint does not suit its role.
         """
 
@@ -141,7 +141,7 @@ class Backend(Generator, Protocol):
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(engine, *arguments)`` on every rank; return the results in rank order.
 
-        If all ranks raise the same type of error, that error is raised; if only some raise, EngineError.
+        If all ranks raise the same type of error, that error is raised; if only some raise, or the types differ, EngineError.
         """
 
     def close(self) -> None:

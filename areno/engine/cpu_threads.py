@@ -1,9 +1,9 @@
 """Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
 If another process is busy on one of two cores, two OpenMP threads are twice as slow as one, because every parallel region
-waits for the thread on the busy core. So the thread count follows the load: it is set once the model is loaded and revised at
-most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible
-at equal thread counts.
+waits for the thread on the busy core. So the thread count follows the load: it is first set after the model has been
+loaded, and then revised at most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results
+are bitwise reproducible at equal thread counts.
 """
 
 import logging
@@ -44,8 +44,8 @@ class CpuThreads:
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
         """Declare that ``processes`` processes of a run divide the cores evenly.
 
-        ``root_pid`` is the process that started them (None: this one). ``fixed`` keeps their thread count constant; None
-        follows ``OMP_NUM_THREADS``.
+        ``root_pid`` is the process that started them (None: this one). ``fixed``: whether their thread count is
+        constant; None: only if ``OMP_NUM_THREADS`` is set.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed
@@ -54,7 +54,8 @@ class CpuThreads:
     def begin(self) -> None:
         """Start to follow the load. Call before loading a model: the CPU load during loading decides the first count.
 
-        The calling thread's count, within the process's CPU limit, is the maximum. Further calls have no effect.
+        The calling thread's count, within the process's CPU limit, is the maximum. While the count follows the load,
+        another call has no effect.
         """
         if self.adapts:
             return

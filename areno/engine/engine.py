@@ -1,7 +1,7 @@
 """All models of a run on one device: the actor generates and trains; other roles score, and some train.
 
 Rollout and training share the actor's module, so weights are never copied between them. ``version`` counts optimizer
-steps; every generated token carries the version that sampled it.
+steps; every generated token carries the version of the weights that sampled it.
 """
 
 import logging
@@ -54,7 +54,7 @@ _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed mem
 
 
 class Engine:
-    """The models of a run on one device. If ``path`` is an adapter folder, loads its base model and adds the adapter."""
+    """The models of a run on one device. If ``path`` is an adapter, loads its base model and merges the adapter."""
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -114,7 +114,7 @@ class Engine:
         loop = RolloutLoop(model, layers=cache_shape.layers, decode_mode=mode, **extra, **common)
         loop.idle_s = _IDLE_S if config.trains == "nothing" else None
         if config.decode == "compiled" and model.adapter is not None:
-            model.adapter.merge()  # the compiled step is validated against the model
+            model.adapter.merge()  # the compiled step uses merged weights, and is validated against the model
         loop.decode.prepare()
         return loop
 
@@ -192,11 +192,11 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights until the rollout ends or the models train; all ranks must call it."""
+        """Gather sharded weights, and keep them gathered until the rollout ends or a model trains; all ranks must call it."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; an adapter is merged until the rollout ends. See :meth:`RolloutLoop.submit`.
+        """Merge the adapter if it can be merged, and queue requests; see :meth:`RolloutLoop.submit`.
 
         Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
         """
@@ -238,11 +238,11 @@ class Engine:
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records of the actor's observed rows since the last call, by the rows' numbers."""
+        """Return the token records of the actor's training rows since the last call, by the rows' ``observed`` numbers."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with this engine, the only rank, and the arguments."""
+        """Call ``function(self, *arguments)``; this engine is the only rank."""
         return [function(self, *arguments)]
 
     def measure(
@@ -306,7 +306,7 @@ class Engine:
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Options of a trainable role's adapter, if the role is not the actor: the actor's options, for a new adapter."""
+        """Options for the adapter of a trainable role other than the actor: those of the actor, for a new adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
@@ -402,8 +402,8 @@ class Engine:
     def load_state(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint whose weights the actor has already loaded.
 
-        Call :meth:`ensure_roles` first: only loaded roles are restored. For trainable roles other than the actor, loads the
-        weights too.
+        Call :meth:`ensure_roles` first: only loaded roles are restored. For trainable roles other than the actor, the
+        weights are loaded too.
         """
         self._rest()
         for name, role in list(self.roles.items()):

@@ -29,7 +29,7 @@ class EngineConfig:
     adapter: AdapterOptions | None = None  # trainable adapter; None trains the full weights
     attn_backend: str = "flash"  # ``flash`` or ``native``, see :mod:`areno.engine.model.attention`
     activation_checkpointing: bool | None = None  # recompute layers; None: only if memory is short
-    tree_training: bool = True  # compute shared prompts once; see :mod:`areno.engine.model.tree`
+    tree_training: bool = True  # compute common prefixes once; see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # keep layer inputs in host memory; GPU only
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
@@ -44,7 +44,7 @@ class EngineConfig:
     use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
     deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
-    neighbors: int = 1  # engines like this one, including it, that divide this machine's memory
+    neighbors: int = 1  # number of engines, including this one, that share this machine's memory
     shares_device: bool = False  # whether another process uses the same GPU
     peers: RankContext = field(default_factory=RankContext)  # this rank's place and communication groups
 

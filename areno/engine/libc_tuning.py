@@ -8,8 +8,8 @@ parallel region restarts them in well under a millisecond.
 *Freed memory is retained.* By default malloc returns large freed blocks to the system, and new ones are faulted in page by
 page: training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So
 large tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If that cannot be compiled, glibc retains
-memory in one untrimmed heap, whose fragmentation raises the peak by about half. When the system runs short of memory, each
-pass first returns retained memory.
+memory in one untrimmed heap, whose fragmentation makes the peak a third higher to twice as high. When the system runs short of
+memory, each pass first returns retained memory.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: keeps the program's settings
 
 
 def release_workers() -> None:
-    """Stop the OpenMP workers of the calling thread; it must not be inside a parallel region."""
+    """Stop the OpenMP workers of the calling thread, which must not be inside a parallel region."""
     pause = _pause_call()
     if pause is not None:
         pause(_PAUSE_SOFT)

@@ -28,7 +28,7 @@ def context_length(config: Any) -> int | None:
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
-    factor, kind = rope.get("factor"), rope.get("rope_type")  # if layer types differ, nested and ignored
+    factor, kind = rope.get("factor"), rope.get("rope_type")  # missing, so ignored, if nested by layer type
     if stated is None or not factor:
         return stated
     if kind == "linear":
@@ -106,7 +106,7 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Cap each request's new tokens at the context that its prompt leaves; a sample that reaches the cap ends with ``length``.
+    """Cap each request's new tokens at what its prompt leaves of the context; at the cap, a sample ends with ``length``.
 
     Raises EngineError: a request is invalid or can never fit.
     """

@@ -1,6 +1,6 @@
 """Model roles: the trainable actor, a frozen reference, a critic, a reward model.
 
-Every role scores fixed rows; one with an optimizer also trains. The actor additionally generates.
+Every role scores given rows; a role with an optimizer also trains. The actor, if it is a policy, also generates.
 """
 
 import functools
@@ -103,8 +103,8 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        Raises EngineError if the role does not predict ``what``, UsageError for rows that :meth:`check` rejects, ValueError
-        unless there is one temperature, or one per row.
+        Raises EngineError if a policy is asked for values or rewards, or another kind of model for log-probs; UsageError for
+        rows that :meth:`check` rejects; ValueError unless there is one temperature, or one per row.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             requested = "log-probs" if what == "logprobs" else what
@@ -195,7 +195,7 @@ def load_role(
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
-    """Load a role's checkpoint; that of a frozen critic or reward model must have a head.
+    """Load a role's checkpoint; the checkpoint of a frozen critic or reward model must have a scalar head.
 
     Raises UsageError: the checkpoint does not suit the role, or options conflict.
     """
@@ -235,9 +235,9 @@ def _check_choices(
     """Reject options that conflict or have no effect."""
     on_cpu, layout = torch.device(options.device).type == "cpu", options.peers.layout
     if on_cpu and optimizer is not None and optimizer.offload:
-        raise UsageError(f"--offload-optimizer has no effect on a CPU, where role {name!r} is; remove the option")
+        raise UsageError(f"--offload-optimizer has no effect for role {name!r}, which is on a CPU; remove the option")
     if on_cpu and optimizer is not None and offload_activations:
-        raise UsageError(f"--offload-activations has no effect on a CPU, where role {name!r} is; remove the option")
+        raise UsageError(f"--offload-activations has no effect for role {name!r}, which is on a CPU; remove the option")
     if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
             f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, so that there is "

@@ -54,7 +54,7 @@ def score(
 ) -> list[Any]:
     """Score rows with a policy (log-probs), a critic (values) or a reward model (rewards).
 
-    ``routed`` holds the expert choices of each row to replay, if the model supports routing replay.
+    ``routed`` holds each row's recorded expert choices; a model prepared for routing replay replays them.
 
     Returns:
         ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
@@ -110,7 +110,7 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens; a longer row is a batch."""
+    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens, or of one longer row."""
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:

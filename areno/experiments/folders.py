@@ -75,7 +75,7 @@ class ExperimentFolders:
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, root: str = "") -> ExperimentFolders:
-        """The directories of an experiment, below ``root`` or else ``cluster.fileroot``."""
+        """The directories of an experiment, below ``root``, by default ``cluster.fileroot``."""
         return cls(root or config.cluster.fileroot, config.experiment_name, config.trial_name)
 
     def _below(self, kind: str) -> Path:

@@ -116,14 +116,14 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """Memory plan of an experiment: ``actor`` for training, ``rollout`` for each replica; None without separate replicas."""
+    """Memory plan of an experiment: ``actor`` for training, ``rollout`` for each separate replica (None if there are none)."""
 
     actor: MemoryPlan
     rollout: MemoryPlan | None
     titles: tuple[str, str]  # titles of the two plans
     transfer: int  # size in bytes of the shared memory for weight transfers
     together: bool  # both share one memory, and must fit into it together
-    share: int = 0  # bytes on the fullest rank if the layout shards weights, which the plans do not consider; else 0
+    share: int = 0  # bytes on the fullest rank if the layout shards weights (the plans assume unsharded ones); else 0
 
     @property
     def needed(self) -> int:

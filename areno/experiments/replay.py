@@ -70,7 +70,7 @@ class ReplayPPOTrainer(PPOTrainer):
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:
-        """Unknown: only the rows of a step are there."""
+        """Unknown, because a replay has the rows of one step only."""
         return {}
 
     def total_steps(self) -> int:
@@ -101,7 +101,9 @@ class ReplayPPOTrainer(PPOTrainer):
 
 
 def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) -> tuple[PPOConfig, PPOConfig]:
-    """Load the configuration of a run and that of its replay, which has changed ``settings`` and writes below ``out``.
+    """Load the configuration of a run and that of its replay, which changes ``settings`` and writes below ``out``.
+
+    ``keeps``: whether the replay saves models and recovery checkpoints.
 
     Raises UsageError: a setting is invalid, or the experiment has no rollout.
     """
@@ -121,7 +123,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
 
 
 def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
-    """Fit a replay to changed settings. Raises UsageError: the settings need data that was not recorded."""
+    """Adapt a replay to changed settings. Raises UsageError: the settings need data that was not recorded."""
     before, after = (config.reward_section.weights for config in (recorded, replayed))
     replay = replay.weighed(after) if after != before else replay
     for section, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):

@@ -133,7 +133,7 @@ class Launcher(Protocol):
     """Starts tasks with the resources of their roles; must be closed.
 
     Attributes:
-        names: None if all tasks are on this machine.
+        names: name service of the tasks; None if all tasks are on this machine.
         host: address at which the tasks reach this machine.
     """
 

@@ -49,7 +49,7 @@ class Connection:
         return self.key is not None
 
     def frames(self, limit: int = sys.maxsize) -> Frames:
-        """Wrap the socket in frames; both ends must call it."""
+        """Wrap the socket in frames; both ends must call this method."""
         if self.key is not None:
             return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
         return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)
@@ -72,7 +72,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Expect a worker that will be started; returns a future of its connection. Names must be unique."""
+        """Expect a worker that will be started, and return a future of its connection. Names must be unique."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future

@@ -37,7 +37,7 @@ class TaskHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, need: RoleNeed, task: Task, environment: Mapping[str, str]) -> int:
-        """Start the task with additional environment variables; returns its process id."""
+        """Start the task with additional environment variables, and return its process id."""
         self._process = subprocess.Popen(
             need.command(task),
             env={**os.environ, "RAY_ADDRESS": _address(), **environment},
@@ -51,7 +51,7 @@ class TaskHost:
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait for the end of the task; returns its exit code."""
+        """Wait for the end of the task, and return its exit code."""
         assert self._process is not None
         code = self._process.wait()
         self._copier.join(_REST_S)  # the last output of the task
@@ -240,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        Each engine gets its own group. With ``ray_placement_strategy=shared``, engines of one worker share the role's group.
+        Each engine gets its own group. With ``ray_placement_strategy=shared``, single-worker engines share the role's group.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

@@ -97,7 +97,7 @@ class SlurmLauncher(RemoteLauncher):
         self._job = os.environ["SLURM_JOB_ID"]
         nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
         own = os.environ.get("SLURMD_NODENAME", "")
-        # Put the trainer's first worker on this node, so that both share a file system.
+        # Put the trainer's first worker on the node of this process, so that the two share a file system.
         nodes.sort(key=lambda node: node != own)
         listed = {
             role: replace(need, nodelist=_expanded(need.nodelist), exclude=_expanded(need.exclude))

@@ -5,7 +5,7 @@
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
 - ``clipping``: ratios, clipping, averages and statistics, which policy losses share; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
-- ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards; ``gae`` and ``norm``: its parts.
+- ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
 - ``stats``: statistics that are aggregated exactly; ``units``: losses that are means over tokens or pairs.
 
 To add a loss, write a function with the interface of ``loss_interface`` and name it in the ``SPEC`` of a new file

@@ -103,7 +103,7 @@ def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio, clamped to ``MAX_LOG_RATIO``."""
+    """exp of a log-ratio, whose magnitude is first clamped to ``MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -43,7 +43,7 @@ def dpo_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_ref_logprobs``, ``packed_seq_ids``, ``packed_num_sequences``;
             sequences alternate between chosen and rejected.
-        beta: sharpness of the margin, above 0.
+        beta: factor on the log-ratios, above 0; the larger it is, the closer the policy stays to the reference.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
         length_normalized: compare means over tokens instead of sums, so that long answers do not weigh more than short ones.
@@ -51,7 +51,7 @@ def dpo_loss_fn(
     Returns:
         Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward
         and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (their difference), dpo_response_len.
-        Quantities: response_len of each sequence, the others of each pair.
+        Quantities (see :mod:`areno.loss_fns.units`): response_len per sequence, all others per pair.
 
     Raises:
         ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.
@@ -64,7 +64,8 @@ def dpo_loss_fn(
         raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
-    # Subtract per token and sum in float64: the two sums are large and nearly equal, so their difference would lose digits.
+    # Subtract per token, and sum in float64: the log-probs of an answer under policy and reference are large and nearly equal,
+    # so the difference of their sums would lose digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
     per_sequence = (sequence_means if length_normalized else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")

@@ -73,7 +73,7 @@ def fill_gae(
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: take the return after the last trained token from ``values`` (for a truncated response); otherwise it is 0.
+        bootstrap: take the value after the last trained token from ``values`` (for a truncated response); otherwise it is 0.
     """
     actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]
@@ -85,7 +85,7 @@ def fill_gae(
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
-    """Standardize over all unmasked tokens: (x - mean) / std, with the population std.
+    """Standardize over all tokens that count: (x - mean) / std, with the population std.
 
     If the std is at most 1e-6, only the mean is subtracted; equal values give exactly zero.
 

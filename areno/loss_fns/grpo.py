@@ -40,12 +40,12 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
-    The ratio is taken against the log-probs recorded by the rollout, so it is 1 on the first pass and clips once the policy
-    has moved. ``loss_mean`` selects the mean, including that of the KL term: ``token`` divides the sum over all response tokens
-    of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence`` averages each sequence over its
-    own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by the constant ``max_tokens`` and
-    averages over sequences, which removes the length bias (Liu et al. 2025, arXiv:2503.20783). A sequence without response
-    tokens contributes 0 and still counts.
+    The ratio is taken against the log-probs recorded by the rollout. On fresh samples it is 1 on the first pass; it is clipped
+    only once the policy has moved. ``loss_mean`` selects the mean, including that of the KL term: ``token`` divides the sum
+    over all response tokens of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence``
+    averages each sequence over its own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by
+    the constant ``max_tokens`` and averages over sequences, which removes the length bias (Liu et al. 2025,
+    arXiv:2503.20783). A sequence without response tokens contributes 0 and still counts.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
@@ -55,7 +55,7 @@ def grpo_loss_fn(
         dual_clip: bound on the loss of a token with a negative advantage, as a multiple of the advantage's magnitude.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
         max_tokens: divisor of ``dr_grpo``, the maximum response length.
-        kl_coef: weight of the KL term to the reference; 0 disables it.
+        kl_coef: weight of the KL term, the divergence from the reference; 0 disables it.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areno.loss_fns.loss_interface import DataPack, in_float, required
 
-# k3 grows exponentially; exponent and value are bounded so that one token cannot dominate a step.
+# k3 grows exponentially; its exponent and value are bounded, so that one token cannot dominate a step.
 MAX_EXPONENT = 20.0
 MAX_LOW_VAR_KL = 10.0
 

@@ -3,7 +3,7 @@
 A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on the
 *action axis*: the concatenated sequences of the microbatch, each without its first token, which nothing predicts; the
 length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient. A critic's loss
-receives values on the same axis instead of log-probs (entry t is the value before the action is taken), a reward model's
+receives values on the same axis instead of log-probs (entry t is the value before action t is taken), a reward model's
 loss one score per sequence.
 
 A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units of
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``; A is the length of the action axis. Optional keys are present if the rows have the data."""
+    """Keys of ``data_pack``; A is the length of the action axis. Keys for optional lists exist only if the rows have them."""
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]

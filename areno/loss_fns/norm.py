@@ -28,7 +28,7 @@ class Norm:
     """
 
     mean_level: Level | None = "batch"  # compute mu over the ``batch`` or the ``group``; None: mu = 0
-    mean_leave1out: bool = False  # whether mu excludes the entry itself: (S - x) / (n - 1), and 0 for a single entry
+    mean_leave1out: bool = False  # whether mu excludes the entry itself: (sum - x) / (n - 1), and 0 for a single entry
     std_level: Level | None = "batch"
     std_unbiased: bool = True  # whether sigma divides by n - 1 instead of n; sigma is then 1 for a single entry
     eps: float = 1e-5  # added to sigma; must not be negative

@@ -1,9 +1,11 @@
-"""The configurable policy loss of ``areno run`` and of ``areno/algorithms``; ``--algo gspo``, ``grpo``, ``ppo`` have their own.
+"""The configurable policy loss of ``areno run`` and of most files in ``areno/algorithms``.
 
-It covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation.
+It covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation. In ``areno train``,
+``gspo``, ``grpo`` and ``ppo`` use separate losses.
 
 The algorithm is determined by the settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`);
-docs/algorithms.md has the table. Settings have the names of the ``actor`` and ``teacher`` sections of an experiment.
+docs/algorithms.md lists the settings of each algorithm. Settings have the names of the ``actor`` and ``teacher`` sections of
+an experiment.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
 def approximate_proximal(
     kind: Approximation, behavior: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Approximate log-probs of the proximal policy [A], without gradient; versions are those of :func:`interpolation_fraction`.
+    """Approximate log-probs of the proximal policy [A], without gradient; versions are as for :func:`interpolation_fraction`.
 
     ``loglinear`` interpolates log-probs, l_b + alpha (l - l_b); ``linear`` interpolates probabilities; ``rollout`` returns l_b.
 

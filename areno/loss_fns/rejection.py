@@ -1,4 +1,4 @@
-"""Rejection sampling: masks or clamps tokens whose proximal and behavior policies differ too much.
+"""Rejection sampling: masks tokens whose proximal and behavior policies differ too much, or clamps their weight.
 
 r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al. 2022,
 arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequence outside the bounds is masked out of the loss, or its
@@ -73,7 +73,7 @@ def behavior_weights(
     if sampling.action == "mask":
         keep = mask & ~outside
         return BehaviorWeights(torch.where(keep, weight, 0.0), keep, outside)
-    # The weight is the geometric mean, which may be within the bounds even if the sum or maximum over tokens is not.
+    # A sequence's weight is the geometric mean, which may be within the bounds even if the sum or maximum over tokens is not.
     clamped = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
     return BehaviorWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
 

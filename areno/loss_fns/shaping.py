@@ -37,7 +37,7 @@ class RewardShaping:
     ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
     ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and is ignored by ``adv_norm``; remove
     such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after the last token of a
-    truncated answer is the critic's value at that token, else 0.
+    truncated answer is the critic's value at that token; otherwise it is 0.
 
     Raises:
         ValueError: a setting is out of range, or the penalty is incomplete.
@@ -103,7 +103,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments: parts of rows, such as the turns of a conversation, or several rows together."""
+    """Rewards of segments. A segment is a part of a row, such as a turn of a conversation, or several rows together."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
@@ -120,10 +120,10 @@ def shape_advantages(
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Values to report as mean, minimum and maximum, float64, by documented name: ``task_reward``, ``kl_rewards``
-        and ``final_reward`` (sums over a sample; raw, KL, and R' with KL), ``no_eos_ratios``, ``prompt_len``, ``seq_len``,
-        ``correct_seq_len`` and ``incorrect_seq_len`` (task reward above 0, or not) per sample, ``advantages`` per token;
-        and ``gae_advantages``, the advantages before ``adv_norm``.
+        Values to report as mean, minimum and maximum, float64, by documented name. Per sample: ``task_reward`` (raw),
+        ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus that sum), ``no_eos_ratios``, ``prompt_len``,
+        ``seq_len``, ``correct_seq_len`` (lengths of samples with a task reward above 0) and ``incorrect_seq_len`` (lengths
+        of all others). Per token: ``advantages``, and ``gae_advantages``, which are those before ``adv_norm``.
 
     Raises:
         ValueError: there are no rows, a KL reward lacks reference log-probs, or a number is not finite.
@@ -239,7 +239,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of the others."""
+    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of all others."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),

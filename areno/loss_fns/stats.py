@@ -1,7 +1,7 @@
 """Statistics that are aggregated exactly over microbatches.
 
-A loss reports objects of this module; the engine sums their parts over the optimizer step and over all ranks, and converts
-them to scalars once. A plain number in the metrics is averaged with the weights of the loss itself.
+A loss reports objects of this module; the engine merges their parts over the optimizer step and over all ranks, and converts
+them to scalars once. A plain number in the metrics is averaged with the same weights as the loss.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Count:
 class TokenFlags:
     """A flag per action, bool [A], which reports no scalar.
 
-    Under the name ``clipped`` a loss marks the tokens whose gradient its clip range removed; recorded samples have this flag.
+    Under the name ``clipped``, a loss marks the tokens whose gradient its clip range removed; recorded samples show this flag.
     """
 
     values: Tensor

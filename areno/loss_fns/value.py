@@ -37,7 +37,7 @@ def value_loss_fn(
 ) -> dict[str, Quantity]:
     """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
 
-    The maximum removes the gradient of predictions that have already moved by eta towards their target.
+    The maximum removes the gradient of predictions that have already moved towards their target by more than eta.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values``, ``packed_returns``.
@@ -47,7 +47,8 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean, value_abs_error_mean. Quantities: loss and the others under these names, per token.
+        old_value_mean, value_abs_error_mean. Quantities (see :mod:`areno.loss_fns.units`), per token: loss, and all
+        of these names except value_loss.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

@@ -94,12 +94,14 @@ class RayStore:
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own
-                raise ArenoError("this process is no longer connected to the Ray cluster of the names")
+                raise ArenoError("this process is no longer connected to the Ray cluster of the name store")
             try:
                 return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
             except self._ray.exceptions.ActorUnavailableError as error:  # the actor is being restarted
                 if time.monotonic() > deadline:
-                    raise ArenoError(f"the Ray actor of names is unavailable: {error}") from error
+                    raise ArenoError(f"the Ray actor of the name store is unavailable: {error}") from error
                 time.sleep(_PAUSE_S)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                raise ArenoError(f"the Ray actor of names does not answer: {type(error).__name__}: {error}") from error
+                raise ArenoError(
+                    f"the Ray actor of the name store does not answer: {type(error).__name__}: {error}"
+                ) from error

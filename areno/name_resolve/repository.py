@@ -64,7 +64,7 @@ class Repository:
     def add_subentry(
         self, name: str, value: str, delete_on_exit: bool = True, keepalive_ttl: float | None = None
     ) -> str:
-        """Add a value under a new name below ``name``; returns that name."""
+        """Add a value under a new name below ``name``, and return the new name."""
         entry = f"{_normal(name)}/{uuid.uuid4().hex[:12]}"
         self.add(entry, value, delete_on_exit, keepalive_ttl)
         return entry

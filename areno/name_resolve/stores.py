@@ -20,19 +20,19 @@ class NameStore(Protocol):
     """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value; returns False if there is a value and ``replace`` is not set. Of concurrent writers, one succeeds."""
+        """Set a value. Without ``replace``, return False if there is a value; of concurrent writers, only one succeeds."""
 
     def read(self, name: str) -> str | None:
         """Return the value of a name; None if there is none."""
 
     def remove(self, name: str) -> bool:
-        """Delete a value; returns whether there was a value."""
+        """Delete a value; return whether there was one."""
 
     def under(self, root: str) -> list[str]:
         """Return all names that have a value and are ``root`` or below it."""
 
     def touch(self, name: str, ttl: float) -> bool:
-        """Renew the time to live of a value written by this process; returns whether the value still exists."""
+        """Renew the time to live of a value written by this process; return whether the value still exists."""
 
 
 def is_under(name: str, root: str) -> bool:

@@ -4,7 +4,7 @@
 - ``experiment_metrics``: the metrics of ``areno run`` by name, with their meaning.
 - ``stats_collector``: collects further statistics of a step of ``areno run``, including those of your code.
 - ``stats_logger``: writes a step of ``areno run`` to the log, ``metrics.jsonl`` and tracking services.
-- ``tracking_services``: Weights & Biases, SwanLab, Trackio and TensorBoard; ``tensorboard``: the event files.
+- ``tracking_services``: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow; ``tensorboard``: the event files.
 - ``train_metrics``: the meaning of each metric of ``areno train``; ``metric_advice``: what is normal, and what to do.
 - ``samples``: which responses go to ``samples.jsonl``; ``health``: warnings when a run cannot learn.
 - ``display``: progress on a terminal; ``screen``: its layout; ``chart``: text charts; ``logs``: logging of the command line.

@@ -37,8 +37,8 @@ def text_chart(
 ) -> str:
     """Draw a line chart of ``values`` over their index.
 
-    Series longer than ``width`` columns are averaged; NaN and infinities leave a gap. The encoding of ``stream``, by default
-    ``sys.stdout``, selects Unicode or ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
+    A series of more than ``width`` values is averaged per column; NaN and infinities leave a gap. The encoding of ``stream``,
+    by default ``sys.stdout``, selects Unicode or ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
         raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
@@ -68,7 +68,7 @@ def text_chart(
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
     """Draw the series in at most ``width`` characters, scaled from minimum to maximum.
 
-    Longer series are averaged; a column without finite values is blank, and a series without any gives an empty string.
+    A longer series is averaged per character; a character without finite values is blank, a series without any is empty.
     """
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))

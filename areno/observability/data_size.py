@@ -10,11 +10,11 @@ _MOST_ROWS = 100_000
 
 
 def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epoch: int) -> dict[str, int]:
-    """The sizes of the data sets as they were loaded, with rows that the run leaves out because they are too long.
+    """The sizes of the data sets as they were loaded, including rows that the run leaves out because they are too long.
 
     Returns:
-        ``examples``, ``prompts`` (distinct ones), ``steps_per_epoch``, ``held_out_examples``, ``held_out_prompts``; without
-        what is unknown.
+        ``examples``, ``prompts`` (distinct ones), ``steps_per_epoch``, ``held_out_examples``, ``held_out_prompts``;
+        unknown sizes are left out.
     """
     sizes = {"examples": len(rows), "prompts": _distinct_prompts(rows), "steps_per_epoch": steps_per_epoch}
     if held_out is not None:
@@ -23,7 +23,7 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts; None if rows have none, are too many, or may be computed when they are read."""
+    """The number of distinct prompts; None if a row has no prompt, or reading all rows may take long."""
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)

@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, one log line per step elsewhere.
 
-Except for the present memory, everything in the live display is also in ``log.txt`` or ``metrics.jsonl``. A thread redraws the
-display, so that the clock of a phase advances during a step; warnings scroll above. The cursor is restored however the run
-ends: by the ``with`` block, or by an exit handler. :mod:`areno.observability.screen` lays out the lines.
+Except for the current memory, everything in the live display is also in the log or in ``metrics.jsonl``. A thread redraws the
+display, so that the clock of a phase advances during a step; warnings scroll above it. When the run ends, the ``with`` block or
+an exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ProgressDisplay:
 def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
     """Create a ``LiveProgress`` on an interactive terminal, else a ``PlainProgress``.
 
-    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower get the plain lines.
+    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower get plain lines.
     """
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)
@@ -184,7 +184,7 @@ class LiveProgress(ProgressDisplay):
             live.stop()
 
     def picture(self) -> Picture:
-        """The present frame, for this console's size."""
+        """The current frame, for this console's size."""
         with self._lock:
             state, pace, now = self._state, self._pace, time.monotonic()
             state.done, state.total = pace.done, self.total_steps
@@ -215,7 +215,7 @@ class Picture:
 
 
 def memory_use() -> MemoryUse:
-    """Memory of the GPUs that this process uses, or of the machine and this process with its descendants."""
+    """Memory of this process's current GPU if it uses one, else of the machine and of this process with its descendants."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return MemoryUse(resident_bytes(os.getpid()), free_bytes(), total_bytes(), "used by this run")

@@ -1,7 +1,7 @@
 """The statistics of experiments with their meaning; the docs page is generated from this table.
 
-The quickstart documents some statistics under names shorter than those under which they are recorded. The logger adds these
-aliases, which ``SHORT_NAMES`` lists.
+The quickstart documents some statistics under shorter names than the recorded ones. The logger adds these short names as
+aliases; ``SHORT_NAMES`` lists them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ _EPISODES: _Rows = (
     ("accepted", "prompts so far whose episodes are in a batch or may become part of one"),
     ("rejected", "prompts so far whose episodes failed, returned None or were filtered out"),
     ("failed", "rejected prompts whose workflow raised"),
-    ("filtered", "rejected prompts whose trajectory the filter refused"),
+    ("filtered", "rejected prompts whose trajectory the filter did not accept"),
     ("stale", "prompts so far whose episodes were too old by the time a batch could use them"),
 )
 _LAG: _Rows = (("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),)
@@ -80,7 +80,7 @@ _BATCH_COUNTS: _Rows = (
     ("eps_clip", "current clip range"),
     ("c_clip", "current dual-clip bound; absent without one"),
     ("use_dual_clip", "1 if there is a dual-clip bound, else 0"),
-    ("mask_no_eos_with_zero", "1 if truncated responses get no reward"),
+    ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are not trained on"),
     ("rs_upper", "upper bound of rejection sampling; absent without one"),
     ("rs_lower", "lower bound of rejection sampling; absent without one"),
 )
@@ -118,7 +118,7 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "1, or 0 if the update was skipped because the gradient was not finite"),
     (
         "num_micro_batches",
-        "forward and backward passes per optimizer step over all ranks, mean over the update's steps",
+        "forward and backward passes per optimizer step, summed over data-parallel replicas; mean over the update's steps",
     ),
 )
 _LOGP: _Rows = (
@@ -177,7 +177,7 @@ _DPO: _Rows = (
     ("reward_margin", "chosen minus rejected reward"),
 )
 _TIMES: _Rows = (
-    ("step", "the step without saving and evaluating"),
+    ("step", "the step, without saving and evaluation"),
     ("rollout", "waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
     ("recompute_logp", "computing proximal log-probs"),
@@ -193,9 +193,9 @@ _TIMES: _Rows = (
     ("eval", "evaluation"),
 )
 _MEMORY: _Rows = (
-    ("peak_resident_gib", "highest resident memory so far of the run's processes on this machine, added up, in GiB"),
+    ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
     ("available_gib", "memory that this machine, or the control group's limit, has left after the step, in GiB"),
-    ("peak_gpu_gib", "with GPUs: most memory that the trainer's tensors have taken so far on one of them, in GiB"),
+    ("peak_gpu_gib", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest, in GiB"),
 )
 
 SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (

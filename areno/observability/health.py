@@ -17,9 +17,9 @@ import numpy as np
 from areno.types import part_columns
 
 LOGPROB_GAP_LIMIT = 0.05
-"""Mean |rollout - train log-prob| above which a bf16 run warns."""
+"""Mean |rollout - train log-prob| above which a run warns."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""The same limit if rollout and training compute in fp32."""
+"""The limit of ``areno train`` if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
 """Number of steps over which the means of reward parts are compared."""
@@ -41,10 +41,10 @@ class HealthMonitor:
     """Watches the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps with equal rewards before a warning. Any warning is repeated only after as many
-            steps without its cause.
-        logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
-        grouped: advantages are relative to the group, so that they sum to zero.
+        window: number of consecutive steps with equal rewards before a warning. Any warning is repeated only after
+            ``window`` steps without its cause.
+        logprob_gap_limit: tolerated mean absolute difference of rollout and train log-probs.
+        grouped: whether advantages are relative to the group, so that they sum to zero.
         max_new_tokens: response length limit; None if unknown.
         settings: maps ``areno train`` options in the warnings to the names of this run's settings.
 
@@ -169,6 +169,8 @@ class HealthMonitor:
         length, gap = stats.get("response_len"), stats.get("logp_abs_diff_mean")
         grad_norm, dropped = stats.get("grad_norm"), stats.get("reward_errors")
         checked = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
+        if overflowed(stats):
+            checked.pop("grad_norm", None)
         bad = ", ".join(f"{name} is {value}" for name, value in checked.items() if not math.isfinite(value))
         return {
             "equal_rewards": (tied, self._equal(rewards, bool(cut), length)),
@@ -181,7 +183,7 @@ class HealthMonitor:
             ),
             "non_finite": (
                 bool(bad) if checked else None,
-                f"{bad}: this update and all later checkpoints are unusable. Start a new run from the last checkpoint "
+                f"{bad}: the update failed, and later checkpoints may be unusable. Start a new run from the last checkpoint "
                 "before this step, with a lower --lr, a lower --grad-clip-norm, or --dtype float32",
             ),
             "short_responses": (
@@ -204,14 +206,14 @@ class HealthMonitor:
 
     @property
     def _moved(self) -> int:
-        """1 if the mean reward is above that of all first steps, -1 if it is below them, else 0."""
+        """1 if the mean reward is above the means of all first steps, -1 if it is below all of them, else 0."""
         if len(self._start) < self._window or _REWARD not in self._parts[-1]:
             return 0
         mean = self._parts[-1][_REWARD]
         return (mean > max(self._start)) - (mean < min(self._start))
 
     def _equal(self, rewards: Sequence[float], cut: bool, length: float | None) -> str:
-        """The warning that the rewards are equal, with what this means so far."""
+        """The warning that the rewards are equal, and what that means given the run so far."""
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
         seen = f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. "
@@ -220,9 +222,7 @@ class HealthMonitor:
         if self._moved < 0 and low == high:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
         if self._moved > 0 and cut:
-            return (
-                f"{seen}The reward may count what length or repetition produces: read late samples (areno inspect RUN)"
-            )
+            return f"{seen}The reward may simply grow with length or repetition: read late samples (areno inspect RUN)"
         if self._moved > 0:
             return (
                 f"{seen}Earlier rewards were lower: if late samples are right (areno inspect RUN), the task is solved; "
@@ -236,19 +236,19 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """What cut responses of a mean length, and which option raises it."""
+        """The limit that cut responses of this mean length, and the option that raises it."""
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"
 
     def _truncated(self, count: int, length: float | None) -> str:
-        """The warning that all responses were truncated, with what this means so far."""
+        """The warning that all responses were truncated, and what that means given the run so far."""
         limit, remedy = self._limit(length)
         seen = f"every response ({count}) was truncated at {limit}"
         if self._moved > 0:
             return (
-                f"{seen}, and the reward is higher than at the start: it may count what length or repetition produces. Read "
-                "late samples (areno inspect RUN); a higher limit would only be filled too"
+                f"{seen}, and the reward is higher than at the start: it may simply grow with length or repetition. Read "
+                "late samples (areno inspect RUN); responses would fill a higher limit, too"
             )
         if self._moved < 0:
             return (
@@ -261,8 +261,18 @@ class HealthMonitor:
         )
 
 
+def overflowed(stats: Mapping[str, float]) -> bool:
+    """Whether an update was skipped because a gradient overflowed in fp16.
+
+    This is normal: the loss scale falls until gradients fit. If it cannot fall any further, the engine ends the run.
+    """
+    return "loss_scale" in stats and stats.get("update_skipped", 0.0) > 0 and math.isfinite(stats.get("loss", 0.0))
+
+
 def unusable(stats: Mapping[str, float]) -> bool:
     """Whether an update of the step was skipped, or its loss or gradient is not finite."""
+    if overflowed(stats):
+        return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
     return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
 

@@ -1,8 +1,9 @@
 """Logging setup of the command line.
 
-Handlers are attached to the logger ``areno``, and only by the command line; programs that use areno as a library keep
-their own. ``log.txt`` gets every record, the console the records of level ``ARENO_LOG_LEVEL`` and above. While a live display
-uses the terminal, console lines go through the display (``route_console``), so that they do not corrupt it.
+Handlers are attached to the logger ``areno``, but only by the command line and by the trainers of experiments; other programs
+that use areno as a library keep their own. The log file of a run gets every record, the console the records of level
+``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, console lines go through the display
+(``route_console``), so that they do not corrupt it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream, or while a live display is active, those of ``live_level`` and above to the display."""
+    """Writes records to the stream or, while a live display is active, those of ``live_level`` and above to the display."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 
@@ -89,7 +90,7 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL``, else INFO.
+    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL`` (default INFO).
 
     Raises UsageError if the level is unknown.
     """
@@ -105,7 +106,7 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
 
-    The ``log.txt`` of a run directory gets every record. With a run directory, and unless ``level`` or ``ARENO_LOG_LEVEL``
+    The log file of a run directory gets every record. With a run directory, and unless ``level`` or ``ARENO_LOG_LEVEL``
     sets a console level, a live display shows only warnings and errors. Raises UsageError: the level is unknown, or the
     run directory cannot be created.
     """
@@ -127,5 +128,5 @@ def shows_lines() -> bool:
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines to ``writer`` (a live display), or with None to the stream."""
+    """Send console lines to ``writer`` (a live display) or, if it is None, to the stream."""
     ConsoleHandler.writer = writer

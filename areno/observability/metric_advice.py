@@ -1,6 +1,6 @@
-"""What is normal for a metric, and what to do if it is not: read by ``areno explain`` and by ``docs/run-directory.md``.
+"""What is normal for a metric, and what to do if it is not: shown by ``areno explain`` and in ``docs/run-directory.md``.
 
-Ranges are guidance, not limits: a value outside of one is a reason to look. Texts name options of ``areno train``;
+Ranges are guidance, not limits: a value outside its range is a reason to look closer. Texts name options of ``areno train``;
 :func:`advice_for` names the settings of an experiment instead.
 """
 
@@ -59,7 +59,7 @@ _RISING_PAIRS = (
 )
 _SLOWER = "docs/statistics.md says how to record where the time goes"
 _GAP = (
-    "If the difference is there from the first step on, use --dtype float32, and check that rollout and trainer have the same "
+    "If the difference exists from the first step on, use --dtype float32, and check that rollout and trainer have the same "
     "weights and --temperature. If it grows, take fewer optimizer steps per rollout, or lower --lr"
 )
 
@@ -70,12 +70,12 @@ ADVICE: dict[str, Advice] = {
         "while samples get worse: the reward has a loophole",
     ),
     "rollout/rewards_std": Advice(
-        "without differences there is nothing to learn from",
+        "if all rewards are equal, there is nothing to learn from",
         "Use prompts that are sometimes answered right, a higher --temperature, a larger --n-samples, or a finer reward",
         low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
-        "parts rise together, or one stays where it is",
+        "parts rise together, or some stay constant",
         "If one falls while another rises, read late samples: the policy may exploit the rising part. Fix the loophole, or "
         "change --reward-weights",
     ),
@@ -87,7 +87,7 @@ ADVICE: dict[str, Advice] = {
         "near 0 if advantages are relative to the group; not exactly 0, as it averages over tokens"
     ),
     "rollout/logprobs_mean": Advice(
-        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary's size for a random one",
+        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary size for a randomly initialized one",
         "Far below -2 with a pretrained model: check chat template and tokenizer",
     ),
     "rollout/response_len_mean": Advice(
@@ -121,8 +121,8 @@ ADVICE: dict[str, Advice] = {
     "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
         "about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above "
-        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise; with an asynchronous rollout the "
-        "difference includes the updates since sampling",
+        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise, but not with an asynchronous rollout, "
+        "where the difference includes the updates since sampling",
         _GAP,
         0,
         LOGPROB_GAP_LIMIT,
@@ -131,7 +131,7 @@ ADVICE: dict[str, Advice] = {
         "much closer to 0 than logp_abs_diff_mean", _GAP, -LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT
     ),
     "train/grad_norm": Advice(
-        "of one order of magnitude over the run",
+        "stays within one order of magnitude during a run",
         "0: all advantages are 0 (see zero_std_groups), or no token is trained. Spikes: lower --lr or --grad-clip-norm",
         low=ABOVE_ZERO,
     ),
@@ -149,7 +149,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/kl_loss": Advice(
         "0 at first, then up to a few tenths",
-        "If it keeps rising, the policy leaves the reference: raise the weight of the KL term, or lower --lr",
+        "If it keeps rising, the policy moves far from the reference: raise the weight of the KL term, or lower --lr",
         0,
         1,
     ),
@@ -231,16 +231,16 @@ ADVICE: dict[str, Advice] = {
     "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers cost most"),
     "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
     "memory/peak_resident_gib": Advice(
-        "rises in the first steps, then stays",
+        "rises in the first steps, then stays constant",
         "If it keeps rising, memory leaks: look at the reward function, the agent and the loader first",
     ),
     "memory/available_gib": Advice(
         "stays well above 0",
-        "Near 0 the kernel kills processes: `areno plan` shows what takes the memory and how to lower it",
+        "Near 0, the kernel may kill processes: `areno plan` shows what takes the memory and how to lower it",
     ),
     "memory/peak_gpu_gib": Advice(
-        "rises in the first steps, then stays",
-        "Near the GPU's memory a step may fail: `areno plan` shows what takes the memory and how to lower it",
+        "rises in the first steps, then stays constant",
+        "Near the size of the GPU's memory, a step may fail: `areno plan` shows what takes the memory and how to lower it",
     ),
 }
 """By the metric's name in ``areno train``."""

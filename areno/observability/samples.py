@@ -91,7 +91,7 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8) -> dict[int, list[str]]:
-    """Pick the samples to record, by index, each with the reasons: the first, best and worst of each of the first prompts.
+    """Pick the first, best and worst sample of each of the first prompts; return the reasons by sample index.
 
     Args:
         prompts: the prompt of each sample.
@@ -269,7 +269,7 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS`` (default 0). Raises UsageError if it is not an integer >= 0."""
+    """Number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, or 0. Raises UsageError if it is not an integer >= 0."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(
@@ -352,7 +352,7 @@ def _data(record: RewardRecord) -> dict[str, Any]:
 
 
 def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
-    """At most ``limit`` characters of a text, of its head and its tail, with a mark between them that has at most 40."""
+    """Shorten a text to its head and tail, together ``limit`` characters, with a mark of at most 40 characters between them."""
     text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:
         return text

@@ -34,7 +34,7 @@ _GIB = 2**30
 
 
 class Trend:
-    """A series in at most 240 points, each the mean of equally many steps, so that drawing a long run stays cheap."""
+    """A series of at most 240 points, each the mean of the same number of steps, so that drawing a long run stays cheap."""
 
     def __init__(self) -> None:
         self.last = math.nan
@@ -118,7 +118,7 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that belong together. A small terminal leaves out their end, or the block; low ``rank``s stay longest."""
+    """Lines that belong together. In a small terminal, the last lines or whole blocks are left out, the highest ranks first."""
 
     rank: int
     lines: list[Line]
@@ -280,7 +280,7 @@ class _Layout:
         return lines + [self._line("", (part, "")) for part in answer]
 
     def _line(self, label: str, *pieces: Piece) -> Line:
-        """A label and pieces, as many as fit; the first one is shortened if it must be."""
+        """A label and pieces, as many as fit; the first one is shortened if necessary."""
         line: Line = [self._label(label)]
         room = self.width - cell_len(line[0][0])
         for position, (text, style) in enumerate(piece for piece in pieces if piece[0]):
@@ -313,14 +313,14 @@ class _Layout:
         return self.more[: max(width, 0)] + tail
 
     def _limited(self, lines: list[str], limit: int) -> list[str]:
-        """At most ``limit`` lines beside the labels, the last one marked if there were more."""
+        """At most ``limit`` lines next to the labels, the last one marked if there were more."""
         room = self.width - _LABEL_WIDTH
         if len(lines) <= limit:
             return lines
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Break a text into at most ``limit`` lines beside the labels, at spaces and within words longer than a line."""
+        """Break a text into at most ``limit`` lines next to the labels, at spaces, and within words longer than a line."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

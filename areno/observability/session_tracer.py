@@ -1,6 +1,6 @@
 """Traces the lifecycle of rollout sessions: submission, generation, tool calls, reward and outcome.
 
-    {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
+    {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after its end
 
 A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session,
 including child tasks, finds the session without a parameter.

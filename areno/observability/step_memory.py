@@ -14,9 +14,9 @@ _SHARE = 0.01  # fraction of the time that readings may take: finding all descen
 
 
 class StepMemory:
-    """Reads the figures of a run; between two readings, which are rare if steps are short, the last one is repeated.
+    """Reads the memory figures of a run. If steps are short, most steps repeat the last figures instead of reading new ones.
 
-    No peak is missed in between, because the kernel and PyTorch keep them; only that of a process that has ended is.
+    The kernel and PyTorch record peaks, so none is missed between two readings, except that of a process that has ended.
 
     Args:
         gpu_bytes: returns the highest number of bytes that tensors have taken on a GPU; 0 without one.

@@ -101,7 +101,7 @@ class EventWriter:
                 )
 
     def _wait_for_a_later_name(self) -> None:
-        """Wait for the next second if the folder has a file of this one.
+        """Wait for the next second if the folder already has a file from the current one.
 
         TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
         Within one second, the new file could be read first, and its ``purge_step`` would hide nothing.

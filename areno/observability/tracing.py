@@ -1,6 +1,6 @@
 """The global tracers of the process.
 
-``configure`` is called once at process start; until then, both tracers are disabled.
+Both tracers are disabled until ``configure`` replaces them.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
 A service's package is imported only if a run uses it; a missing package is an error that names the install command. When a
-run resumes, its history in a service continues: repeated steps are appended, because these services cannot delete points;
-MLflow keeps several values of a step.
+run resumes, its history continues if the service can resume a run. Repeated steps are appended, because these services cannot
+delete points; MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> Tra
             return _MLflowRun(client, earlier[0].info.run_id, mlflow.entities.Metric)
         opened = client.create_run(number, run_name=section.name or run.trial, tags={"areno.run_id": tag})
         params = [mlflow.entities.Param(_mlflow_name(key), str(value)) for key, value in _leaves(run.config)]
-        for start in range(0, len(params), 100):  # a server takes no more at once
+        for start in range(0, len(params), 100):  # a server accepts no more at once
             client.log_batch(opened.info.run_id, params=params[start : start + 100])
         return _MLflowRun(client, opened.info.run_id, mlflow.entities.Metric)
 

@@ -2,8 +2,8 @@
 
 This module only describes the names; :mod:`areno.observability.scalars` says where each one is made.
 
-A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` and ``pass@K`` match any name and number.
-What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
+A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` matches any name, and the ``K`` of ``pass@K`` any
+number. What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
 """
 
 import re
@@ -230,10 +230,10 @@ _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "highest resident memory so far of the run's processes on this machine, added up: training, ranks, reward workers",
+        "peak resident memory so far, summed over the run's processes on this machine: training, ranks, reward workers",
     ),
     ("available_gib", "GiB", "memory that this machine, or the control group's limit, has left after the step"),
-    ("peak_gpu_gib", "GiB", "with GPUs: most memory that the trainer's tensors have taken so far on one of them"),
+    ("peak_gpu_gib", "GiB", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest"),
 )
 
 SECTIONS: tuple[tuple[str, str, _Rows], ...] = (

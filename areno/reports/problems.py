@@ -44,11 +44,13 @@ def metric_problems(evidence: Evidence) -> list[RunProblem]:
 
 def _non_finite(evidence: Evidence) -> RunProblem | None:
     bad: set[int] = set()
-    for key in ("loss", "grad_norm"):
+    scaled = bool(evidence.run.series("loss_scale").steps)  # updates that overflow are skipped until the scale fits
+    for key in ("loss",) if scaled else ("loss", "grad_norm"):
         steps, values = evidence.run.series(key).arrays()
         bad |= set(steps[~np.isfinite(values)].tolist())
-    steps, skipped = evidence.run.series("update_skipped").arrays()
-    bad |= set(steps[skipped > 0].tolist())
+    if not scaled:
+        steps, skipped = evidence.run.series("update_skipped").arrays()
+        bad |= set(steps[skipped > 0].tolist())
     if not bad:
         return None
     count = f"{len(bad)} steps, first in step {min(bad)}" if len(bad) > 1 else f"step {min(bad)}"

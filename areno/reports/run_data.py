@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "zero_std_groups": ("train/zero_std_groups",),
     "learning_rate": ("train/lr", "ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"),
     "update_skipped": tuple(f"{scope}/update_skipped" for scope in ("train", "ppo_actor/update", "sft", "dpo", "rw")),
+    "loss_scale": tuple(f"{scope}/loss_scale" for scope in ("train", "ppo_actor/update", "sft", "dpo", "rw")),
     "reward_errors": ("train/reward_errors",),
     "samples": ("rollout/num_sequences", "ppo_actor/n_seqs"),
     "tokens_per_second": ("train/tokens_per_second",),

@@ -24,7 +24,7 @@ class BatchesAhead:
         self._restored: dict[int, dict[int, Any]] = {}
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the planned steps; before each, start the batches that may be generated while it trains."""
+        """Yield the planned steps. Before each, start generating all batches that ``max_staleness`` allows by then."""
         ahead: deque[PlannedStep] = deque()
         while True:
             for step in islice(planned, self.max_staleness + 1 - len(ahead)):
@@ -53,7 +53,7 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Results that are finished but not trained on, by step and index; a resumed run generates the others again."""
+        """Results that are finished but not trained on, by step and index; a resumed run generates all others again."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()

@@ -1,9 +1,9 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
 Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
-:mod:`episode_thread`. A batch takes the trajectories whose episodes started first, to avoid a bias towards short answers, and
-shuffles them. A method that waits logs what it waits for, and raises an error at once if no more results can arrive. Too many
-rejected episodes in a row end the run with an error that contains the first exception.
+:mod:`episode_thread`. Of the finished trajectories, a batch takes those whose episodes started first, which reduces the bias
+towards short answers, and shuffles them. A method that waits logs what it is waiting for, and raises an error at once if no
+more results can arrive. Too many rejected episodes in a row end the run with an error that contains the first exception.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class BatchDispatcher:
         max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits it.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards the trajectory.
         max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 batches, at least 128.
-        stall_report_s, stall_timeout_s: seconds without progress after which a waiting method logs its state, and raises.
+        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 times the batch size, at least 128.
+        stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
+        stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
-        listener: called with the status of every episode, in any thread.
-        stops_on: episode errors that end the run at once.
+        listener: called with the status of every episode, from any thread.
+        stops_on: types of errors that end the run at once if an episode raises one.
         on_wait: called repeatedly during a wait; if it raises, the wait ends and no work is lost.
 
     Raises:
@@ -144,7 +145,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`, of each reason for rejection (``failed, filtered, empty``), and ``restarted``."""
+        """Counters of :class:`RolloutStat`, one per reason for rejection (``failed, filtered, empty``), and ``restarted``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -429,7 +430,7 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` returns a result. ``more`` reads rows ahead and returns whether more may follow."""
+        """Wait until ``ready`` returns a result. ``more`` reads rows ahead and returns whether further rows may follow."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -468,8 +469,8 @@ class BatchDispatcher:
             )
         if not self._pending and not may_come:
             raise DataError(
-                f"waiting for {name}: the rows ended with {len(self._finished)} of {self.staleness.batch_size} episodes; "
-                "provide more rows, or use a smaller batch size"
+                f"waiting for {name}: the rows ended with {len(self._finished)} of {self.staleness.batch_size} episodes "
+                "ready; provide more rows, or use a smaller batch size"
             )
 
     def describe(self) -> str:

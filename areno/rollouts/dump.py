@@ -9,7 +9,7 @@ from areno.types import parts_of
 
 
 class TrajectoryDump:
-    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``; texts are decoded with special tokens."""
+    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``; decoded texts include special tokens."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder, self._tokenizer = Path(folder), tokenizer

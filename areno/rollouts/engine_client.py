@@ -1,4 +1,4 @@
-"""The engine as workflows see it: an asynchronous client of any engine that takes requests.
+"""The engine as workflows see it: an asynchronous client for any engine that takes requests.
 
 Every sampled token comes with its log-prob and the version of the weights that sampled it. If the weights are updated during
 an answer, its remaining tokens have the new version.
@@ -95,7 +95,7 @@ class ModelResponse:
     ttft: float
     temperature: float = 1.0  # temperature of the log-probs; 1 for greedy answers
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
-    routed_experts: RoutingRecord | None = None  # for input and output tokens except the last, if recorded
+    routed_experts: RoutingRecord | None = None  # for all input and output tokens except the last, if recorded
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
@@ -120,7 +120,7 @@ class ModelResponse:
 class Episode:
     """The identity of an episode. Seeds derived from it differ between samples, and are the same in a repeated run.
 
-    ``sample`` is the index in the episode's group, ``draws`` counts the requests of the sample.
+    ``sample`` is the index of the sample in its group; ``draws`` counts the sample's requests.
     """
 
     task_id: int
@@ -138,7 +138,7 @@ class EngineClient:
     Args:
         engine: generates the answers.
         seed: base seed; the seeds of a request are derived from it and from the :class:`Episode`.
-        request_timeout: time limit of a request in seconds.
+        request_timeout: time limit in seconds of each attempt to answer a request.
         request_retries: number of retries after an engine failure.
         enable_rollout_tracing: log every request and answer.
     """

@@ -48,7 +48,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each. The future of an invalid request raises the error.
+        """Queue requests, and return one future each. The future of an invalid request raises its error.
 
         Raises:
             EngineError: the rollout is closed.
@@ -63,7 +63,7 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future returns the partial answer. If the request still waits, its future is cancelled."""
+        """Abort one request; its future returns the partial answer. If the request has not started, its future is cancelled."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)

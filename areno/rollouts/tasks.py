@@ -18,7 +18,7 @@ Rejection = Literal["raised", "returned None", "was rejected by the filter"]
 
 
 class RolloutStoppedError(ArenoError):
-    """Too many consecutive episodes failed or were rejected; the message has the first cause."""
+    """Too many consecutive episodes failed or were rejected, or one raised an error of ``stops_on``; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Watchdog:
         self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
 
     def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:
-        """Count a failed or rejected episode; returns the error that must end the run, if any."""
+        """Count a failed or rejected episode, and return the error that must end the run, if any."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error

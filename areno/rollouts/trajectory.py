@@ -1,10 +1,12 @@
-"""Trajectories, the results of episodes: dictionaries of tensors with a row per sample, and their conversion to training rows.
+"""Trajectories, which are the results of episodes, and their conversion to training rows.
+
+A trajectory is a dictionary of tensors, with one row per sample; a sample of a conversation may have several rows.
 
 Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
 were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
-Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as reported by the engine), ``temperature``,
-and ``reward_parts/NAME`` for each part of a reward that has parts. With recorded routing there is ``routed_experts`` ``[n, L,
-MoE layers, K]``, see :mod:`areno.types.routing`.
+Keys of shape ``[n]``: ``rewards``, ``truncated`` (whether the last answer ended at a limit, as reported by the engine),
+``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts. If routing was recorded, there is also
+``routed_experts`` ``[n, L, MoE layers, K]``, see :mod:`areno.types.routing`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,7 +92,7 @@ def _longer(values: Tensor, length: int, padding: int) -> Tensor:
 
 
 def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Add empty routing records to trajectories without them, if others have some."""
+    """If some trajectories have routing records, add empty records to the others."""
     like = next((trajectory[_ROUTED] for trajectory in trajectories if _ROUTED in trajectory), None)
     if like is None:
         return trajectories
@@ -102,7 +104,7 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise UsageError if the result of a workflow lacks a key, or if a value has a wrong type or shape."""
+    """Raise UsageError if a workflow's result lacks a key, has a wrong shape, a non-finite number or a wrong loss mask."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"

@@ -36,11 +36,11 @@ class CheckpointSpec:
     folder: Path
     every: Frequency  # when checkpoints are written
     newest: int | None = None  # number of newest checkpoints to keep; None: all
-    best: bool = False  # whether to keep the checkpoint with the best evaluation in addition
+    best: bool = False  # whether to also keep the checkpoint with the best evaluation
     enabled: bool = True  # False: checkpoints are neither written nor read
     saves_optimizer: bool = True  # whether checkpoints contain the optimizer state
     loads_optimizer: bool = True  # whether resuming restores the optimizer state
-    strict: bool = False  # reject checkpoints without a manifest, and folders that are writable by other users
+    strict: bool = False  # reject checkpoints without a manifest, and folders that other users own or can write to
     remedy: str = "free some space, or keep fewer checkpoints"  # advice when the disk is full
 
 
@@ -55,8 +55,6 @@ class RunSpec:
     span: Span
     evaluation: Frequency
     checkpoints: CheckpointSpec
-    patience: int | None = (
-        None  # end the run after this many consecutive evaluations that are not better than the best; None: never
-    )
+    patience: int | None = None  # end the run after this many consecutive evaluations without a new best; None: never
     evaluated_with: dict[str, Any] = field(default_factory=dict)
     resumed: bool = False  # whether the run continues an earlier attempt in the same folder

@@ -3,7 +3,7 @@
 A checkpoint is a folder of ``areno.storage.checkpoint_folder`` (temporary name, flushed to disk, renamed), with
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
-    trainer_state/             optimizers; ``state.json``, the :class:`RunState`; SHA-256 of every other file
+    trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all other files
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
 A checkpoint is verified before it is used; if it is damaged, it is renamed and the previous one is used. Loading never runs
@@ -35,7 +35,7 @@ class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
     ``writing`` returns a context manager that shows the progress of a save, given the save's path. ``saved_step`` is the step
-    of the newest checkpoint that this process wrote or resumed from; 0 if there is none.
+    of the newest checkpoint that this process wrote or resumed from, not counting the best checkpoint; 0 if there is none.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -76,7 +76,8 @@ class Checkpoints:
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
         """Write the checkpoint of the last completed step, unless it exists already.
 
-        ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` accepts, or None to write nothing.
+        ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` accepts, or None for no
+        ``rollout.pt``.
 
         Raises:
             CheckpointError: the disk is full, or a write failed.

@@ -57,10 +57,12 @@ class TrainingLoop(ABC):
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False  # whether evaluations may lack that metric, and are then never the best
+    best_may_be_missing: bool = (
+        False  # whether evaluations may lack ``best_metric``; those without it are never the best
+    )
     stop: StopController
     saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
-    saver: Saver | None = None  # saves these models; None: no models are saved
+    saver: Saver | None = None  # saves the models of ``saved_roles``; None: no models are saved
     resumed_from: Path | None = None  # checkpoint whose weights are already loaded; None starts at the first step
     eval_rows: Sequence[Any] | None = None  # held-out rows; None disables evaluation
     rollouts: RolloutFiles | None = None  # saves the rows of each step; None saves none
@@ -152,7 +154,7 @@ class TrainingLoop(ABC):
         """Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """Save the rows of the newest ``steps`` (a number or ``all``) from now on; None saves none."""
+        """From now on, save each step's rows; keep those of the newest ``steps`` (a number or ``all``). None saves none."""
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
 
@@ -162,7 +164,7 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return the per-token records of the rows observed in the last update, and forget them; {} if there are none."""
+        """Return the per-token records of the rows observed in the last update, and clear them; {} if there are none."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
@@ -177,7 +179,7 @@ class TrainingLoop(ABC):
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end, an error or a stop signal (StopRequested). Saves the completed steps unless an update failed."""
+        """Run until the end, an error or a stop signal (StopRequested). Saves the completed steps unless an update failed."""
         try:
             self.load_models()
             self._restore()
@@ -258,7 +260,7 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model once per step. With ``apart`` the metrics are reported as a separate record, else returned."""
+        """Measure the model, at most once per step. Report the metrics as a separate record if ``apart``, else return them."""
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}

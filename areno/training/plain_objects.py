@@ -48,7 +48,7 @@ def save(value: Any, file: Path | IO[bytes]) -> None:
 
 
 def check(value: Any) -> None:
-    """Raise what :func:`save` would raise."""
+    """Raise the error that :func:`save` would raise."""
     save(value, BytesIO())
 
 

@@ -27,7 +27,8 @@ class RecordedStep:
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        start: number of completed steps when the starting weights were saved; ``step`` if the step itself began with them.
+        start: number of completed steps when the starting weights were saved; equal to ``step`` if the step began with these
+            weights.
         checkpoint: the checkpoint with the starting weights; None for the initial model.
         reshapes: whether to compute advantages from the rewards instead of using the recorded advantages.
     """

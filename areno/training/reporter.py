@@ -60,7 +60,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Write the statistics of a step, which the totals of ``state`` already include."""
+        """Write the statistics of a step; the totals of ``state`` already include this step."""
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
@@ -110,7 +110,7 @@ class Reporter(ABC):
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Display that a checkpoint is written in the block."""
+        """Display that the block writes a checkpoint."""
         self.display.phase("save")
         yield
 

@@ -97,7 +97,7 @@ class Saver:
             self._wait(role)
 
     def close(self) -> None:
-        """Do :meth:`wait`, then stop the thread."""
+        """Call :meth:`wait`, then stop the thread."""
         try:
             self.wait()
         finally:

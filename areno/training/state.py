@@ -28,7 +28,7 @@ class RunState:
     skipped_long: int = 0  # over-long prompts skipped since the start of the run
     health: dict[str, Any] = field(default_factory=dict)  # state of the health monitor
     rng: dict[str, Any] = field(default_factory=dict)  # state of the global random number generators
-    unusable: int | None = None  # completed steps before the first unusable update; None if there was none
+    unusable: int | None = None  # number of steps completed before the first unusable update; None if there was none
     evaluation_due: bool = False  # whether the evaluation after the last step is still pending
     evaluation: dict[str, Any] | None = None
     best: dict[str, Any] | None = None  # the best evaluation so far: ``step``, ``metric``, ``value``

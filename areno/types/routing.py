@@ -13,7 +13,7 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the number that stands for an expert's id if nothing was recorded."""
+    """Return the number stored instead of an expert's id where nothing was recorded."""
     return int(np.iinfo(record.dtype).max)
 
 
@@ -24,9 +24,9 @@ def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each extending the tokens of the previous one, to one record of all ``tokens``.
+    """Join the records of successive requests, each extending the previous one's tokens, into one record of all ``tokens``.
 
-    Of several records of a token the first counts, from the pass that sampled the next token. None if there is no record.
+    If a token has several records, the first counts: that of the pass that sampled the next token. None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

@@ -76,16 +76,16 @@ class SamplingParams:
         max_context_len: maximum tokens of the prompt and all generated turns; None: the model's limit.
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
-        stop_token_ids: token ids that end generation, besides the model's EOS ids.
+        stop_token_ids: token ids that end generation, in addition to the model's EOS ids.
         ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still apply).
         skip_special_tokens: remove special tokens from the decoded text.
         max_prompt_len: reject prompts longer than this, in tokens.
         seed: makes this request reproducible; None derives a seed from the engine's seed.
-        min_p: drop tokens less likely than this fraction of the most likely one's probability.
+        min_p: drop tokens whose probability is below this fraction of the most likely token's.
         presence_penalty: subtracted from the logits of tokens that are already in the response.
         frequency_penalty: subtracted from a token's logit once per occurrence in the response.
         repetition_penalty: divides positive logits of tokens in prompt or response, and multiplies negative ones.
-        logit_bias: numbers to add to the logits of single tokens, by token id.
+        logit_bias: numbers to add to the logits of individual tokens, by token id.
         top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
         min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still apply.
 
@@ -189,7 +189,7 @@ class GeneratedToken:
     cut_mass: float = 0.0  # probability of the tokens removed by top-k, top-p, min-p and a grammar
     routed_experts: RoutingRecord | None = field(
         default=None, compare=False
-    )  # the whole sample's record, on its last token only
+    )  # record of the whole sample; only its last token carries it
 
 
 class TokenConstraint(Protocol):
@@ -219,7 +219,7 @@ class Request:
 
     Args:
         seeds: one per sample; sample i depends only on ``seeds[i]``, not on the batch.
-        listener: called in the engine's thread with the sample index and each of its tokens; must be fast.
+        listener: called in the engine's thread with a sample's index and each new token of the sample; must be fast.
         constraint: creates the grammar state of one sample; None allows everything.
     """
 

@@ -40,7 +40,7 @@ class TrainSequence:
         teacher_logprobs: log-probs of a teacher, for distillation.
         versions: version of the weights that sampled each token, -1 on the prompt.
         keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
-        routed_experts: experts chosen by the rollout's routers for each token, which training uses too; see
+        routed_experts: experts chosen by the rollout's routers for each token, which training replays; see
             :mod:`areno.types.routing`.
         observed: number under which the engine keeps the :class:`TokenRecord` of the row; -1 keeps none.
 
@@ -130,7 +130,7 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or your own name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None: ``optimizer["lr"]``, or the default of the options.
+        optimizer_lr: learning rate of a trainable role; None: ``optimizer["lr"]``, or the default of the optimizer options.
         kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence); ``auto``: ``value`` if the name starts with ``critic`` or ``value``,
             ``reward`` if it starts with ``reward``, otherwise ``policy``.
@@ -184,7 +184,7 @@ class PromptBatch:
     Attributes:
         items: accepted rows.
         scanned: number of rows read for this batch.
-        skipped_long: number of scanned rows with too long a prompt.
+        skipped_long: number of scanned rows that were skipped because their prompt is too long.
         total_skipped_long: number of such rows since the start of the pass over the dataset.
     """
 

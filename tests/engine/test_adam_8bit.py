@@ -207,14 +207,14 @@ def test_as_many_bf16_weights_change_as_with_fp32_moments():
 
 def test_offloading_from_a_cpu_is_refused(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model"))
-    with pytest.raises(UsageError, match="--offload-optimizer has no effect on a CPU, where role 'actor' is"):
+    with pytest.raises(UsageError, match="--offload-optimizer has no effect for role 'actor', which is on a CPU"):
         load_role("actor", path, "policy", LoadOptions(dtype=torch.float32), OptimizerOptions(offload=True), False)
 
 
 def test_offloading_activations_from_a_cpu_is_refused(tmp_path):
     path = str(save_tiny_checkpoint(tmp_path / "model"))
     options = LoadOptions(dtype=torch.float32)
-    with pytest.raises(UsageError, match="--offload-activations has no effect on a CPU, where role 'actor' is"):
+    with pytest.raises(UsageError, match="--offload-activations has no effect for role 'actor', which is on a CPU"):
         load_role("actor", path, "policy", options, OptimizerOptions(), True, offload_activations=True)
 
 

@@ -27,7 +27,7 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     """Write a ``transformers`` model with matrices of type f32, f16, bf16 or q8_0 and float32 vectors.
 
     Raises UsageError, before the folder is created, if the architecture, its rotary embeddings, its layers or the tokenizer
-    are unsupported.
+    is not supported.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -64,14 +64,14 @@ def _shape(config: Any) -> dict[str, Any]:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] not in ("default", "llama3"):
         raise _unsupported(f"rotary embeddings of type {rope['rope_type']}")
-    if gemma:  # llama.cpp assumes the values of the published models
+    if gemma:  # llama.cpp assumes these values of the published models
         period = 2 if config.model_type == "gemma2" else 6
         if any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(config.layer_types, 1)):
             raise _unsupported(f"layers in this order: {', '.join(config.layer_types)}")
         if config.query_pre_attn_scalar != head:
             raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with heads of {head}")
     return {
-        # llama.cpp has no sliding window in all layers, so the context ends where the window would take effect.
+        # Except for Gemma, llama.cpp applies no sliding window, so the context ends where the window would take effect.
         "context_length": min(config.max_position_embeddings, window if window and not gemma else 1 << 30),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -118,7 +118,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         is_byte = model["byte_fallback"] and len(token) == 6 and token.startswith("<0x")
         tokens[index], kinds[index] = token, TokenType.BYTE if is_byte else TokenType.NORMAL
     for added in description["added_tokens"]:
-        if (index := added["id"]) < size:  # Gemma 3's image token has no embedding in its language models
+        if (index := added["id"]) < size:  # Gemma 3's image token has no embedding in its text-only models
             tokens[index] = added["content"]
             kinds[index] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     first = tokenizer("a")["input_ids"]

@@ -13,7 +13,7 @@ from areno.engine.kernels.library import KernelLibrary
 
 @functools.cache
 def install_caching_allocator() -> "CachingAllocator | None":
-    """Switch tensors to areno's allocator. Returns None if it cannot be compiled or gets no address space."""
+    """Make areno's allocator serve large tensors. Returns None if it cannot be compiled or gets no address space."""
     library = KernelLibrary("cpu_memory", stable_abi=False)
     if sys.platform != "linux" or library.build() or not library.load():
         return None
@@ -22,7 +22,7 @@ def install_caching_allocator() -> "CachingAllocator | None":
 
 
 class CachingAllocator:
-    """The allocator, after it has been switched on."""
+    """The installed allocator."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         self._functions = functions
@@ -33,5 +33,5 @@ class CachingAllocator:
         return int(self._functions.areno_memory_unused_bytes())
 
     def release_unused(self) -> None:
-        """Return that memory to the system."""
+        """Return the memory kept for reuse to the system."""
         self._functions.areno_memory_release_unused()

@@ -66,7 +66,7 @@ class KernelLibrary:
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 
     def build(self) -> str:
-        """Compile the library if it does not exist; returns the reason of a failure, or ""."""
+        """Compile the library if it does not exist; returns the reason for a failure, or ""."""
         target = self.path()
         if target.exists():
             return planted_problem(target)
@@ -110,7 +110,7 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Describe this processor's features; machines that share a cache folder, but differ in them, use different files."""
+    """Describe this processor's features, on which file names depend, so that different machines can share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,6 +1,7 @@
 """Sampling kernel for decode steps on a CPU, for plain rows (without filters or logit edits).
 
-For 64 rows of 32,000 tokens on two cores it takes a quarter of the time of the same arithmetic compiled by PyTorch (1.3 ms).
+For 64 rows of 32,000 tokens on two cores it takes a quarter of the 1.3 ms that the same arithmetic takes when compiled by
+PyTorch.
 """
 
 import torch

@@ -37,8 +37,8 @@ constexpr int LANES = 4, VECTORS = 2;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float UnalignedLanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// Outputs that are summed at once, by which prefetching is ahead, and that a thread takes at once (LANES near the end); rows
-// of a tile.
+// OUTPUTS: outputs that are summed at once. AHEAD: distance of prefetching, in outputs. CHUNK: outputs that a thread takes at
+// once (LANES near the end). ROWS: rows of a tile.
 constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, ROWS = VECTORS * LANES;
 // Maximum number of rows that are not transposed.
 constexpr int FEW = 4;

@@ -1,4 +1,4 @@
-"""A model's LoRA adapter (Hu et al. 2021, arXiv:2106.09685) once attached: small trainable matrices added to frozen weights.
+"""The LoRA adapter attached to a model (Hu et al. 2021, arXiv:2106.09685): small trainable matrices added to frozen weights.
 
 :mod:`areno.engine.model.attach_adapter` attaches it with ``peft``.
 
@@ -38,7 +38,7 @@ class AdapterOptions:
     alpha: float | None = None  # the output is scaled by alpha / rank; None: twice the rank
     dropout: float = 0.0  # dropout rate of the adapter's inputs in training
     target_modules: str | Sequence[str] = ALL_LINEAR  # ``all-linear``, or linear layer names as list or comma-separated
-    adapter_path: str | None = None  # adapter to continue training; it sets rank, alpha and layers
+    adapter_path: str | None = None  # adapter whose training is continued; it sets rank, alpha and layers
     load_in_4bit: bool = False
     seed: int = 0
 
@@ -148,7 +148,7 @@ class Adapter:
             yield
 
     def partial_names(self) -> set[str]:
-        """Names of parameters that are replicated across ranks, of which each rank computes only a partial gradient."""
+        """Names of parameters that are replicated across ranks, but for which each rank computes only a partial gradient."""
         return set()
 
     def state(self) -> dict[str, Tensor] | None:

@@ -28,7 +28,7 @@ class LayerAttention:
 
     layer: int  # layer index, the key of its cache
     scale: float  # factor on the scores
-    window: int | None = None  # keys that a query attends to, including its own; None: all keys before
+    window: int | None = None  # number of keys that a query attends to, including its own; None: its own and all before
     sinks: Tensor | None = None  # per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None
     softcap: float | None = None  # scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None
     explicit: bool = False  # compute explicit scores instead of using PyTorch's fused kernels
@@ -49,7 +49,7 @@ def scaled_dot_product(
 ) -> Tensor:
     """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]; returns [B, H, Lq, Dv].
 
-    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` replaces a causal mask for Lq == Lk.
+    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` stands for a causal mask, and needs Lq == Lk.
     """
     if layer.explicit or layer.softcap is not None or layer.sinks is not None:
         return _explicit_attention(q, k, v, layer, window_mask(q.shape[2], None, q) if causal else mask)

@@ -47,7 +47,7 @@ class _PassThrough(nn.Module):
 class CausalLM(PackedModel):
     """A causal LM with separate body and head calls."""
 
-    computes_on: str | None = None  # device type that decides the chunk size of logits; None: the weights' type
+    computes_on: str | None = None  # device type that decides the chunk size of logits; None: that of the weights
     keeps_logits = False  # on a CPU, keep logits for the backward pass instead of recomputing them
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Rows per chunk for a vocabulary of ``vocab`` on this rank; on a CPU a chunk has ``elements`` logits."""
+    """Rows per chunk if this rank has ``vocab`` tokens of the vocabulary; on a CPU a chunk has about ``elements`` logits."""
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)

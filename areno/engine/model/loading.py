@@ -121,7 +121,7 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
     if options.four_bit:  # already on its device
         child: Any
         for child in module.modules():
-            # bitsandbytes has a bf16 kernel for some CPUs that it uses only without gradients, so rollout would differ
+            # On some CPUs, bitsandbytes would use a bf16 kernel, but only without gradients, so rollout would differ
             # from training.
             if hasattr(child, "support_avx512bf16_for_cpu"):
                 child.support_avx512bf16_for_cpu = False
@@ -133,7 +133,7 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
     """Build a checkpoint's architecture without weights or validation, for planning; ``dummy`` must be set.
 
-    Takes no memory in a mode that creates tensors without storage.
+    Takes no memory if called in a mode that creates tensors without storage.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = _config_of(path, options)
@@ -434,4 +434,4 @@ def _validate(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor
             f"{name}: packed sequences of {kind} differ from the same sequences run individually "
             f"(relative gap {gap:.1e}), so a layer ignores the attention plan; this architecture is not supported"
         )
-    logger.debug("packed-against-alone probe of %s: relative gap %.1e", name, gap)
+    logger.debug("packed-versus-individual probe of %s: relative gap %.1e", name, gap)

@@ -71,7 +71,7 @@ class ShardedAdapter(Adapter):
 def as_if_unsharded(module: Any) -> Iterator[None]:
     """In the block, sharded linear layers have unsharded placeholder weights that take no memory.
 
-    So ``peft`` creates and reads unsharded matrices, with the same random numbers as for a model in a single process.
+    ``peft`` then creates and reads unsharded matrices, with the same random numbers as for a model in a single process.
     """
     mesh, module._device_mesh = module._device_mesh, None
     swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []

@@ -84,7 +84,8 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
     """Names of the layer list and of the final norm.
 
-    Raises UnsupportedModelError: the body has other modules with weights besides the embedding.
+    Raises UnsupportedModelError: besides its embedding, the body does not have exactly one layer list and one other module
+    with weights.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [
@@ -134,7 +135,7 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
     body._modules[norm_name] = Absent(body._modules[norm_name])
     for name in [name for name, child in module._modules.items() if child is not body]:
         module._modules[name] = Absent(module._modules[name])
-    module.all_tied_weights_keys = {}  # only the last stage has tied weights
+    module.all_tied_weights_keys = {}  # only the last stage holds both tied layers
 
 
 @torch.no_grad()

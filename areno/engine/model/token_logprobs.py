@@ -1,8 +1,8 @@
 """Log-probs and entropies from logits, with a backward pass that needs one buffer of the size of the logits instead of five.
 
-The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. Per row it sends the others three
-numbers: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a slice needs no
-further communication.
+The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, it sends the other
+ranks three numbers: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a
+slice needs no further communication.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Critics and reward models: a body, and a linear head applied to each token; if it has several outputs, the last is used.
+"""Critics and reward models: a body, and a linear head that is applied to each token. If the head has several
+outputs, the last one is used.
 
 The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. The head comes from the
 checkpoint, under any of the common names; if the checkpoint has none, the head is initialized to zero.

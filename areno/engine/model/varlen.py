@@ -1,7 +1,7 @@
 """Variable-length attention on a GPU: ``torch.nn.attention.varlen``, or the ``flash-attn`` package.
 
 Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above 256, old
-GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning that names the reason. Kernels
+GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. Kernels
 are selected by their features and a forward and backward test against explicit attention, not by version numbers.
 """
 
@@ -48,7 +48,7 @@ class VarlenKernel:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
 
         The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of each
-        sequence and the total, int32 [N + 1], and ``longest`` the maximum length: for queries, and for keys.
+        sequence and the total, int32 [N + 1], and ``longest`` the maximum length, each first for queries, then for keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -106,7 +106,7 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
         kernels = _working(q.device)
         fitting = [kernel for kernel in kernels if layer.softcap is None or kernel.softcap]
         if not fitting and kernels:
-            _warn_once("it soft-caps its scores, and flash-attn is not installed")
+            _warn_once("it soft-caps its scores, which only a working flash-attn package supports")
         return fitting[0] if fitting else None
     return None
 

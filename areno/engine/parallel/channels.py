@@ -35,7 +35,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.traffic: Counter[str] = Counter()
-        """Bytes that this rank has sent, per operation; counted as for a ring algorithm."""
+        """Estimate of the bytes that this rank has sent, per operation."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -75,7 +75,7 @@ class Channel:
         return values
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors, whose names differ, in rank 0's host memory; empty on the others."""
+        """Collect all ranks' tensors, whose names differ, in rank 0's host memory; return {} on the other ranks."""
         return {name: value.cpu() for name, value in values.items()}
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,7 @@ class RankGroup(Channel):
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        self.traffic["all_reduce"] += values.nbytes
+        self.traffic["all_reduce"] += 2 * values.nbytes * (self.size - 1) // self.size
         self._group.allreduce([values]).wait()
         return values
 
@@ -168,7 +168,7 @@ class RankGroup(Channel):
         return received
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors, one at a time, in rank 0's host memory; empty on the others."""
+        """Collect all ranks' tensors, one at a time, in rank 0's host memory; return {} on the other ranks."""
         specs = self.all_gather([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
         gathered = {} if self.rank else {name: value.cpu() for name, value in values.items()}
         for rank, entries in enumerate(specs[1:], 1):

@@ -6,8 +6,8 @@ sequence: an all-to-all gives each rank all tokens of some heads, the rank atten
 all-to-all reverses the exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is
 balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
 
-If c does not divide the number of heads, keys and values are repeated and zero heads are added. More ranks than heads are
-wasteful.
+If c does not divide the number of key heads, these are repeated; if it does not divide the number of query heads, zero heads
+are added. More ranks than heads are wasteful.
 
 All ranks compute the same loss, from all ranks' predictions. So the gradient of a weight is the sum of the ranks' gradients.
 """
@@ -80,7 +80,7 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens; ``whole`` is the plan of all tokens. The last rank's tokens may be padded."""
+    """Attention plan of this rank's tokens; ``whole`` is the plan of all tokens. The last ranks' tokens may be padded."""
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -98,7 +98,7 @@ class ContextPlan:
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Return the indices of the packed positions that belong to this rank."""
+        """Return the indices of those of the packed ``positions`` that belong to this rank."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class FullyShardedWeights(Weights):
             # An expert may get no tokens, and with a pipeline each backward pass uses only one model chunk.
             if REDUCES_UNUSED:
                 part.set_reduce_scatter_unused_params(True, recurse=False)
-        # FSDP takes the module whose forward runs first for the root, but body and head are called separately.
+        # FSDP treats the module whose forward runs first as the root, but body and head are called separately.
         self._root.areno_pass = lambda work: work()
         register_fsdp_forward_method(self._root, "areno_pass")
         self.run(lambda: torch.zeros(()))
@@ -157,7 +157,7 @@ def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules to shard as units: instances of the named classes, else the decoder layers."""
+    """Return the modules to shard as units: instances of the named classes, or the decoder layers if none are named."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]

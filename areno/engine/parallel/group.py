@@ -53,7 +53,7 @@ class EngineGroup:
         path: checkpoint folder or hub id of the actor.
         config: configuration as for one rank; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one per rank; None: the CPU, or consecutive GPUs from rank 0's on.
+        devices: one per rank; None: the CPU, or consecutive GPUs beginning with rank 0's.
         stall_s, processes, on_failure: see :class:`WorkerGroup`.
 
     Raises:

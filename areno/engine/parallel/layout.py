@@ -34,11 +34,11 @@ class Layout:
     sharded. Layouts with context or expert parallelism always use FSDP. Groups of ``ep_size`` of those ranks divide the
     experts of an MoE layer; the ranks that have the same experts shard them.
 
-    The layers are cut into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages in turn: with two chunks
-    per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the first and the
-    last chunk (embedding, output layer), counted in layers. With ``reshards``, layers that FSDP has gathered are freed between
-    forward and backward. FSDP shards modules of the classes ``units`` as units; if empty, decoder layers. ``offloads`` keeps
-    shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
+    The layers are cut into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages round-robin: with two
+    chunks per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the first and
+    the last chunk (embedding, output layer), counted in layers. With ``reshards``, layers that FSDP has gathered are freed
+    between forward and backward. FSDP shards modules of the classes ``units`` as units; if empty, decoder layers. ``offloads``
+    keeps shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
     """
 
     dp_size: int = 1

@@ -50,7 +50,7 @@ class _Counting(RolloutLoop):
 
 
 class LeadingLoop(_Counting):
-    """The loop of a replica's first rank. ``turns`` is the channel of its messages; other arguments: :class:`RolloutLoop`."""
+    """The loop of a replica's first rank. ``turns`` carries its messages; for other arguments see :class:`RolloutLoop`."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns

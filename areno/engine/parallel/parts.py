@@ -49,7 +49,7 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Which of the indices along dimension ``dim`` each of ``count`` shards has."""
+    """Return the indices along dimension ``dim`` that each of ``count`` shards has."""
     row = indices.view([1] * dim + [-1])
     shards, _ = placement._split_tensor(row, count, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
     return [shard.flatten() for shard in shards]

@@ -124,7 +124,7 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send: the receiving stage, and the index of the action of that stage that takes the values."""
+    """A pending send: the receiving stage, and the index of the action with which that stage takes the values."""
 
     stage: int
     taken_by: int

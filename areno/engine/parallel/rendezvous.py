@@ -120,7 +120,7 @@ class NamedRendezvous:
         except TimeoutError as error:
             raise EngineError(
                 f"rank {rank} on {node_id()} has not found rank 0 of {name} within {_MEET_S:g} s; do all machines use the same "
-                f"names (cluster.name_resolve.type={self.options.type})? With nfs, all machines must have access to "
+                f"name registry (cluster.name_resolve.type={self.options.type})? With nfs, all machines must have access to "
                 "nfs_record_root"
             ) from error
         host, _, dialled = address.rpartition(":")

@@ -41,8 +41,8 @@ class RequestResult:
 
 class EngineServer:
     """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls its methods and those of its ``engine``,
-    on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent` and
-    :class:`RequestResult`.
+    most of them on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent`
+    and :class:`RequestResult`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineServer:
         engine = self.engine
         return engine.context_length, engine.vocab_size, engine.kv_tokens
 
-    # -- at once, on the leaders of replicas -------------------------------------------------------------------------
+    # -- run at once, on the leaders of replicas ---------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
         """Queue requests by number; for numbers in ``heard``, every token is sent as an event."""
@@ -84,7 +84,7 @@ class EngineServer:
         if number in self._open:
             self.engine.cancel(self._open[number])
 
-    # -- one after the other -----------------------------------------------------------------------------------------
+    # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
         """Free the KV cache unless ``keep_rollout_state`` is set. The deciding rank first aborts pending requests; the others

@@ -92,7 +92,7 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Return the names of unsharded parameters of which each rank computes only a partial gradient (per-head norms)."""
+    """Return the names of unsharded parameters for which each rank computes only a partial gradient (per-head norms)."""
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 

@@ -151,7 +151,7 @@ def _use_interface(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run until told to end."""
+    """Run the worker until its starter ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting one decides
     connection = dial()
     if connection.far:

@@ -27,8 +27,8 @@ from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
-# Processes send a beat every second. A process has failed after a silence of STOPPED_S if a signal has stopped it (SIGSTOP),
-# else after SILENCE_S, because an import or an overloaded machine may delay a beat.
+# Processes send a heartbeat every second. A silent process counts as failed after STOPPED_S if a signal has stopped it
+# (SIGSTOP), else after SILENCE_S, because an import or an overloaded machine may delay a heartbeat.
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
 # Time for the other ranks to fail after the first one; time for an orderly end; time to write stacks.
@@ -46,7 +46,7 @@ class _Rank:
     rank: int
     process: RunningTask
     frames: Frames
-    node: str = ""  # the process's machine, if it may be another than this one
+    node: str = ""  # the process's machine, if it may differ from this one
     waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
@@ -83,7 +83,7 @@ class WorkerGroup:
     """Worker processes, each of which holds one object and calls its methods.
 
     Args:
-        makers: one per rank: creates the rank's object, given a function that sends events; sent with ``cloudpickle``.
+        makers: one function per rank, sent with ``cloudpickle``; creates the rank's object, given a function that sends events.
         on_event: receives the rank and payload of each event, in the group's own thread.
         on_failure: called once when the group fails.
         busy: whether a rank has work other than calls, such as a generation request.

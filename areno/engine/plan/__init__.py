@@ -1,4 +1,4 @@
-"""The memory of a run: plans it from shapes before anything is loaded, measures it, and tunes sizes to fit.
+"""Plans the memory of a run from shapes before anything is loaded, measures it, and tunes sizes to fit.
 
 - ``memory_plan``: plans a run by phase and purpose; ``table``: the plan as text; ``advice``: what to change if it does not fit.
 - ``sizes``: the sizes of a run that a plan needs; ``trace``: measures the engine on fake tensors.

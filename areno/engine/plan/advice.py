@@ -27,7 +27,7 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 
 
 def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
-    """Accumulate changes that reduce memory until the run fits; empty if it never does.
+    """Accumulate changes that reduce memory until the run fits; return no changes if it never does.
 
     ``planned`` plans the run with changes and returns whether it fits, and its size.
     """
@@ -71,7 +71,7 @@ def halves(value: int, least: int) -> Iterator[int]:
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """Return the advice if no option is enough."""
+    """Return the advice for a run that no option makes fit."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory: use a smaller model, or a machine with more memory."

@@ -77,7 +77,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; return 1 if nothing fits."""
     parser = argparse.ArgumentParser(prog="areno plan --fit", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="propose layouts instead of planning a run")
-    parser.add_argument("--ckpt", required=True, help="model folder or hub id; only the configuration is read")
+    parser.add_argument(
+        "--ckpt", required=True, help="model folder or hub id; without --try, only the configuration is read"
+    )
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
     parser.add_argument("--device-memory", type=float, default=80, help="GiB per device (default 80)")
     parser.add_argument(
@@ -93,7 +95,12 @@ def run(argv: Sequence[str]) -> int:
         "--network-bandwidth", type=float, default=20, help="GB/s per device between nodes (default 20)"
     )
     parser.add_argument("--optimizer", choices=list(_MOMENTS), default="adam", help="optimizer.type (default adam)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the passes")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="dtype of forward and backward passes (default bfloat16)",
+    )
     parser.add_argument(
         "--try", dest="tried", type=int, default=0, metavar="N", help="measure the N fastest layouts on this machine"
     )
@@ -122,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
-    """Train a few steps in each layout, and sort by measured time."""
+    """Train a few steps in each layout, and sort the layouts by measured time."""
     gpus = torch.cuda.device_count()
     if gpus and options.devices > gpus:
         raise UsageError(f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; omit --try")
@@ -156,7 +163,7 @@ def _data(fit: Fit) -> dict[str, Any]:
 def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) -> str:
     title = f"{model.parameters / 1e9:.2f} B weights on {options.devices} devices of {options.device_memory:g} GiB"
     if not fits:
-        return f"{title}: no layout fits; use more devices, --optimizer adam_bf16 or adam_8bit, or smaller --tokens"
+        return f"{title}: no layout fits; use more devices, --optimizer adam_bf16 or adam_8bit, or a smaller --tokens"
     lines = [f"{title}, fastest first", ""]
     measured = f" {'measured s':>11} {'GiB':>7}" if options.tried else ""
     lines.append(f"{'actor.backend':24} {'GiB held':>9} {'GiB sent':>9} {'waiting':>8} {'about s':>9}{measured}")

@@ -53,7 +53,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the memory that is free once the models are loaded.
 
     ``keeps_cache``: the cache stays allocated during training. ``recompute``: whether to recompute activations; None: only if
-    they do not fit.
+    gradients and activations would take more than ``KEPT_SHARE`` of what remains after the moments.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -64,7 +64,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Size of the KV cache in tokens, with the models loaded; the same on all ranks.
+    """Size of the KV cache in tokens once the models are loaded; the same on all ranks.
 
     On a GPU this also decides whether to recompute activations, unless the configuration states it.
     """

@@ -27,12 +27,12 @@ class ModelSizes:
     layers: int
     layer: int  # weights of a layer, without its experts
     experts: int  # weights of a layer's experts
-    root: int  # embedding, last norm and output layer, tied weights once
+    root: int  # embedding, last norm and output layer; tied weights counted once
     tied: bool  # whether the embedding is tied to the output layer
     hidden: int
     queries: int  # number of heads times their width
     keys: int  # number of key heads times their width
-    middle: int  # width of an MLP, or of all experts of a token together
+    middle: int  # width of an MLP, or of all experts that a token uses together
     per_token: int  # experts per token; 0 without MoE layers
     experts_of_layer: int
     vocab: int
@@ -173,7 +173,7 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
     attention = 2 * model.queries + 2 * max(model.keys, layout.cp_size * model.keys // model.queries)
     sent["context"] = passes * layers * (2 + again) * tokens * attention // t * b * _rest(layout.cp_size)
     sent["pipeline"] = passes * 2 * layout.pp_chunks * tokens * model.hidden * b * _rest(layout.pp_size)
-    if model.tied and layout.pp_size > 1:  # both ends hold the embedding and all-reduce its gradient
+    if model.tied and layout.pp_size > 1:  # the first and last stages hold the embedding and all-reduce its gradient
         sent["pipeline"] += (
             2 * MASTER * model.vocab * model.hidden // (t * layout.pp_size * (layout.shards if layout.fsdp else 1))
         )
@@ -208,7 +208,7 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """Share that one of ``size`` ranks does not hold itself."""
+    """Share of data that each of ``size`` ranks does not hold itself."""
     return (size - 1) / size
 
 

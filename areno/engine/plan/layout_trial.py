@@ -22,7 +22,10 @@ _LONGEST = 2048  # maximum tokens of a row
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """Settings of a trial. Rows have equal lengths, and the second half of each is the response. ``meter`` counts bytes."""
+    """Settings of a trial. Rows have equal lengths, and the second half of each is the response.
+
+    ``meter`` returns a running count of bytes, such as those sent over a network interface, to be read before and after a step.
+    """
 
     path: str
     tokens: int  # per microbatch
@@ -53,7 +56,7 @@ class Measured:
     """Medians over the measured steps, and the peak memory of the fullest rank."""
 
     seconds: float
-    counted: int  # bytes, as counted by the meter
+    counted: int  # bytes that ``meter`` counted
     held: int  # bytes
 
 

@@ -29,7 +29,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage created inside the block while it is alive.
+    """Counts the bytes of live storages that were created inside the block.
 
     Fake tensors count as if they were real. Tensors that exist before the block are not counted. ``peak`` is the peak since the
     start of the block or the last :meth:`restart`.

@@ -14,7 +14,7 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace the tensors that the plan splits by tensors of the shard's shape; shared tensors stay shared."""
+    """Replace each tensor that the plan splits with one of the shard's shape; shared tensors stay shared."""
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
     shards: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():

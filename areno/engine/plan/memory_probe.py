@@ -1,7 +1,7 @@
 """Free memory, and current and peak use of this process.
 
-The figures come from PyTorch's allocator on a GPU and from the operating system on a CPU. On Linux the high-water mark of the
-resident set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
+On a GPU the figures come from CUDA and PyTorch's allocator, on a CPU from the operating system. On Linux the high-water mark of
+the resident set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
 """
 
 import gc
@@ -15,9 +15,10 @@ import torch
 from areno.engine.libc_tuning import retained_bytes, trim_freed_memory
 from areno.machine_memory import free_bytes, proc_figure
 
-# Leaves most memory to weights, gradients and activations, which peak while the cache is idle but allocated.
+# Leaves most of the free memory to training, which peaks while the cache is idle but allocated.
 KV_SHARE = 0.4
-# The allocator's free memory is fragmented, so a training step may need half as much memory again as it uses.
+# Memory is short if less than this share of the memory in use is free: retained memory is fragmented, so a training step may
+# need that much more.
 _SHORT = 0.5
 _RESET = Path("/proc/self/clear_refs")
 
@@ -30,7 +31,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
-    """KV cache size that uses ``KV_SHARE`` of the free memory."""
+    """KV cache size in tokens that uses ``KV_SHARE`` of the free memory, but at least 1024."""
     return max(int(available_bytes(device) * KV_SHARE) // max(bytes_per_token, 1), 1024)
 
 

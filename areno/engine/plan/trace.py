@@ -235,7 +235,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run, with stub peers and without offloading."""
+        """The optimizer of a run: on one rank without offloading, on several with stub peers."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
@@ -345,7 +345,7 @@ class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:
-    """Replace all tensors of a module by tensors of the active mode; shared tensors stay shared."""
+    """Replace all tensors of a module with tensors of the active mode; shared tensors stay shared."""
     replaced: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)

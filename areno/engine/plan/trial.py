@@ -42,13 +42,13 @@ def peak(engine: Engine) -> int:
 
 
 def gpu_bytes(engine: Engine) -> int:
-    """Highest number of bytes that tensors of the rank have taken on a GPU since :func:`begin`, if ever; 0 for a CPU."""
+    """Peak size in bytes of this rank's GPU tensors since :func:`begin`, or since the process started; 0 on a CPU."""
     device = engine.config.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute gradients of this replica's rows and discard them; return the peak bytes, None if memory ran out.
+    """Compute and discard the gradients of this replica's rows; return the peak memory in bytes, or None if memory ran out.
 
     With tensor parallelism it raises instead: the ranks of a model cannot recover if one of them runs out of memory.
     """
@@ -71,7 +71,7 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Restart generation after a failure; return whether it ran out of memory."""
+    """Restart generation after a failure; return whether the cause was a lack of GPU memory."""
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 

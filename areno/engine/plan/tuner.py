@@ -1,7 +1,7 @@
 """``--tune-params``: finds batch sizes that fit, before the first step and in the training processes.
 
 The memory plan proposes sizes, largest first. They are tried with sequences of maximum length, and chosen if the measured
-peak stays below the target. A trial leaves no trace in weights, optimizer states, random states or caches. Explicit options
+peak does not exceed the target. A trial leaves no trace in weights, optimizer states, random states or caches. Explicit options
 are not changed.
 
 With several ranks, each one tries its replica's share, and the largest measured peak counts.
@@ -152,7 +152,7 @@ class _Tuner:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def _require(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
-        """Raise UsageError unless the smallest size fits."""
+        """Raise UsageError unless ``value`` fits."""
         if not self._fits(search, value, planned):
             raise UsageError(
                 f"--tune-params: {search.name}={value} does not fit into --mem-frac {self.options.mem_frac:g} of the memory "

@@ -31,7 +31,7 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
-    """53 bits per pair of seed (see :func:`as_int64`) and counter, all int64 [N]; equal pairs give equal bits."""
+    """53 random bits per pair of seed (see :func:`as_int64`) and counter, all int64 [N]; equal pairs give equal bits."""
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 
@@ -56,7 +56,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """Order in which an epoch visits ``n`` rows; it depends on the arguments only, not on the global RNG state."""
+    """Order in which an epoch visits ``n`` rows; it depends only on the arguments, not on the global RNG state."""
     order = list(range(n))
     if shuffle:
         random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)

@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup: what followed the last occurrence of the same n-gram."""
+"""Draft tokens by prompt lookup: the tokens that followed the previous occurrence of the same n-gram."""
 
 from collections.abc import Sequence as Seq
 
@@ -14,9 +14,9 @@ class DraftIndex:
         self._seen: dict[tuple[int, ...], int] = {}
 
     def propose(self, context: Seq[int], most: int) -> list[int]:
-        """Propose up to ``most`` tokens: those that followed the last n-gram when it last occurred.
+        """Propose up to ``most`` tokens: those that followed the previous occurrence of the context's last n-gram.
 
-        Each call must extend the context of the call before.
+        Each call must extend the context of the previous call.
         """
         for token in context[len(self._tokens) :]:
             # The n-gram that ends here is indexed with the next token, so that it cannot match itself.

@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p filters over rows of weights, usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights: n is k, or the size of the nucleus, which is searched among the few hundred largest
-weights. Ties at the threshold are broken by token id, so that a row's result does not depend on the rest of the batch.
+Top-k and top-p keep the n largest weights: n is k, or the size of the nucleus, which is first looked for among the few hundred
+largest weights. Ties at the threshold are broken by token id, so that a row's result does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areno.types import SamplingParams
 
-# Number of candidates among which the nucleus is searched before the whole vocabulary.
+# Number of largest weights among which the nucleus is looked for first; if they do not suffice, all weights are sorted.
 FIRST_CANDIDATES = 256
 
 
@@ -65,7 +65,7 @@ class Filters:
         before = mass - values
         inside = (before < (self._top_p * total)[:, None]) & (rank < limits[:, None])
         count = inside.sum(-1)
-        # If all candidates are in the nucleus, it may extend beyond them: a count of one more requests a wider search.
+        # If all candidates are in the nucleus, it may extend beyond them: one more than their number requests a wider search.
         open_end = (count == values.shape[1]) & (limits > values.shape[1])
         count = torch.where(open_end, values.shape[1] + 1, count)
         return torch.where(self._top_p < 1, count, limits)

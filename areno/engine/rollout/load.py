@@ -15,8 +15,8 @@ class EngineLoad:
     kv_tokens_used: int = 0  # cells of the KV cache in use
     kv_tokens: int = 0  # budget of the KV cache in cells
     generated_total: int = 0  # tokens sampled
-    prefilled_total: int = 0  # prompt tokens computed
-    reused_total: int = 0  # prompt tokens taken from the prefix cache
+    prefilled_total: int = 0  # context tokens computed in prefills
+    reused_total: int = 0  # context tokens taken from the prefix cache
     preemptions_total: int = 0  # samples preempted back to the queue
     drafted_total: int = 0  # draft tokens of speculative decoding
     agreed_total: int = 0  # draft tokens accepted

@@ -12,7 +12,7 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """Logit edits of one sample.
 
-    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and only that request fails.
+    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and only its request fails.
     Prompt tokens count towards the repetition penalty; ``stop_ids`` are forbidden before the minimum length.
 
     Attributes:
@@ -33,7 +33,7 @@ class LogitEdits:
         self._params = params
         self._prompt = list(prompt)
         self._stop_ids, self._length = sorted(stop_ids), 0
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # per token: sample count, whether seen, bias
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # per token: times sampled, whether seen, bias
 
     def push(self, token: int) -> None:
         """Record a sampled token."""

@@ -58,7 +58,7 @@ class RolloutLoop:
         decode_mode, builds: whether decode steps may be compiled, and whether by this process; see :class:`DecodeSwitch`.
         speculate: maximum draft tokens, see :mod:`speculation`; 0 turns speculative decoding off.
         prefix_tokens: size of the prefix cache in tokens; 0 turns it off.
-        records: the routers whose choices are recorded, for which a CPU must decode eagerly; None records nothing.
+        records: the routers whose choices are recorded, which on a CPU requires eager decoding; None records nothing.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -111,7 +111,7 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has died, or a request is invalid; either way no request is queued.
+            EngineError: the loop has died or is closed, or a request is invalid; no request is then queued.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]

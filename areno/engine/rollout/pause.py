@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Pause:
-    """Pause requests, one at a time; the loop pauses before its next turn.
+    """Requests to pause the loop, served one at a time; the loop pauses before its next turn.
 
     Loops in lockstep first agree on the turn before which they pause. So there are three states: requested (``wanted``),
     ``agreed`` and ``resting``, all guarded by the loop's condition ``wake``.
@@ -21,7 +21,7 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Run the block while the loop is paused, or while ``stopped()`` says that the loop does not run."""
+        """Run the block while the loop is paused, or while ``stopped()`` says that the loop is not running."""
         with self._turns:
             with self._wake:
                 self.wanted = True

@@ -16,7 +16,7 @@ from areno.errors import UnsupportedModelError
 class CacheShape:
     """Cache layout of a model."""
 
-    bytes_per_token: int  # cells of one token; recurrent states are amortized over :data:`COLUMN_STEP` columns
+    bytes_per_token: int  # cache bytes per token; recurrent states are amortized over :data:`COLUMN_STEP` tokens
     layers: tuple[LayerShape, ...]  # keys and values by layer; empty if some layers are recurrent
 
 

@@ -1,8 +1,8 @@
 """Batched sampling for rows with different parameters, reproducible per row.
 
-Each token draws one uniform number from a counter-based generator, keyed by the sample's seed and the token's index, and
-inverts the cumulative distribution. The result therefore depends only on the seed, not on the rest of the batch,
-preemptions or restarts.
+Each token takes one uniform number from a counter-based generator, keyed by the sample's seed and the token's index; inverting
+the cumulative distribution at this number gives the token. The random choices of a sample therefore depend only on its seed,
+not on the rest of the batch, preemptions or restarts.
 
 Decode steps whose rows are all plain (temperature only, or greedy) may draw without this module, with the same result: see
 ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and :mod:`areno.engine.kernels.plain_draw`.
@@ -82,7 +82,7 @@ class SamplingTable:
 
     @property
     def plain(self) -> bool:
-        """Whether every row is greedy or sampled by temperature alone, without top log-probs."""
+        """Whether no row has filters, logit edits or top log-probs."""
         return not (self.edits or self.filters or self.most_top)
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:

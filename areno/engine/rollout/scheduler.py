@@ -1,4 +1,4 @@
-"""Scheduling: admits sequences by a budget of KV tokens, preempts instead of failing, and keeps slots compact.
+"""Scheduling: admits sequences within a budget of KV tokens, preempts instead of failing, and keeps slots compact.
 
 Live sequences occupy slots 0..B-1 without gaps, so that a decode step reads a view of the cache. The cache is a rectangle: its
 size is the number of live sequences times the longest length, rounded up. This module touches no tensors.
@@ -78,8 +78,8 @@ class Scheduler:
         """Give slots to waiting sequences while the budget lasts.
 
         Args:
-            tokens: context tokens to prefill at once. A longer context is not returned: it becomes ``chunked_prefill``, and
-                no other sequence is admitted until that is done.
+            tokens: maximum context tokens to prefill at once. A longer context is not returned: it becomes
+                ``chunked_prefill``, and no other sequence is admitted until that is done.
 
         Returns:
             Lists of sequences with the same context, one prefill per list. Call again for the rest.
@@ -129,7 +129,7 @@ class Scheduler:
         return members
 
     def make_room(self) -> list[Move]:
-        """Preempt the youngest sequences until the next decode step fits the budget."""
+        """Preempt sequences, beginning with the last slot, until the next decode step fits the budget."""
         moves: list[Move] = []
         while self.held() > 1 and self.cells() > self.budget_tokens:
             victim = self.live()[-1]

@@ -56,7 +56,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """One prefill of a context of ``length`` tokens. Samples of the same prefill share their first columns."""
+    """One prefill of a context of ``length`` tokens; the first ``length`` cache columns of its samples are equal."""
 
     length: int
 
@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
-        """The token that the next decode step feeds."""
+        """The token that the next decode step feeds to the model."""
         return self.output[-1] if self.output else self.group.prompt[-1]
 
     def push(

@@ -274,7 +274,7 @@ class DecodePlan:
         cache: the KV cache.
         positions: position of the new token of each row [rows]; any value for padding rows.
         write_at: cache column of the new token [rows]: its position, or for padding the unused last column.
-        columns: indices 0, 1, ... of the cache columns to attend to [columns], beyond every position.
+        columns: indices 0, 1, ... of the cache columns to attend to [columns], covering every position.
         state_rows: rows of the recurrent states [rows]; None if no layer is recurrent.
     """
 

@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup.
 
-A sample's draft is the text that followed the last occurrence of its latest n-gram; one forward pass gives the distribution
+A sample's draft is the text that followed the previous occurrence of its last n-gram; one forward pass gives the distribution
 after each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted
 up to the first that differs from the token sampled in its place. So the output has the same tokens as without speculation, not
 only the same distribution.
@@ -22,7 +22,7 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """Draft up to ``most`` tokens per sequence within the reserved cache columns; a list may be empty."""
+    """Draft up to ``most`` tokens per sequence within the reserved cache columns; a draft may be empty."""
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:
@@ -46,7 +46,7 @@ class VerifyPlan(DecodePlan):
     Args:
         cache: the KV cache, with the sequences in its first slots; no layer may be recurrent.
         sequences: the running sequences.
-        drafts: one per sequence, empty for none.
+        drafts: one per sequence; may be empty.
 
     Attributes:
         tokens: ids to feed, padding included [rows * W].

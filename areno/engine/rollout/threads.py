@@ -1,8 +1,8 @@
 """Choose the thread count of each rollout call.
 
-A decode step of a small model is hundreds of small operations, for which a second thread costs more than it gains. So a call
-runs on one thread if the work of an average matrix product, which depends on model and batch only, is below a threshold, else
-on the threads of the process (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains. So
+a call runs on one thread if the work of an average matrix product, which depends only on model and batch, is below a threshold,
+else on all threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -19,7 +19,7 @@ class ThreadRule:
     """Sets the calling thread's torch thread count before each call; a no-op on accelerators."""
 
     def __init__(self, model: CausalLM) -> None:
-        # All weights but the small matrices of an adapter.
+        # All weight matrices except the small ones of an adapter.
         matrices = [p.numel() for name, p in model.module.named_parameters() if p.ndim >= 2 and ".lora_" not in name]
         self._flop_per_row = 2 * sum(matrices) / max(len(matrices), 1)
         self._all = torch.get_num_threads()

@@ -1,8 +1,8 @@
 """AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
 A block of 256 numbers shares one fp32 scale, the number of largest magnitude. Each number is stored as the code of the nearest
-of 256 multiples of the scale. The multiples are between -1 and 1 (0 and 1 for the second moment), dense near 1, and reach down
-to 1e-6. This implementation differs from others in three ways.
+of 256 multiples of the scale. The multiples are between -1 and 1 (0 and 1 for the second moment); their relative spacing is
+finest near 1, and the smallest positive one is below 1e-6. This implementation differs from others in three ways.
 
 *The square root of the second moment is stored*, not the moment itself, and a positive root is never rounded to zero,
 because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the moment, so a
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 BLOCK = 256
 # Smaller tensors (norms, biases) keep fp32 moments: they take little memory, and are the most sensitive to rounding.
 LEAST_QUANTISED = 4096
-# Numbers per chunk: what a core's cache holds; on an accelerator enough to occupy it.
+# Numbers per chunk: as many as a core's cache holds; on an accelerator, enough to occupy it.
 _CHUNK = {"cpu": 1 << 16}
 _CHUNK_ELSEWHERE = 1 << 22
 _DECADES = 7
@@ -79,7 +79,7 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize numbers [N], fp32. Numbers decoded from blocks with the same boundaries get their former codes again."""
+        """Quantize numbers [N], fp32. Numbers decoded from blocks with the same boundaries get the same codes again."""
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
             part = numbers[begin : begin + size]
@@ -201,7 +201,7 @@ def is_quantised(count: int) -> bool:
 
 
 def state_bytes(count: int, quantised: bool | None = None) -> int:
-    """Size in bytes of both moments of ``count`` numbers, in 8 bits if ``quantised``; None: if a tensor of this size is."""
+    """Size in bytes of both moments of ``count`` numbers, in 8 bits if ``quantised``; if None, ``count`` decides."""
     if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
@@ -213,7 +213,7 @@ def moment_kinds(quantised: bool) -> tuple[str, str]:
 
 
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """Both moments of a tensor's state, fp32 [count]; instead of a second moment in 8 bits, its square root."""
+    """Both moments of a tensor's state, fp32 [count]; of an 8-bit second moment, its square root."""
     if "mean" in state:
         return state["mean"].reshape(-1), state["square"].reshape(-1)
     mean = Quantised(state["mean_codes"], state["mean_scales"], True)

@@ -1,4 +1,4 @@
-"""AdamW whose moments are bf16: half the memory of fp32 ones, for weights or masters that are fp32.
+"""AdamW with bf16 moments, which take half the memory of fp32 moments; weights or masters are fp32.
 
 Each step computes in fp32 and rounds the moments to the nearest bf16 number. Weights are never rounded to bf16: an update of a
 thousandth of a weight would be lost.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from areno.engine.train.adam_8bit import move
 
-_CHUNK = 1 << 20  # how many numbers are in fp32 at once
+_CHUNK = 1 << 20  # numbers converted to fp32 at a time
 WORKING_BYTES = 16 * _CHUNK
 
 

@@ -45,7 +45,7 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Concatenate rows into a microbatch; with ``tree``, common prefixes are packed once if that saves a tenth of the tokens.
+    """Concatenate rows into a microbatch; with ``tree``, common prefixes are packed once if this saves a tenth of the tokens.
 
     The loss receives the same data either way; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. If given,
     ``routers`` replay the rows' recorded expert choices, and ``count`` counts these.

@@ -24,7 +24,7 @@ class MicroBatching:
     """
 
     n_mbs: int | None = 1  # minimum number of microbatches; without ``max_tokens_per_mb`` the exact number
-    granularity: int = 1  # this many adjacent rows stay together (a block)
+    granularity: int = 1  # number of adjacent rows that stay together as a block
     max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
     n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is a microbatch
     packing_algorithm: Literal["ffd", "kk"] = "ffd"  # ``ffd`` or ``kk``

@@ -32,8 +32,8 @@ from areno.errors import UsageError
 class OptimizerOptions:
     """Optimizer options of one trainable role; :class:`LrSchedule` explains the fields of the learning rate.
 
-    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has no moments: it follows the gradient. ``offload``
-    keeps masters, moments and summed gradients of a model on a GPU in host memory, where they are updated.
+    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has no moments: it follows the gradient.
+    ``offload``, for a model on a GPU, keeps masters, moments and summed gradients in host memory, and updates masters there.
     """
 
     lr: float = 1e-4
@@ -60,8 +60,8 @@ class OptimizerOptions:
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
         """Size in bytes of both moments of ``count`` weights.
 
-        With ``adam_8bit`` small tensors keep fp32 moments. ``quantised`` says which format these weights have; None decides by
-        ``count``, which must then be the size of a whole tensor.
+        With ``adam_8bit`` small tensors keep fp32 moments. ``quantised`` says whether these weights have 8-bit moments; if
+        None, ``count`` decides, and must be the size of a whole tensor.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
@@ -197,7 +197,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, besides states and gradients."""
+        """Estimate the working memory in bytes of :meth:`collect` and :meth:`step`, in addition to states and gradients."""
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class MasterAdamW(Optimizer):
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
-        """See :meth:`Optimizer.state_bytes`: as much as in memory."""
+        """See :meth:`Optimizer.state_bytes`; equals :meth:`held_bytes`."""
         return self.held_bytes()
 
     @torch.no_grad()
@@ -392,7 +392,7 @@ def saved_moments(
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
     """Load both moments of the part that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
 
-    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else as numbers.
+    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else decoded.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

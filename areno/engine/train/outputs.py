@@ -105,7 +105,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Scores [sequences] at some packed positions; 0 at positions of other ranks."""
+    """Scores [sequences] at packed ``positions``; 0 where a position belongs to another rank."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)

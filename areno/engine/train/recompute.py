@@ -27,7 +27,7 @@ class KeptBytes:
     """Size in bytes of what a forward pass keeps for the backward pass if no layer is recomputed."""
 
     per_token: float
-    per_pair: float  # per pair of tokens of a row: attention with explicit scores keeps them
+    per_pair: float  # per pair of tokens of a row; above 0 if attention keeps explicit scores
 
     def of(self, lengths: Sequence[int]) -> float:
         """Size in bytes for a pass over rows of these lengths."""
@@ -35,7 +35,7 @@ class KeptBytes:
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure what a model keeps, on three short rows; what does not grow with the length is weights, and not counted."""
+    """Measure what a model keeps, on three short rows; weights, which do not grow with the length, are not counted."""
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
     per_pair = (third - 2 * second + first) / (2 * n * n)

@@ -9,7 +9,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Linear warmup to ``lr``, then decay to ``min_lr``."""
+    """Linear warmup to ``lr``, then decay to ``min_lr``, or no decay if ``style`` is ``constant``."""
 
     lr: float
     min_lr: float = 0.0

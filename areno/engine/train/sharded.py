@@ -2,7 +2,7 @@
 
 Each replica holds the unsharded weights. All gradients lie in one flat fp32 buffer, which is reduce-scattered over the
 replicas; each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism
-each rank does so with its own shard of the model. Where possible, replicas on the CPUs of one Linux machine share one copy of
+each rank does this with its own shard of the model. Where possible, replicas on the CPUs of one Linux machine share one copy of
 the weights, and each updates its shard in place. Each rank saves its shard, and any layout can resume from the saved shards.
 
 With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single
@@ -37,7 +37,7 @@ from areno.engine.train.optimizer import (
 )
 from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, full_index
 
-# Parameters and shards are aligned to this many entries, 64 bytes in 16 bits.
+# Parameters and shards are aligned to this many entries: 64 bytes, if an entry has 16 bits.
 _ALIGN = 32
 # Gradient entries converted to double precision at a time: as many as fit a CPU's cache, or add little to a GPU's memory.
 _CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 24
@@ -89,7 +89,7 @@ class ZeroAdamW(Optimizer):
         self._first = self._share * peers.data.rank
         self._device = local(parameters[0][1]).device if parameters else torch.device("cpu")
         self._home = torch.device("cpu") if config.offload else self._device
-        # The flat gradient: in memory shared by replicas, else allocated from a step's first gradient to its reduction.
+        # The flat gradient: in memory shared by replicas, or else in memory that a step allocates, and frees after reduction.
         self._reduce_buffer = peers.data.reduce_buffer(self._share * peers.data.size, self._device)
         self._flat = None if self._reduce_buffer is None else self._reduce_buffer.values
         self._filled: set[str] = set()

@@ -122,12 +122,12 @@ class TrainStep:
             accumulation: microbatches per optimizer step; None makes one step of all rows. Needs an integer ``mini_bs``.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps, except ``logp_*``, which are of the first step, and
-                ``lr``, which is of the last one.
+            Scalar statistics: means over the call's optimizer steps, except ``logp_*``, which are from the first step, and
+                ``lr``, which is from the last one.
 
         Raises:
             ValueError: no rows, rows with different per-token lists, a pair loss with an odd number of rows or an odd
-                granularity, or accumulation of packed passes.
+                granularity, or ``accumulation`` with packed passes.
             EngineError: gradients were not finite ``max_skipped`` times in a row.
         """
         unit = reduction_of(loss_fn)
@@ -152,7 +152,8 @@ class TrainStep:
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over this replica's rows and discard the gradients, to see whether memory suffices.
 
-        Rows may be synthetic, so prefixes are not shared. Does not communicate with other replicas: one may have failed.
+        Rows may be synthetic, so prefixes are not shared. Without FSDP, does not communicate with other replicas: one may have
+        failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -344,7 +345,7 @@ class TrainStep:
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
-        """Switch layers to training mode, which enables recomputation, only while gradients are computed.
+        """Switch training mode, which enables recomputation, on or off; it is on only while gradients are computed.
 
         ``recompute``: whether to recompute layers, if the configuration allows it.
         """
@@ -375,7 +376,7 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens if the loss allows."""
+        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens, if the loss allows."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (

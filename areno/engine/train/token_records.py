@@ -1,6 +1,6 @@
 """Per-token values that an update computes, kept for the samples that a run records.
 
-Only rows with a number in ``observed`` are kept, so other rows cost nothing. Values stay on the device until they are taken.
+Values are kept only for rows whose ``observed`` is not -1, so other rows cost nothing. They stay on the device until taken.
 """
 
 from collections.abc import Sequence

@@ -106,7 +106,7 @@ def machine_of(config: BaseExperimentConfig) -> Machine:
 def engine_config(
     section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
 ) -> EngineConfig:
-    """The engine configuration for a section's model, without ``auto`` values.
+    """The engine configuration for the model of a section whose ``auto`` values are resolved.
 
     ``gpu`` selects the device; None uses a GPU if this machine has one.
     """

@@ -127,7 +127,7 @@ class ExperimentTrainer(TrainingLoop):
 
     def known_names(self) -> dict[str, str]:
         """Maps the statistics' names in the health monitor and the display to their names in the experiment."""
-        return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped")}
+        return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
         """Set the environment variables, which ranks inherit, and the number of PyTorch threads of the training process."""
@@ -282,7 +282,7 @@ class ExperimentTrainer(TrainingLoop):
             yield
 
     def end(self) -> None:
-        """Save the last models, if an early stop prevented that, and write the summary."""
+        """If the run stopped early, save the models of the last step; in any case, write the summary."""
         self._save_last_models()
         summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
         self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})
@@ -296,7 +296,7 @@ class ExperimentTrainer(TrainingLoop):
     def optimize(
         self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
     ) -> dict[str, float]:
-        """One optimizer step on rows, with learning rate ``rate``."""
+        """Take one optimizer step on rows, with learning rate ``rate``."""
         self._updating = True
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)

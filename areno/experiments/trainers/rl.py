@@ -122,7 +122,7 @@ class PPOTrainer(ExperimentTrainer):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Check that rows of built-in workflows have a prompt; custom workflows have their own requirements."""
+        """Check that the first row has a prompt, if the workflow is built in; custom workflows have their own requirements."""
         if config.rollout.agent.agent_cls_path or config.workflow_section.path not in BUILT_IN_WORKFLOWS:
             return
         try:
@@ -140,7 +140,7 @@ class PPOTrainer(ExperimentTrainer):
         longest = self._longest_prompt(section.max_length)
         rows, dropped = without_long(train, length, longest)
         if dropped:
-            _log.info("dropped %d of %d prompts longer than %s tokens", dropped, dropped + len(rows), longest)
+            _log.info("dropped %d of %d prompts: longer than %s tokens", dropped, dropped + len(rows), longest)
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         if self.config.recover.enabled and len(rows):
@@ -247,7 +247,7 @@ class PPOTrainer(ExperimentTrainer):
         return dispatcher
 
     def _trace_episode(self, task: int, status: str, reason: str) -> None:
-        """Trace an episode's status; called in any thread."""
+        """Trace an episode's status; may be called from any thread."""
         tracing.instant(f"rollout {status}", Category.SCHEDULER, {"task": task})
         if status != "running":
             outcome: Any = status
@@ -320,7 +320,7 @@ class PPOTrainer(ExperimentTrainer):
     def known_names(self) -> dict[str, str]:
         """Names of the statistics of the update and of the rollout."""
         names = {"loss": "actor_loss/avg"} | {
-            name: name for name in ("grad_norm", "update_skipped", "logp_abs_diff_mean")
+            name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean")
         }
         names = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
         return names | {"reward_mean": "rollout/reward/avg"}

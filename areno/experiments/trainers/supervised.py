@@ -69,7 +69,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
             ),
         )
         if dropped:
-            _log.info("%s: dropped %d of %d rows that are too long or have no answer", name, dropped, len(rows))
+            _log.info("%s: dropped %d of %d rows: too long, or without an answer", name, dropped, len(rows))
         return examples
 
     def loss(self) -> LossFn:

@@ -19,7 +19,7 @@ _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 def workflow_of(
     config: PPOConfig, workflow: Any, kwargs: dict[str, Any] | None, tokenizer: Any, *, evaluates: bool = False
 ) -> RolloutWorkflow:
-    """The workflow of an experiment, in groups of ``gconfig.n_samples``.
+    """The workflow of an experiment, with ``gconfig.n_samples`` samples of each row as a group.
 
     ``workflow`` is an object, a class (with ``kwargs``), or a name; None uses the ``workflow`` section. With ``evaluates``
     it samples according to ``eval_gconfig``.

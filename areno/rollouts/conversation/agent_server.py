@@ -50,7 +50,7 @@ class AgentServer:
         engine: generates the answers.
         sampling: default sampling parameters of requests.
         context_limit: maximum tokens of a conversation.
-        seed: base of the seeds of requests.
+        seed: base seed, from which the seeds of requests are derived.
         max_running_prompts: maximum number of samples decoded at once; agents can query it.
         serving: further fields of :class:`areno.serving.service.ServingConfig`.
     """
@@ -65,7 +65,7 @@ class AgentServer:
         max_running_prompts: int | None = None,
         **serving: Any,
     ) -> None:
-        from areno.serving.server import ServerThread  # needs areno[serve], which only agents require
+        from areno.serving.server import ServerThread  # needs areno[serve], which only rollouts with agents require
         from areno.serving.service import Service, ServingConfig
 
         self.sampling, self.context_limit = sampling, context_limit

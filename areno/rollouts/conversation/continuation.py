@@ -1,9 +1,9 @@
 """Continues a conversation from its recorded tokens, tokenizing only what is new in a request.
 
-The chat template renders the conversation up to the model's answer, and once more with the messages added since. If the first
-text is a prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are never
-tokenized again. Otherwise the template now renders the history differently, most often without the reasoning. To continue from
-the recorded tokens would train on a context that a deployed model never sees, so the request starts a new row
+The chat template renders the conversation up to and including the model's answer, and once more with the messages added since.
+If the first text is a prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are
+never tokenized again. Otherwise the template now renders the history differently, most often without the reasoning. Continuing
+from the recorded tokens would then train on a context that a deployed model never sees, so the request starts a new row
 (:class:`Forked`).
 """
 
@@ -19,7 +19,7 @@ from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
 """Why a request cannot continue from recorded tokens: the template rewrites earlier turns, or drops their reasoning; the
-answer ended differently than the template ends it; or the client edited the history."""
+answer did not end as the template ends answers; or the client edited the history."""
 
 _MARK = "\u241fareno\u241f"
 _LETTER = "a"
@@ -53,7 +53,7 @@ class Turn:
         default_factory=list
     )  # whether a grammar allowed only this token; empty without a grammar
     routed_experts: RoutingRecord | None = None  # for all prompt and sampled tokens except the last
-    cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar remove, mean over sampled tokens
+    cut_mass: float = 0.0  # probability mass removed by top-k, top-p, min-p and a grammar, mean over sampled tokens
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context
     by_token: bool = True  # whether the answer ended at a stop token
     temperature: float = 1.0
@@ -85,7 +85,7 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and answer together."""
         return sum(len(turn.context_tokens) + len(turn.tokens) for turn in self.path)
 
 
@@ -93,7 +93,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
     """Continue an answered turn with zero or more messages; the new turn has no answer yet.
 
     Raises:
-        Forked: the template no longer renders the history as the recorded tokens.
+        Forked: the template no longer renders the history as it was recorded.
         UsageError: the template rejects the messages.
     """
     history = [dict(message) for message in (*past.messages, past.answer)]
@@ -113,7 +113,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of a text that follows ``anchor``, because some tokenizers treat the start of a text specially."""
+    """Token ids of ``text`` where it follows ``anchor``; some tokenizers treat the start of a text specially."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -142,9 +142,9 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """:func:`_after_answer` for an answer that ended at a stop token, which the template must write, too.
+    """:func:`_after_answer` for an answer that ended at a stop token, which the template must also write.
 
-    It ends the turn or, in formats without an end token, starts the next one.
+    The stop token ends the turn or, in formats without an end token, starts the next one.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

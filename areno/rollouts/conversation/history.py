@@ -1,4 +1,4 @@
-"""Compares message lists as conversations, and ignores reformatting by clients.
+"""Compares message lists as conversations, ignoring reformatting by clients.
 
 Clients split content into parts, reserialize call arguments, drop reasoning for which they have no field, and add empty
 fields. None of that counts as an edit: only what the model can see of a message is compared.
@@ -39,7 +39,7 @@ def same_answer(original: Message, returned: Message) -> bool:
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of a message's tool calls, leaving out calls without an id."""
+    """Ids of a message's tool calls; calls without an id are left out."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 

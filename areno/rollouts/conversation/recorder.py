@@ -2,7 +2,7 @@
 
 A recorder belongs to one API key. Its turns form trees: a request that extends an answered turn becomes a child of that turn
 and adds only its new tokens; any other request starts a new tree. Each path becomes a training row, see
-:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from several threads of the server, so changes are locked.
+:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from several threads of the server, so a lock guards changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ConversationRecorder:
         self.session = current_session()
         self._tokenizer, self._seed = tokenizer, seed
         self._lock = threading.Lock()
-        self._answered: dict[int, list[Turn]] = {}  # by the key of the messages up to and including the answer
+        self._answered: dict[int, list[Turn]] = {}  # answered turns by the key of their messages, including the answer
         self._openings: set[int] = set()  # keys of requests up to their first user message
         self._prefixes: set[int] = set()  # keys of all prefixes of requests
         self._by_id: dict[str, Turn] = {}

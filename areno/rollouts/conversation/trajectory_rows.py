@@ -1,7 +1,7 @@
 """Converts recorded turns to training rows: one row of context and sampled tokens per branch of a conversation.
 
 Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and only the first
-one trains on the common prefix. A row has one temperature; turns sampled at another temperature are trained in another row.
+one trains on the common prefix. A row has one temperature; turns sampled at a different temperature go into a separate row.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class TrajectoryRow:
     tokens: list[int]
     sampled: list[bool]  # whether the policy sampled the token
     trained: list[bool]  # whether the token counts in the loss
-    turns: list[int]  # turn that the token belongs to, from 0; prompt tokens belong to the turn that answers them
+    turns: list[int]  # index of the token's turn, from 0; prompt tokens belong to the turn that answers them
     logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
     versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
     temperature: float  # temperature of the log-probs
@@ -69,10 +69,10 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample's turns, without those that train no tokens.
+    """The rows of one sample's turns; rows without trained tokens are left out.
 
     Raises:
-        UsageError: the policy trains on context, and the tokenizer cannot map tokens to text.
+        UsageError: ``policy`` selects context tokens, but the tokenizer cannot map tokens to text.
     """
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []

@@ -1,7 +1,7 @@
 """Changes the number of replicas of a running experiment: both ends of ``areno scale``.
 
 A running fleet keeps ``replicas.json`` in its run directory, with the number of replicas and the state of the last request.
-``areno scale`` sends a request as the file ``replicas.wanted.json``, one at a time.
+``areno scale`` writes a request to ``replicas.wanted.json``; requests are handled one at a time.
 """
 
 import json
@@ -108,7 +108,7 @@ def request(
     """Request a different number of replicas from a running experiment, wait, and return the new number.
 
     Raises:
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` (it continues to resize).
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` (resizing then continues).
     """
     before = replicas_of(folder)
     request_id = uuid.uuid4().hex

@@ -60,7 +60,7 @@ class FleetOptions:
     environment: dict[str, str] | None = None
     server: ServerOptions | None = None  # set if replicas are external inference servers
     launcher: Launcher | None = None  # starts the processes, possibly on other machines; None: on this machine
-    scales: bool = False  # let ``areno scale`` change the number of replicas, by files in ``log_folder``
+    scales: bool = False  # let ``areno scale`` change the number of replicas, through files in ``log_folder``
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
@@ -209,7 +209,7 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """If the replicas run on the CPU, limit this process to ``threads`` PyTorch threads; None: as many as a rank."""
+        """If the replicas run on the CPU, limit this process to ``threads`` PyTorch threads; None: as many as a rank has."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)

@@ -80,7 +80,9 @@ class ReplicaJob:
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
     on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a failed replica
-    on_leaving: Callable[[int], None] = lambda _number: None  # before a replica is ended; returns when it is unused
+    on_leaving: Callable[[int], None] = lambda _number: (
+        None
+    )  # called before a replica is ended; returns once it is unused
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
     restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s``
@@ -208,7 +210,7 @@ class ReplicaSupervisor:
     # -- one replica -----------------------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> Exception | None:
-        """Start a replica; returns the error if that failed."""
+        """Start a replica; return the error if this failed."""
         job = self._job
         with open(slot.log_file, "a", encoding="utf-8") as log:
             log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")

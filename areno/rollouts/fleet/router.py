@@ -13,7 +13,7 @@ from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.replica_supervisor import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
-# If this many replicas died while they processed a request, the request fails, because it may be the cause.
+# If this many replicas died while they processed a request, the request fails, because it may have killed them.
 _MAX_TRIES = 3
 _DRAIN_POLL_S = 0.1
 

@@ -124,7 +124,7 @@ class ServerWeightTransfer:
     def _root(self, engine: Backend, mode: Mode) -> Path:
         if self.options.folder is not None:
             return self.options.folder
-        # Two versions exist at the same time; the size of a checkpoint with optimizer state bounds theirs.
+        # Two versions exist at the same time; a checkpoint with optimizer state is an upper bound for both.
         fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()
         root = _MEMORY if fits else None
         if root not in self._scratch:

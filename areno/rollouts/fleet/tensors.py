@@ -46,7 +46,7 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def views(memory: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """The tensors in a buffer uint8 [n] with the offsets of :func:`layout`."""
+    """The tensors in a buffer (uint8 [n]), at the offsets of :func:`layout`."""
     for offset, spec in zip(layout(specs)[0], specs, strict=True):
         yield memory[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
@@ -62,7 +62,7 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError, on every rank, if the trainer lacks a tensor, its shape differs, or it cannot be merged exactly."""
+    """Raise a UsageError, on every rank, if the trainer lacks a tensor, has it in another shape, or cannot merge it exactly."""
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:
@@ -88,7 +88,8 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
     """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``; the trainer must not be generating.
 
     Every rank that holds a part of the model must consume all tensors, in this order, because the ranks that share a tensor
-    gather it together. The first rank receives the tensors of all pipeline stages; elsewhere, those of other stages are empty.
+    gather it together. The first rank receives the tensors of all pipeline stages; on other ranks, tensors of other stages are
+    empty.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())

@@ -33,9 +33,9 @@ class WeightOptions:
     """How weights are transferred.
 
     Attributes:
-        mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast by gloo between CPUs and by NCCL between GPUs;
+        mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast with gloo between CPUs and with NCCL between GPUs;
             ``disk``, a checkpoint folder.
-        verify: compare checksums of sent and received tensors, and the installed parameters bit by bit.
+        verify: compare the checksums of sent and received tensors, then installed and received tensors bit by bit.
     """
 
     mode: Mode = "shm"
@@ -57,7 +57,7 @@ def refuse_unknown(mode: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Result of a weight update: bytes transferred, seconds taken, and pauses of generation by replica.
+    """Result of a weight update: bytes transferred, seconds taken, and for how long generation paused on each replica.
 
     ``logprob_gap`` is the mean absolute difference, in nats, between the log-probs of inference servers and of the trainer
     for a fixed prompt with these weights; None if it was not measured.
@@ -87,7 +87,7 @@ class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
     With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
-    None: a private folder, and the trainer and all replicas must share the memory of one machine.
+    None: a private folder; the trainer and all replicas must then share the memory of one machine.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightTransfer:
         self._sender: Backend | None = None
 
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
-        """Transfer the trainer's weights to all replicas. Errors are those of :meth:`RolloutFleet.update_weights`."""
+        """Transfer the trainer's weights to all replicas. Raises the errors of :meth:`RolloutFleet.update_weights`."""
         began = time.perf_counter()
         digests = engine.run_on_all_ranks(weight_update.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
@@ -146,7 +146,7 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Transfer the weights kept by rank 0 of the trainer, by a collective with only this replica."""
+        """Transfer the weights kept by rank 0 of the trainer, through a collective with only this replica."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
@@ -198,7 +198,7 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Seconds that each replica paused. Dead replicas are skipped; those that fail to update are ended and restarted."""
+        """Seconds that each replica paused. Dead replicas are skipped; others that fail to update are ended and restarted."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()

@@ -110,7 +110,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on the ranks that assemble them, and nothing on other data-parallel replicas of the weights."""
+    """Yield the full tensors on the ranks that assemble them; other data-parallel replicas of the weights yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
@@ -126,7 +126,7 @@ def _broadcast(channel: str, memory: Tensor) -> None:
 
 
 def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
-    """Consecutive tensors of at most ``limit`` bytes, at least one per bucket."""
+    """Yield buckets of consecutive tensors, each of at most ``limit`` bytes unless a single tensor is larger."""
     bucket: list[TensorSpec] = []
     for spec in specs:
         if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
@@ -261,7 +261,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {size} members joined within {PATIENCE_S:g} s")
+            raise RuntimeError(f"not all {size} members joined within {PATIENCE_S:g} s")
         time.sleep(0.01)
 
 

@@ -75,7 +75,7 @@ class ServerCalls(Protocol):
         """Generate one answer, with the log-prob and weight version of each token."""
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
-        """Abort samples; their calls return partial answers. A sample that the server has queued may still start."""
+        """Abort samples; ``generate`` then returns partial answers. A sample that the server has queued may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Load a checkpoint between two tokens of all running samples, and drop the caches of the old weights."""

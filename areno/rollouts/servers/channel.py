@@ -46,7 +46,7 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether weights can be broadcast: the checkpoint files use the tensor names of the trainer's model."""
+        """Whether weights can be broadcast, that is, the checkpoint files use the tensor names of the trainer's model."""
         if self._fits is None:
             self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
             stored = _stored_names(self._path)
@@ -57,7 +57,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights to the servers, and keep them for later ones; return the seconds of each server reached."""
+        """Send the weights to the servers, and keep them for later servers; return the seconds taken, by server reached."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -118,7 +118,7 @@ class ServerChannel:
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
         """Return the name of the group of all members; empty if they could not connect.
 
-        Unless a server has failed, broadcasts are then disabled, and later weights are sent as folders.
+        If they could not connect although no server has failed, broadcasts are disabled: weights are sent as folders.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
@@ -152,7 +152,7 @@ class ServerChannel:
 
 
 def _stored_names(path: str) -> set[str]:
-    """Tensor names in a checkpoint folder or a cached hub snapshot; empty without safetensors files."""
+    """Tensor names in a checkpoint folder or a cached hub snapshot; empty if there are no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         with suppress(OSError, ValueError):

@@ -35,8 +35,8 @@ class ServerOptions:
 
     Attributes:
         arguments: command-line arguments, from the settings section of the product.
-        command: starts a server; empty: ``vllm`` beside this Python or on PATH, or this Python's ``sglang`` module.
-        addresses: running servers to join, one per replica, instead of starting them.
+        command: starts a server; empty: ``vllm`` from this Python's folder or PATH, or this Python's ``sglang`` module.
+        addresses: running servers to join, one per replica, instead of starting servers.
         adapter: name of the trainer's adapter; empty without one.
     """
 

@@ -26,7 +26,7 @@ class InferenceServerProcess:
         command: the command with arguments; ``{host}`` and ``{port}`` stand for the address on which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
-        on_failure: called once, in a thread of this object, when the server ends or is abandoned.
+        on_failure: called once, in a thread of this object, when the server ends by itself or is abandoned.
 
     Attributes:
         url: URL of the server.

@@ -189,7 +189,7 @@ class ServerReplica:
             await asyncio.sleep(0.05)
 
     def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
-        """Convert an answer, and pass its tokens to the listener at once, because answers are not streamed."""
+        """Convert an answer, and pass all its tokens to the listener together, because answers are not streamed."""
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
@@ -236,7 +236,7 @@ class ServerReplica:
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on; EngineError on failure."""
+        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` up; EngineError on failure."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
@@ -251,10 +251,10 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Return token ids, and the server's log-probs of the last ones.
+        """Return token ids, and the server's log-probs of the last of them.
 
-        Scores the prompt, or with an adapter a generated answer, because vLLM 0.32 on CPUs crashes when it computes prompt
-        log-probs concurrently with other requests of an adapter.
+        Scores the prompt; with an adapter, scores a generated answer instead, because vLLM 0.32 on CPUs crashes when it
+        computes prompt log-probs concurrently with other requests of an adapter.
         """
         if not self._adapter:
             return prompt, self.call(self.calls.logprobs(self._http, prompt))

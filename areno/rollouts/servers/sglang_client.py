@@ -65,7 +65,7 @@ class SglangCalls:
             await post_json(http, "/abort_request", {"rid": rid})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint. Running requests are queued again, and their caches are recomputed with the new weights."""
+        """Load a checkpoint. Running requests are requeued, and their caches are recomputed with the new weights."""
         await post_json(http, "/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),

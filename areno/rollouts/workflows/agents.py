@@ -42,7 +42,7 @@ class AgentWorkflow(RolloutWorkflow):
         agent: has ``async run(data, **extra)``. ``extra`` contains ``base_url``, ``api_key`` and, in mode ``inline``,
             ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, address and key are in the agent's environment
+        options: how the agent is run. In mode ``subproc``, address and key are also in the agent's environment
             (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
         model_name: the model's name in requests.
 
@@ -166,7 +166,7 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
 
 
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
-    """The training rows of a session's turns, in chronological order.
+    """Return the training rows of a session's turns, in chronological order.
 
     ``individual`` makes one row per answer, with its prompt. ``concat`` makes one row per conversation, with all its answers
     and the return of the last one. A conversation that forks has a row per branch; the common prefix is trained on once. The

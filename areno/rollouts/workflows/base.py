@@ -37,11 +37,11 @@ class Interaction:
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""Result of an episode: None rejects it; else tensors as in :mod:`areno.rollouts.trajectory`, or interactions by name."""
+"""Result of an episode: tensors as in :mod:`areno.rollouts.trajectory`, interactions by name, or None to reject the episode."""
 
 
 class RolloutWorkflow(ABC):
-    """Runs episodes as coroutines, which must not block: they share one event loop. One that raises is dropped and logged."""
+    """Runs episodes as coroutines that share an event loop, so they must not block. If one raises, it is logged and dropped."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
@@ -105,7 +105,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors; None for a rejected episode, including an empty mapping.
+    """Convert the result of a workflow to tensors; None for a rejected episode (a result of None or an empty dictionary).
 
     With ``check``, all keys, shapes and numbers are checked.
 

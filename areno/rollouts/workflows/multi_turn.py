@@ -35,8 +35,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
     rewrites the history, there are several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
 
     Args:
-        reward_fn: scores every answer; ``completions`` is the latest one. See
-            :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` for its form and for arguments that are not listed.
+        reward_fn: scores every answer, and gets the latest one as ``completions``. For its signature, and for the arguments
+            not listed here, see :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
         max_turns: maximum number of answers.
         turn_discount: factor on the reward per further attempt, in (0, 1].
         retry_message: user message after a wrong answer.

@@ -1,4 +1,4 @@
-"""Runs agents in separate processes, so that an agent that blocks, crashes or leaks costs only one episode.
+"""Runs agents in separate processes, so that an agent that blocks or crashes costs only its own episode.
 
 A process runs one agent at a time, with the session's variables in its environment. It imports torch or a model only if the
 agent does.
@@ -37,7 +37,7 @@ class AgentProcesses:
     ) -> float | dict[str, float] | None:
         """Run a pickled agent; on a timeout or cancellation its process is killed with all child processes.
 
-        ``timeout_s`` counts from the time at which a process is free.
+        ``timeout_s`` starts to run when a process is free.
 
         Raises:
             AgentError: the agent raised, timed out, died, or returned something other than rewards.
@@ -80,7 +80,7 @@ class AgentProcesses:
 
 
 def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
-    """The kind and value of the process's answer; ``died`` with the reason if it failed."""
+    """Return the kind and value of the process's answer, or ``died`` and the reason if the process failed."""
     try:
         worker.frames.send(job)
         kind, value = json.loads(worker.frames.receive())
@@ -96,7 +96,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection; ``connection`` and ``lifeline`` are file descriptors."""
+    """Run agents until the parent closes the connection; ``settings`` has file descriptors (``connection``, ``lifeline``)."""
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
@@ -107,7 +107,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """``["value", returned]`` or ``["error", text]``, sent as JSON, so that an agent's answer is never unpickled."""
+    """Return ``["value", returned]`` or ``["error", text]``, which is sent as JSON, so that answers are never unpickled."""
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])

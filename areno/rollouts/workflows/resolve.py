@@ -24,7 +24,7 @@ def resolve_workflow(
     n_samples: int = 1,
     drop_incomplete: bool = False,
 ) -> RolloutWorkflow:
-    """The workflow of an experiment, in groups of ``n_samples``, see :class:`GroupedRolloutWorkflow`.
+    """The workflow of an experiment, with ``n_samples`` samples of each row as a group (:class:`GroupedRolloutWorkflow`).
 
     Args:
         workflow: a workflow or an agent: an object, a class, or the name of either.
@@ -35,7 +35,7 @@ def resolve_workflow(
         model_name: model name in an agent's requests.
 
     Raises:
-        UsageError: ``workflow`` is neither workflow nor agent, cannot be found, or does not accept the arguments.
+        UsageError: ``workflow`` is neither a workflow nor an agent, cannot be found, or does not accept the arguments.
     """
     if isinstance(workflow, str):
         workflow = named_object(workflow, option="workflow")
@@ -62,7 +62,7 @@ def resolve_workflow(
 
 
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """Return a filter or another function that is given directly or by name; None stays None.
+    """Return a function, such as a filter, given directly or by name; None stays None.
 
     Raises:
         UsageError: the value of ``option`` cannot be found, or is not callable.

@@ -1,4 +1,4 @@
-"""Reward functions for workflows: awaitable, in worker processes with a timeout."""
+"""Awaitable reward functions for workflows. They run in worker processes, with a timeout."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class AsyncReward:
     """A reward function with a timeout.
 
     A worker process runs one call at a time, and is killed and replaced if the call times out. A call that times out or whose
-    process dies is retried; a call that raises is not. A call that fails in the end raises an error; it never returns 0.
+    process dies is retried; a call that raises is not. If no attempt succeeds, an error is raised; the reward is not set to 0.
 
     Args:
         reward_fn: a function or coroutine function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns
@@ -56,7 +56,7 @@ class AsyncReward:
             raise UsageError(f"max_workers must be at least 1, got {workers}; None uses half of the CPUs")
         sent: bytes | str
         if isinstance(reward_fn, str):
-            named_object(reward_fn, option="reward_fn")  # so that invalid functions fail at once
+            named_object(reward_fn, option="reward_fn")  # so that an invalid name fails at once
             self.name = sent = reward_fn
         else:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
@@ -75,7 +75,7 @@ class AsyncReward:
         """Compute the reward and its parts, if any. Fields of ``data`` that have the name of another argument are ignored.
 
         Raises:
-            RewardError: the function raised, returned no finite number, or timed out or died in all retries.
+            RewardError: the function raised, returned no finite number, or timed out or died in every attempt.
         """
         record = RewardRecord(
             prompt=prompt,

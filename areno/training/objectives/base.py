@@ -23,12 +23,12 @@ class RowBounds:
 
     max_prompt_tokens: int  # maximum prompt length in tokens
     max_new_tokens: int  # maximum answer length in tokens, including EOS
-    eos_token_ids: frozenset[int]  # ids that end an answer; the tokenizer's EOS, if any, is appended
+    eos_token_ids: frozenset[int]  # ids that end an answer; an answer that ends with none of them gets an EOS token
     context_limit: int | None = None  # maximum tokens of prompt and answer together
     source: str = ""  # name of the data in error messages
     disable_thinking: bool = False  # see :func:`areno.text.chat.render_generation_prompt`
     loader: str = LOADER_OPTION  # name of the option for a loader
-    limits: str = ""  # description of the limits; empty names the options of ``areno train``
+    limits: str = ""  # description of the limits; if empty, the options of ``areno train`` are named
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
         """Return the error for a dataset without usable rows."""
@@ -109,7 +109,7 @@ class Objective:
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Return the problem of the first row of ``source``, or an empty string. ``loader`` is the option for a loader."""
+    """Return the problem of the first row of ``source``, or an empty string. ``loader`` names the option for a loader."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

@@ -42,7 +42,7 @@ def build_preference_rows(
     limit if that is lower.
 
     Raises:
-        DataError: a row lacks a usable key, or all rows were dropped.
+        DataError: a row is malformed, or all rows were dropped.
     """
     source, loader, eos = bounds.source, bounds.loader, bounds.eos_token_ids
     texts: list[tuple[RenderedPrompt, str]] = []
@@ -64,7 +64,7 @@ def build_preference_rows(
     longest = min(bounds.max_prompt_tokens + bounds.max_new_tokens, bounds.context_limit or sys.maxsize)
     pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos) or 0))
     if not pairs:
-        raise bounds.none_left(len(rows), _shortest(candidates), ", whose sum bounds a prompt with its answer")
+        raise bounds.none_left(len(rows), _shortest(candidates), ", whose sum limits a prompt and its answer together")
     return pairs, len(rows) - len(pairs)
 
 
@@ -159,7 +159,7 @@ DPO = Objective(
     sequences=2,
 )
 PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
-"""Pairs for the custom loss of an algorithm; the loss may report these statistics."""
+"""The objective for pairs and an algorithm's own loss, which may report ``PAIR_STATISTICS``."""
 REWARD_MODEL = Objective(
     needs="pair",
     build=build_preference_rows,

@@ -49,7 +49,7 @@ class PolicySettings:
     critic: str | None = None  # role that scores values; None for no critic
     reward_path: str | None = None  # path of the reward model, for messages
     recomputes: bool = False  # whether scored ``prox_logprobs`` replace the log-probs of the rollout
-    m2_threshold: float | None = None  # bound of M2PO; None: no tokens are masked
+    m2_threshold: float | None = None  # bound of M2PO; None: M2PO is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class Prepared:
     """Rows ready for the update.
 
     Attributes:
-        populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
+        populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns except ``gae_advantages``; with ``credits``
+            only ``kl_rewards``.
         divergences: KL estimates between the sampling policy and the policy before the update, averaged over trained tokens.
     """
 
@@ -98,7 +99,7 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows and set their advantages, and with a critic their values and returns. Can be repeated on fresh rows.
+        """Score rows and set their advantages, and with a critic their values and returns. To repeat it, pass fresh rows.
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.

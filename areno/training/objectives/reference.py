@@ -1,7 +1,8 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only while it scores. A reference that equals the initial policy is not loaded: the policy itself
-scores before its first step, or with its adapter disabled. A run whose log-probs are cached loads no reference either.
+The reference is in memory only while it scores. A reference that equals the initial policy need not be loaded: the policy
+itself scores, either before its first step or with its adapter disabled. A run whose log-probs are cached loads no reference
+either.
 
 The name of a cache file is a hash of all inputs: the token rows, which tokens are trained on, the files of the reference
 checkpoint, compute dtype, quantization, and the seed of random weights. So stale values are never read. The files are in
@@ -116,7 +117,7 @@ class Reference:
             parts.append(torch.tensor([value for values in scores for value in values])[torch.tensor(trained)])
             if not parts[-1].isfinite().all():
                 raise EngineError(
-                    f"the reference {self.path} gives non-finite log-probs in rows {begin} to "
+                    f"the reference {self.path} gives non-finite log-probs in rows {begin + 1} to "
                     f"{begin + len(chunk)}; check that checkpoint, or compute in float32"
                 )
             if time.monotonic() - shown > _PROGRESS_S:

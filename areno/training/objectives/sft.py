@@ -19,7 +19,7 @@ def build_sft_rows(
     response and rows that are too long are dropped.
 
     Raises:
-        DataError: a row lacks a usable key, or all rows were dropped.
+        DataError: a row is malformed, or all rows were dropped.
     """
     source, limit = bounds.source, bounds.context_limit
     texts: list[tuple[RenderedPrompt, str]] = []

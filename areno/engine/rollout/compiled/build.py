@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
 Runs as a separate process at the lowest priority, while its parent continues. It reads the model's configuration but no
-weights: their memory is allocated and never touched. It exits when its parent does.
+weights: memory for them is allocated but never touched. It exits when its parent does.
 """
 
 import json

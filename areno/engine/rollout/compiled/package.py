@@ -24,8 +24,8 @@ class StepPackage:
     The weights are shared, not copied, so training updates are visible without further calls.
 
     Raises:
-        EngineError: the package cannot be loaded, needs weights that the model lacks, computes other results than the model, or
-            may have been written by another user.
+        EngineError: the package cannot be loaded, needs weights that the model lacks, computes results that differ from the
+            model's, or may have been written by another user.
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
@@ -36,7 +36,7 @@ class StepPackage:
         try:
             for kernel in KERNELS:
                 kernel.load()
-            # Uses the loader alone: importing torch._inductor takes seconds, for a compiler that is not needed to load.
+            # Uses the loader alone: importing torch._inductor takes seconds, for a compiler that loading does not need.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
             self._bind()
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
@@ -88,7 +88,7 @@ class StepPackage:
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run one random step compiled and by the model, each on its own copy of the cache, and compare logits and caches."""
+        """Run one random step compiled and uncompiled, each on its own copy of the cache; compare logits and caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments

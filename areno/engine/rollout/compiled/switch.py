@@ -1,8 +1,8 @@
 """Choose how decode steps run: with our kernels if the model is large enough, and compiled if that saves time.
 
 The kernels are built once per machine, in seconds, before the first step. A compiled step saves PyTorch's overhead between
-kernels: most of a step's time for a small model, 7 % of it at 135 M parameters. A compiled step is used at once if it is on
-disk, else as soon as the remaining work justifies building it.
+kernels: most of a step's time for a small model, 7 % of it at 135 M parameters. A compiled step is loaded at once if it is on
+disk; else it is built once the remaining work justifies that.
 
 Building takes about 40 seconds on one core and does not delay generation: it runs in a separate process at the lowest priority,
 and the switch happens between two steps. A step that cannot be compiled is reported once, and decoding continues as before.
@@ -214,7 +214,7 @@ class _Build:
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
-        """None while running, "" on success, else the reason of the failure."""
+        """None while running, "" on success, else the reason for the failure."""
         code = self._process.poll()
         if code is None:
             return None

@@ -71,7 +71,7 @@ class DecodeStep(nn.Module):
             write_at: cache columns to write them to [B].
             columns: indices of the columns to attend to [L].
             leaders: for each row, the first row with the same prefix [B].
-            shared: length of the prefix [B].
+            shared: length of that prefix [B].
             temperatures: temperature of each row [B].
             greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
@@ -126,7 +126,7 @@ def example_inputs(
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Random arguments of a step, for tracing and validation.
 
-    B is ``rows``, L is ``columns``; the caches have ``cached`` columns, which is more.
+    B is ``rows``, L is ``columns``; the caches have ``cached`` columns, more than L.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The rollout loop of GPUs: paged KV cache, attention over block tables, CUDA graphs, overlapped decode steps.
+"""The rollout loop for GPUs: paged KV cache, attention over block tables, CUDA graphs, overlapped decode steps.
 
 - ``loop``: the rollout loop over a paged cache; ``pipeline``: launches a decode step before the tokens of the previous one are
   read.

@@ -49,7 +49,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Warm up by two runs on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
+        """Warm up with two runs on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)

@@ -2,7 +2,7 @@
 
 For each row, a step needs only a few numbers from the host: the source of the row's token (the output of the previous step on
 the device, or the host), its position and its token index. So a step can be launched before the tokens of the previous one have
-been read. On a CPU, with ``--eager-decode``, or if attention cannot be captured, the same program runs eagerly.
+been read. On a CPU, with ``--eager-decode``, or if the step cannot be captured, the same program runs eagerly.
 """
 
 import logging

@@ -19,7 +19,7 @@ from areno.engine.model.attention import LayerAttention
 # Tensor cores need at least 16 rows, columns and features.
 MIN_TILE = 16
 MAX_PARTS = 16
-# Minimum keys per part.
+# A part of at most this many keys is not split further.
 MIN_KEYS = 256
 # Software pipeline stages of a program's loop. The page lookup takes two of the three; the third is for keys and values.
 STAGES = 3
@@ -226,7 +226,7 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Number of parts per context, a power of two: enough to fill the GPU twice, with at least :data:`MIN_KEYS` keys each."""
+    """Number of parts per context, a power of two: enough to fill the GPU twice, unless contexts are too short."""
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2

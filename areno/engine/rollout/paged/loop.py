@@ -20,7 +20,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """A rollout loop whose decode steps overlap with work on the host, as long as no row needs filters, edits or top log-probs.
+    """A rollout loop whose decode steps overlap with work on the host, unless a row needs filters, edits or top log-probs.
 
     ``eager_decode`` disables CUDA graphs; the other arguments are those of :class:`~areno.engine.rollout.loop.RolloutLoop`.
     Speculative decoding and compiled steps need slots and are not supported.
@@ -128,7 +128,7 @@ class PagedRolloutLoop(RolloutLoop):
 
 
 def _is_plain(group: SampleGroup) -> bool:
-    """Whether a request is sampled by temperature alone."""
+    """Whether a request needs no filters, logit edits or top log-probs."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)
     return not (edited or Filters.applies_to(sampling) or sampling.top_logprobs)

@@ -22,7 +22,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
-            f"the page size {page_size} must divide {BLOCK}, the block of the prefix store; use {PAGE_SIZE}"
+            f"the page size {page_size} must divide {BLOCK}, the block size of the prefix store; use {PAGE_SIZE}"
         )
     return 1 + round_up(budget_tokens, COLUMN_STEP) // page_size + max_running + prefix_tokens // page_size
 

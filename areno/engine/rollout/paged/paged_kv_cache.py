@@ -200,7 +200,7 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Cells [N] of the flat pool for tokens at ``positions`` [N] of ``rows`` [N]; position -1 gives a spare cell."""
+        """Cells [N] of the flat pool for tokens at ``positions`` [N] of ``rows`` [N]; position -1: the spare page."""
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
         cells = pages * self.page_size + at % self.page_size

@@ -25,7 +25,7 @@ class _Flight:
 
 
 class DecodePipeline:
-    """Keeps at most one decode step in flight."""
+    """Keeps at most one decode step in flight between calls."""
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device

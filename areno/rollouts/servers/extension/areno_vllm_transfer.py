@@ -1,4 +1,4 @@
-"""Weight transfer engine for vLLM servers: the trainer broadcasts by gloo between CPUs and by NCCL between GPUs.
+"""Weight transfer engine for vLLM servers: the trainer broadcasts with gloo between CPUs and with NCCL between GPUs.
 
 vLLM's workers import this module; their environment may lack areno. vLLM's calls control it: ``/init_weight_transfer_engine``
 joins the trainer's group; ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
@@ -75,7 +75,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights; the base class would synchronize an accelerator even on a CPU."""
+        """Receive all weights. Overrides the base class, which would synchronize an accelerator even on a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
