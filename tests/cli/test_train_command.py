@@ -100,7 +100,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize(("level", "shown"), [("info", True), ("warning", False)])
-def test_the_log_level_applies_to_the_console_and_the_log_file_has_all_lines(
+def test_the_console_has_lines_of_its_level_and_the_log_file_has_all(
     tmp_path, tiny_checkpoint, capsys, level, shown
 ):
     words = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")

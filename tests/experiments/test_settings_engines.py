@@ -182,7 +182,14 @@ def test_the_model_computes_in_dtype(sft):
 
 def test_overflows_of_fp16_are_no_failures(sft):
     """With a loss scale that is too large at first, updates are skipped until it fits; warnings and report do not mind."""
-    run = sft({"actor.dtype": "float16", "actor.optimizer.initial_loss_scale": 2.0**18, "actor.optimizer.hysteresis": 1, **SIX})
+    run = sft(
+        {
+            "actor.dtype": "float16",
+            "actor.optimizer.initial_loss_scale": 2.0**18,
+            "actor.optimizer.hysteresis": 1,
+            **SIX,
+        }
+    )
     skipped, scales = run.column("sft/update_skipped"), run.column("sft/loss_scale")
     assert skipped[0] == 1
     assert skipped[-1] == 0

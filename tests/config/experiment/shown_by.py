@@ -107,7 +107,7 @@ EFFECTS: dict[str, str] = {
     "MicroBatchSpec.max_tokens_per_mb": _ENGINES
     + "test_micro_batches_are_split_as_configured_and_the_loss_is_unchanged",
     "MicroBatchSpec.n_mbs_divisor": _ENGINES + "test_micro_batches_are_split_as_configured_and_the_loss_is_unchanged",
-    "MicroBatchSpec.packing_algorithm": _ENGINES + "test_both_packing_algorithms_respect_the_token_limit",
+    "MicroBatchSpec.packing_algorithm": _ENGINES + "test_packing_algorithms_fill_or_balance_the_micro_batches",
     "DPOEngineConfig.beta": _ENGINES + "test_preference_losses_follow_their_formulas",
     "DPOEngineConfig.label_smoothing": _ENGINES + "test_a_preference_loss_gets_the_settings_of_its_section",
     "DPOEngineConfig.loss_type": _ENGINES + "test_preference_losses_follow_their_formulas",
