@@ -33,7 +33,8 @@ for python in ${PYTHONS:-3.11 3.12 3.13}; do
       result="could not be installed"
     fi
     transformers=$("$folder/venv/bin/python" -c "import transformers; print(transformers.__version__)" 2>/dev/null || echo none)
-    commit=$(git describe --always --dirty --exclude='*')
+    commit=$(git describe --always --exclude='*')
+    [[ -z $(git status --porcelain -uno -- . ':!tests/matrix.tsv') ]] || commit+=-dirty
     printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$(date +%F)" "$commit" "$python" "$torch" "$transformers" "$result" | tee -a "$root/tests/matrix.tsv"
     [[ $result == *passed* && $result != *failed* && $result != *error* ]] || failed=1
     rm -rf "$folder"
