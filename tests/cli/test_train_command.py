@@ -100,9 +100,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize(("level", "shown"), [("info", True), ("warning", False)])
-def test_the_console_has_lines_of_its_level_and_the_log_file_has_all(
-    tmp_path, tiny_checkpoint, capsys, level, shown
-):
+def test_the_console_has_lines_of_its_level_and_the_log_file_has_all(tmp_path, tiny_checkpoint, capsys, level, shown):
     words = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")
     assert main([*map(str, words), "--max-steps", "1", "--log-level", level]) == 0
     assert ("stage=rollout_start" in capsys.readouterr().err) is shown
