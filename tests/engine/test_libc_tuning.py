@@ -134,7 +134,7 @@ print(held() - before, most, int(all(float(x[0] + x[-1]) == 2 for _, x in live))
 def test_our_allocator_serves_many_threads_and_forked_processes():
     program = """
 import os, random, threading
-from areno.engine.libc_tuning import _KEPT
+from areno.engine.libc_tuning import _ALLOCATOR
 torch.set_num_threads(1)
 wrong = []
 def work(seed):
@@ -155,7 +155,7 @@ for _ in range(20):
     codes.append(os.waitpid(child, 0)[1])
 for thread in threads:
     thread.join()
-print(len(_KEPT), len(wrong), sum(codes))
+print(len(_ALLOCATOR), len(wrong), sum(codes))
 """
     assert run(_RETAIN + program) == [1, 0, 0]
 
