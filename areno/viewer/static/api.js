@@ -53,7 +53,7 @@ function askKey() {
   });
 }
 
-/** Say why the page is not updated, or that it is again. */
+/** Say why the page is not updated; an empty text hides the message. */
 function showProblem(text) {
   const problem = document.getElementById("problem");
   problem.hidden = !text;

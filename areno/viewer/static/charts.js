@@ -35,7 +35,7 @@ class Points {
     return this.#store.get(`${run.id} ${name}`);
   }
 
-  /** Request what is new of some metrics of a run; the answer, and whether there was anything. */
+  /** Request the new points of some metrics of a run; return the answer, and whether anything was new. */
   async load(run, names) {
     const after = names.map((name) => this.get(run, name)?.next ?? NEW);
     const answer = await get(`/api/runs/${run.id}/metrics`, { name: names, after });

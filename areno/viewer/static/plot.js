@@ -127,7 +127,7 @@ class Chart {
     return this.#options.smooth > 0 ? [{ ...raw, width: 1, alpha: 0.3 }, { ...raw, width: 2 }] : [raw];
   }
 
-  /** The newest value of a line, or the one at or before a place of the pointer. */
+  /** The newest value of a line, or the one at or before a position of the pointer. */
   #valueAt(place, position) {
     const column = this.#plot.data[1 + place * (this.#options.smooth > 0 ? 2 : 1)];
     for (let index = position ?? column.length - 1; index >= 0; index--) {

@@ -36,7 +36,7 @@ class SampleList {
   #recorded = 0;
   #taken = 0;
   #isOpen = false;
-  #turn = 0; // of the filters, so that late answers to other ones are ignored
+  #turn = 0; // counts changes of the filters, so that late answers to earlier ones are ignored
   #list = el("ol", { class: "samples", "aria-label": "Samples" });
   #count = el("p", { "aria-live": "polite" });
   #unread = el("div");

@@ -9,7 +9,7 @@ const VERSIONS = 6;
 const PHASES = ["generate", "reward", "toolcall"];
 const STALENESS = ["staleness", "train/staleness_max", "rollout/staleness/max"];
 
-/** Give each span the first lane that is free at its begin. */
+/** Give each span the first lane that is free when it begins. */
 function packed(spans) {
   const ends = [];
   return spans.map((span) => {

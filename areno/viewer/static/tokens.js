@@ -1,4 +1,4 @@
-// The tokens of a training row, colored by a number of each; and where rows of one sample fork.
+// The tokens of a training row, colored by one of their attributes; and where the rows of one sample fork.
 
 import { el, field, fill, number, select, table } from "./dom.js";
 
