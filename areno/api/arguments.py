@@ -30,7 +30,7 @@ def real(name: str, value: Any, *, above: float = -math.inf, minimum: float = -m
 
 
 def as_list(name: str, value: Any, items: str) -> list[Any]:
-    """Check and convert a list, tuple or array, but not a string or mapping; ``items`` describes its elements."""
+    """Convert a list, tuple or array to a list, and reject strings and mappings; ``items`` describes the elements in errors."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__} {value!r:.60}")
     return list(value)
@@ -152,7 +152,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError for rows of unknown temperature if the trainer has sampled at temperatures other than 1."""
+    """Raise UsageError for log-probs of unknown temperature if the trainer has sampled at temperatures other than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))

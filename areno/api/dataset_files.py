@@ -31,7 +31,7 @@ _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_file(path: Path, option: str) -> Dataset:
-    """Read one data file; its suffix selects the format. Raises DataError with file, row and key."""
+    """Read one data file; its suffix selects the format. Raises DataError that names file, row and key."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
@@ -163,7 +163,7 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a field that "
-                "starts with a double quote must end with one, with quotes inside doubled"
+                "starts with a double quote must end with one and double the quotes inside it"
             ) from error
     return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
 

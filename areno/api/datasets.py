@@ -27,8 +27,8 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
     """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
 
     Args:
-        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
-            hub reference.
+        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files, or one that
+            ``save_to_disk`` wrote; or a hub reference.
         option: name of the option, for error messages.
         split: split to read from a folder with splits, or from a hub reference that names no split.
 
@@ -62,7 +62,7 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the rows of a trainer, each a mapping, with the user's loader if there is one.
+    """Load the rows for a trainer, each a mapping, with the user's loader if there is one.
 
     The loader is called with the path, which it may interpret as it likes, and the keywords ``default_loader`` (bound to the
     split), ``load_dataset`` and ``load_from_disk``.
@@ -112,9 +112,9 @@ def iter_prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Yield batches of encoded prompts.
 
-    Rows with too long a prompt are skipped and counted. The last batch may be smaller; no batch is empty. ``start`` plus the
-    sum of ``scanned`` over the batches so far is the position to resume at. Skipped rows after a batch count towards that
-    batch, so that the sum reaches the end of ``order`` with the last batch.
+    Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty. ``start`` plus
+    the sum of ``scanned`` over the batches so far is the position to resume at. Skipped rows after a batch count towards
+    that batch, so that the sum reaches the end of ``order`` with the last batch.
 
     Args:
         batch_size: accepted rows per batch.

@@ -34,7 +34,7 @@ class EvalAnswer:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the answer, as counted by the server if it does not return them."""
+        """Number of tokens in the answer; for a server that returns no tokens, the number that it reports."""
         return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
 
 
@@ -112,7 +112,7 @@ def evaluate_prompts(
         rewards, ``accuracy`` and ``pass@k``.
 
     Raises:
-        RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or one that is not finite.
+        RewardError: no answer got a reward, or ``rewards`` returned the wrong number of rewards or one that is not finite.
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(
@@ -228,7 +228,7 @@ class _EvalTotals:
     rewards: list[float] = field(default_factory=list)
     outcomes: list[tuple[int, int]] = field(
         default_factory=list
-    )  # per prompt: scored answers, those with a reward above 0
+    )  # per prompt: the number of scored answers, and of those with a reward above 0
 
     def add(self, batch: PromptBatch, answers: Sequence[EvalAnswer | None], scores: Sequence[float | None]) -> None:
         """Add one batch; answers are ordered by prompt, and ``scores`` has one entry per answer that is not None."""

@@ -1,4 +1,4 @@
-"""``areno replay`` of a run of ``areno train``: the run's own trainer makes updates on recorded rows."""
+"""``areno replay`` of a run of ``areno train``: the algorithm's own trainer makes updates on recorded rows."""
 
 import time
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class ReplayTrainer(RolloutTrainer):
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the number of completed steps after the last update."""
+        """Return the number of completed steps once the last update is done."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
@@ -67,7 +67,7 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add to the rows what the loss needs. If advantages are computed, return statistics of the rows, else {}."""
+        """Add to the rows what the loss needs. Return statistics of the rows if advantages are computed, otherwise {}."""
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:
@@ -107,7 +107,7 @@ def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
 
 
 def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[dict[str, Any]]:
-    """Run the updates of a replay in a new run directory; return the statistics of each.
+    """Run the updates of a replay in a new run directory; return the metrics of each update.
 
     Args:
         config: the options of the replay.

@@ -60,7 +60,8 @@ def run_training(
 
     Args:
         options: validated and resolved options.
-        reward_fn: reward function; ignored if ``options.reward_fn_path`` is set, whose function runs in worker processes.
+        reward_fn: reward function, called in this process. Ignored if ``options.reward_fn_path`` is set: that file's function
+            runs in worker processes.
         loader_fn: dataset loader.
         progress: progress display; None selects one for the terminal or pipe.
         console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
@@ -184,7 +185,7 @@ def run_evaluation(
         options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
         reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
-        on_start: called with the number of rows when the model is loaded.
+        on_start: called with the number of rows once the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)

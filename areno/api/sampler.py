@@ -58,7 +58,10 @@ class StepClock:
         self._train_s += self.trained_s
 
     def close_step(self, ended: float | None = None) -> dict[str, float]:
-        """End the step (now, or at ``ended``), log its times, summed over all trained roles, and reset the clock."""
+        """End the step (now, or at ``ended``), log and return its times, and reset the clock.
+
+        The training time is the sum over all trained roles.
+        """
         ended = ended or time.perf_counter()
         rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
         self._rollout_s, self._train_s, self._step_start = 0.0, 0.0, None
@@ -89,11 +92,11 @@ class Sampler:
     def backend(self) -> Backend:
         """The backend, which holds the models. Raises EngineError before :meth:`init` and after :meth:`close`."""
         if self._backend is None:
-            raise EngineError("the trainer is not initialized: call trainer.init() first, and not after close()")
+            raise EngineError("the trainer is not initialized, or was closed: call trainer.init() first")
         return self._backend
 
     def init(self) -> None:
-        """Load tokenizer and model; required once before other calls, and again after :meth:`close`."""
+        """Load the tokenizer and the model. Call this once before other methods, and again after :meth:`close`."""
         if self._backend is not None:
             raise EngineError(
                 "the trainer is already initialized; loading the model again would discard what it has learned. "
@@ -152,13 +155,13 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate from texts, formatted by the chat template if there is one. See :meth:`rollout_token_batch`."""
+        """Generate from texts, formatted with the chat template if there is one. See :meth:`rollout_token_batch`."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Do :meth:`rollout_batch` without blocking the event loop."""
+        """Run :meth:`rollout_batch` without blocking the event loop."""
         return await self.rollout_token_batch_async(self._encode(prompts), n_samples, sampling_params)
 
     def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -197,7 +200,7 @@ class Sampler:
     async def rollout_token_batch_async(
         self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Do :meth:`rollout_token_batch` without blocking the event loop."""
+        """Run :meth:`rollout_token_batch` without blocking the event loop."""
         futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
         results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
         return with_texts(list(results), self.get_tokenizer(), sampling_params)

@@ -42,7 +42,7 @@ def evaluate_server(
     """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for a model on a server.
 
     Args:
-        url: base URL of the server, with the API version.
+        url: base URL of the server, including the API version, such as ``http://HOST:8000/v1``.
         model: model name on the server; None: the first model that the server lists.
         options: as for :func:`areno.api.run_training.run_evaluation`; a prompt that is a string becomes a user message.
 

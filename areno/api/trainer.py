@@ -58,7 +58,10 @@ class Trainer(Sampler):
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """Tokenize a dataset in order; see :func:`areno.api.datasets.iter_prompt_batches`. Metrics count skipped prompts."""
+        """Tokenize a dataset in order; see :func:`areno.api.datasets.iter_prompt_batches`.
+
+        Skipped prompts are counted in the TensorBoard events.
+        """
         keywords: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
         for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
             keywords[name] = arguments.integer(name, value)
@@ -126,9 +129,10 @@ class Trainer(Sampler):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs of unknown
-                temperature.
-            ValueError: no rows, or invalid sizes for the loss.
+            UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs with an
+                unknown temperature.
+            ValueError: no rows; rows with different per-token lists; or, with a loss over pairs, an odd number of rows or an
+                odd ``mini_bs``.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
@@ -149,7 +153,7 @@ class Trainer(Sampler):
         return stats
 
     def finish_step(self) -> dict[str, float]:
-        """End a step that does not train the policy, such as in the critic's warmup; returns the step's times in seconds."""
+        """End a step that does not train the policy, such as one in the critic's warmup; return its times in seconds."""
         self._steps += 1
         return self.clock.close_step()
 
@@ -176,7 +180,7 @@ class Trainer(Sampler):
         self.backend.ensure_roles(roles)
 
     def drop_role(self, role: str) -> None:
-        """Unload an auxiliary role. Raises EngineError if there is none of that name."""
+        """Unload an auxiliary role. Raises EngineError if no role has that name."""
         self.backend.drop_role(role)
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
@@ -232,7 +236,7 @@ class Trainer(Sampler):
                 token, ``score_values(...)[i - 1]``.
             mini_bs: rows per forward and backward pass.
             gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
-            cliprange_value: clip range of the difference between new and old prediction.
+            cliprange_value: clip range of the difference between new and old predictions.
             value_loss_coef: factor on the loss.
 
         Returns:

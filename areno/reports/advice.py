@@ -46,7 +46,7 @@ class OptionAdvice:
         return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
 
     def changed(self, option: str, value: float) -> str:
-        """Write an option with another value, and its present one."""
+        """Write an option with another value, followed by its current one."""
         present = self.number(option)
         written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
         return written if present is None else f"{written} (now {short(present)})"

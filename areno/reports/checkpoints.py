@@ -1,4 +1,4 @@
-"""Which models and states of a run are still there, to advise where to continue or what to use."""
+"""Which models and states of a run still exist, to advise where to continue or what to use."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +10,11 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import SavedModels, checkpoints_of, newest_model, saved_models
 
 _UNREADABLE = (ArenoError, OSError, LookupError, TypeError, ValueError, AttributeError)
-"""What a folder that is damaged or gone raises, and settings of wrong types."""
+"""Errors raised by a damaged or missing folder, or by settings of wrong types."""
 
 
 def saved(run: RunData) -> SavedModels | None:
-    """What the run has saved; None if that cannot be found out."""
+    """What the run has saved; None if that cannot be determined."""
     with suppress(*_UNREADABLE):
         return saved_models(run.path, "areno report")
     return None
@@ -36,7 +36,7 @@ def saved_model(run: RunData) -> str:
 
 
 def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
-    """Whether the model that an evaluation in ``step`` measured is still there, as a sentence."""
+    """Return a sentence that says whether the model that was evaluated at ``step`` still exists."""
     if step == 0:
         return "The best model is the initial one."
     model_folder = None

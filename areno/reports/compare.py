@@ -34,7 +34,7 @@ CURVES = (
     ),
     *("learning_rate", "tokens_per_second", "step_seconds"),
 )
-"""Curves that are compared, of ``KEYS``."""
+"""Curves that are compared: names in ``KEYS``."""
 
 _SAME_MEANING = (
     *("eval_dataset_path", "reward_fn_path", "batch_size", "epochs", "max_steps", "n_samples", "max_new_tokens"),
@@ -71,7 +71,7 @@ _RUNS_ALIKE = re.compile(
     r"|scheduling_(spec|strategy)"
 )
 _MODEL = r"ckpt|(^|\.)path$|dtype|device|attn|lora|world_size|tp_size|fsdp|backend|kernels|4bit|eager|compile"
-# Settings that affect a phase; all affect the update.
+# Settings that affect each phase; the update, which is not listed, is affected by all settings.
 _ACTS_IN = {
     "prompts": r"seed|shuffle|dataset|batch_size|max_prompt|max_sequences|thinking|tokenizer|filter|workflow|ckpt|(^|\.)path$",
     "sampled tokens": rf"seed|n_samples|temperature|top_|greedy|tokens|stop|eos|penalty|context|rollout|gconfig|agent|{_MODEL}",
@@ -163,7 +163,7 @@ def _described(run: RunData) -> dict[str, Any]:
 
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    """Settings whose values differ; one stands for all of the same name, in several sections, with the same two values."""
+    """Settings whose values differ; settings of equal name and values, in several sections, are listed as one."""
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
         options, experiment = (second, first) if a.is_experiment else (first, second)
@@ -202,7 +202,7 @@ def _same_content(x: Any, y: Any) -> bool:
 
 
 def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
-    """Two absolute paths relative to the last folder that they share; other values as they are."""
+    """Two absolute paths relative to the deepest folder that contains both; other values as they are."""
     if not all(isinstance(value, str) and os.path.isabs(value) for value in (x, y)):
         return x, y
     root = os.path.commonpath([os.path.dirname(x), os.path.dirname(y)])
@@ -237,7 +237,11 @@ def _mean(values: np.ndarray) -> float:
 def _causes(
     result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Differences that can affect the first phase that differs; after the first step, all can, through the weights."""
+    """Differences that can affect the first phase that differs.
+
+    If no setting affects that phase directly, but an earlier step is not bit-equal, all settings count: they act through the
+    weights.
+    """
     if result.different is None:
         return []
     phase, earlier = result.different.phase, result.unequal is not None and result.unequal.step < result.different.step

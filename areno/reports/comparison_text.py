@@ -96,7 +96,7 @@ def _value(value: Any) -> str:
 def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
     if not curves:
         return
-    yield f"Curves over the steps of both ({max(curve.steps for curve in curves)}):"
+    yield f"Curves over the steps that both recorded ({max(curve.steps for curve in curves)}):"
     rows = [
         [
             f"  {curve.key}",

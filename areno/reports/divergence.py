@@ -1,7 +1,7 @@
 """Where two runs first differ, and in which phase of that step: prompts, sampled tokens, rewards, advantages, update.
 
 The metrics show which step differs first. The recorded samples of that step show which phase does: their prompts, tokens,
-log-probs and rewards are compared in this order. If later phases differ too, they follow from the first one.
+log-probs and rewards are compared in this order. Differences in later phases follow from the first one.
 """
 
 import re
@@ -33,7 +33,7 @@ _METRIC_PHASES = {
     "log-probs": r"rollout_logprobs|rollout/logprobs|old_logp|sampling_cut_mass",
     "sampled tokens": r"(response|seq)_len|truncated|no_eos|empty_responses|n_(valid_)?tokens|num_turns|agent_|workflow_",
 }
-# What depends on the machine and the clock.
+# Metrics that depend on the machine and the clock.
 _UNCOMPARED = re.compile(
     r"^time/|timeperf/|_time_s$|tokens_per_second|memory|staleness|version_stats|rollout/(accepted|rejected)"
 )
@@ -93,7 +93,7 @@ def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def common_steps(first: Series, second: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The steps of both series, and the values of each there."""
+    """The steps that both series have, and the values of each series at these steps."""
     (steps_a, values_a), (steps_b, values_b) = first.arrays(), second.arrays()
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
     return steps, values_a[at_a], values_b[at_b]
@@ -274,7 +274,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
     index = next(key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key))
     texts = [_text(samples, index) for samples in (a, b)]
     if texts[0] == texts[1]:
-        return f"prompt {index} has the same text, but different tokens: tokenizer or chat template differ"
+        return f"prompt {index} has the same text, but different tokens: the tokenizer or the chat template differs"
     return f"different prompts: prompt {index} is {texts[0]} and {texts[1]}"
 
 

@@ -38,7 +38,7 @@ class Ending:
 
 
 def steps_done(run: RunData) -> int:
-    """Completed steps, by the metrics."""
+    """Completed steps, according to the metrics."""
     keys = ("loss", "reward", "step_seconds", "grad_norm")
     return max((series.steps[-1] + 1 for key in keys if (series := run.series(key)).steps), default=0)
 
@@ -111,7 +111,7 @@ def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
     if (step := resumable_step(run)) is not None:
         return f"Continue it from its checkpoint of step {step:,}: {command}"
     model = saved_model(run)
-    kept = f"Its last saved model is {model}." if model else "No saved model is found."
+    kept = f"Its last saved model is {model}." if model else "No saved model was found."
     recover = run.config.get("recover")
     if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
         return f"It cannot be resumed, because recover.mode is disabled; recover.mode=auto makes a new run resumable. {kept}"
@@ -134,7 +134,7 @@ def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
         run.config.get("total_train_n_seqs" if run.is_experiment else "max_sequences"),
     )
     if most and (run.summary.get("sequences", 0) >= most or run.summary.get("epochs", epochs) != epochs):
-        return f"{most:,} sequences are trained on, in {_steps(done)}"
+        return f"{most:,} sequences were trained on, in {_steps(done)}"
     return f"{_steps(done)}, {epochs:.0f} epoch{'' if epochs == 1 else 's'} of the data" if epochs else _steps(done)
 
 

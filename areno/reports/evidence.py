@@ -19,7 +19,7 @@ from areno.storage.metric_columns import Series
 TIED = 0.8
 """Fraction of prompts (or steps) with equal rewards above which little is left to learn from."""
 SHOWN = 3
-"""Samples named for a problem."""
+"""Number of samples named for a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part that is furthest from its highest value at the end, in the lower half of its range; ``""`` if none.
+        """The reward part that ends furthest below its highest value, in the lower half of its range; ``""`` if there is none.
 
         Penalties, which are never above 0, do not count.
         """
@@ -95,7 +95,7 @@ class Evidence:
 
     @cached_property
     def broke(self) -> int | None:
-        """First step from which the reward stays below the middle of its highest and its late values."""
+        """First step from which the reward stays below the midpoint between its highest value and its late mean."""
         steps, values = finite(self.run.series("reward"))
         if not len(values):
             return None

@@ -94,7 +94,7 @@ def _table(path: Path, schema: Mapping[str, str]) -> Iterator[Callable[[Sequence
 
 
 def _text(value: Any) -> str:
-    return str(value).encode(errors="backslashreplace").decode()  # lone surrogates are in no file
+    return str(value).encode(errors="backslashreplace").decode()  # a file cannot hold lone surrogates
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Signs that a policy exploits its reward: parts against each other, and answers that repeat themselves or are all alike.
+"""Signs that a policy exploits its reward: opposed reward parts, and answers that repeat themselves or are all alike.
 
-Answers are a sign only if their rewards are above the usual reward at the start of the run. What several signs show is one
+Answers are a sign only if their rewards are above the usual reward at the start of the run. Several signs are reported as one
 problem.
 """
 
@@ -20,9 +20,9 @@ from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 AT_COST = 0.2
 """A falling reward part counts as a cost only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Fraction of the best answers that must be repetitive, or identical, before it counts."""
+"""Fraction of the best answers that must be repetitive, or identical, for this to count as a sign."""
 MORE = 0.3
-"""By how much that fraction must have grown since the start; what is so from the start is due to the model or the task."""
+"""By how much that fraction must have grown since the start; what is there from the start is due to the model or the task."""
 SHORT_ANSWER = 20
 """Length in characters up to which equal answers, such as yes or no, are normal unless nearly all answers are equal."""
 NEARLY_ALL = 0.9
@@ -65,7 +65,7 @@ class _Part:
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """A part of the reward falls while another, and the reward as a whole, rises. Penalties, which are never above 0, may."""
+    """A part of the reward falls while another part and the whole reward rise. Penalties, which are never above 0, may fall."""
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
         for name, series in evidence.run.reward_parts().items()
@@ -86,7 +86,7 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     )
     return _Sign(
         "opposed_parts",
-        f"The reward rises by its part {up}, while {down} falls.",
+        f"The reward rises because of its part {up}, while {down} falls.",
         f"The policy may exploit `{up.name}`." if down.weight else _unrewarded(up, down),
         f"{remedy}; then train again from the initial model.",
         _with_parts(evidence, up.name, down.name),
@@ -159,7 +159,7 @@ def _identical(evidence: Evidence) -> _Sign | None:
     return _Sign(
         "identical",
         f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start the "
-        f"most frequent one had {before:.0%}).",
+        f"most frequent one was {before:.0%} of them).",
         "The reward pays for this text whatever the prompt is.",
         "Make the reward depend on the prompt, so that one text cannot be right for all; if it does already, raise "
         f"--temperature, and add {evidence.advice.kl}.",

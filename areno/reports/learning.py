@@ -98,7 +98,7 @@ class Progress:
         deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
         if train is None or not deviation or not samples or len(values) < MIN_STEPS:
             return False
-        error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # twice, because the answers to one prompt are alike
+        error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # doubled below: answers to one prompt are alike
         return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
 
     @cached_property
@@ -115,7 +115,7 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """Step of the first evaluation that later ones equal but for noise; None if it is in the second half of the run."""
+        """Step of the first evaluation from which later ones differ only by noise; None if it is in the run's second half."""
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None

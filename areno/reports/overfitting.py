@@ -1,4 +1,4 @@
-"""Signs that a model learned its training data by heart: what improves in training does not on held-out data."""
+"""Signs that a model learned its training data by heart: what improves in training does not improve on held-out data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""Held-out loss as a multiple of its lowest value: ten times the noise of such a loss."""
+"""Held-out loss, as a multiple of its lowest value, above which it has risen: by ten times the noise of such a loss."""
 LOST = 0.2
 """Fraction of the gain on held-out data that is lost again before the verdict is that the model memorized its data."""
 OVERLAP = 0.1
-"""Fraction of the recorded held-out prompts that are trained on too, from which it is reported."""
+"""Fraction of the recorded held-out prompts that must also be training prompts for the overlap to be reported."""
 PASSES = 3.0
 """How often prompts are trained on, on average, before a policy can be said to know them by heart."""
 
@@ -72,14 +72,14 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
 
 
 def _stopping(evidence: Evidence) -> str:
-    """The options that keep the best model, those that the run did not have."""
+    """The options that keep the best model and stop early, as far as the run did not set them."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""
 
 
 def _passes(evidence: Evidence) -> float:
-    """How often each prompt was trained on, on average, at least."""
+    """How often each prompt was trained on, on average; a lower bound."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)
@@ -106,7 +106,7 @@ def against_evaluation(evidence: Evidence) -> RunProblem | None:
         f"The training reward rose ({train}), but the evaluation fell from {short(held_out.peak)} at step "
         f"{held_out.peak_step} to {short(held_out.last)}: what is rewarded in training is not what is evaluated, or the "
         f"policy has specialized in its training prompts. {kept(evidence.run, evidence.advice, held_out.peak_step)}",
-        f"Read the best-rewarded samples for a loophole in the reward and close it; without one, stop at the best evaluation "
-        f"(--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
+        "Read the best-rewarded samples for a loophole in the reward and close it; if there is none, stop at the best "
+        f"evaluation (--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
         evidence.ids(evidence.samples.extremes(SHOWN, highest=True, among=evidence.samples.late)),
     )

@@ -49,7 +49,7 @@ def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
     names = [name for name in recorded if fnmatchcase(name, pattern)]
     if not names:
         raise UsageError(
-            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; take one of these, or a name in "
+            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; use one of these, or a name in "
             f"metrics.jsonl: {', '.join(key for key in KEYS if any(run.metric_of(key) for run in runs))}"
         )
     return names
@@ -93,7 +93,7 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
 
 def recorded(runs: Sequence[RunData], metric: str) -> bool:
-    """Whether all of some runs have values of a metric."""
+    """Whether all runs of a group have values of a metric."""
     return all(len(_series(run, metric).steps) for run in runs)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run, by its metrics; each problem with one remedy and samples that show it.
+"""What is wrong with a run, according to its metrics; each problem has one remedy, and samples that show it.
 
 The thresholds are those at which a problem explains why a run does not learn, not those at which it becomes noticeable;
 :mod:`areno.observability.health` warns earlier, step by step.
@@ -58,7 +58,7 @@ def _non_finite(evidence: Evidence) -> RunProblem | None:
         "non_finite",
         f"The loss or the gradient was not finite (NaN or infinite) in {count}.",
         f"Start again from the last checkpoint before step {min(bad)} with a lower learning rate, "
-        f"{evidence.advice.scaled('--lr', 0.3)}; if it is low already, --dtype float32.",
+        f"{evidence.advice.scaled('--lr', 0.3)}; if it is low already, use --dtype float32.",
     )
 
 
@@ -188,8 +188,8 @@ def _logprob_gap(evidence: Evidence) -> RunProblem | None:
         "logprob_gap",
         f"Log-probs when sampling and when training differ by {short(gap)} on average, more than rounding explains: the "
         "policy that is trained is not the one that sampled.",
-        "--dtype float32 if the gap is there from the first step; otherwise fewer optimizer steps per batch (omit "
-        "--gradient-accumulation-steps), or a lower --lr.",
+        "Use --dtype float32 if the gap is there from the first step; otherwise take fewer optimizer steps per batch (omit "
+        "--gradient-accumulation-steps), or lower --lr.",
     )
 
 

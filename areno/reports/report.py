@@ -35,7 +35,7 @@ from areno.storage.run_dir import RunDirectory
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 3_000_000
-"""Bytes of a report."""
+"""Maximum size of a report."""
 _LARGEST = {
     "groups": "samples",
     "comparisons": "answers before and after",
@@ -54,7 +54,7 @@ def report_html(run: RunData, evidence: Evidence | None = None) -> str:
     """The report of a run as a page of less than ``MAX_BYTES`` bytes."""
     template, content = _environment().get_template("report.html.jinja"), _content(run, evidence or Evidence(run))
     html = template.render(content)
-    for name, title in _LARGEST.items():  # texts are bounded, but a run of nothing but characters to escape exceeds it
+    for name, title in _LARGEST.items():  # texts are bounded, but escaping can make the page too large
         if len(html.encode(errors="replace")) < MAX_BYTES:
             break
         content[name] = None
@@ -106,7 +106,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
 def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
     """Write the report of a run into its directory, or to the file ``out``; returns the file.
 
-    ``evidence`` is what has been read of the run already. Raises ArenoError: the file cannot be written.
+    ``evidence`` is what was already read from the run. Raises ArenoError: the file cannot be written.
     """
     html = report_html(run, evidence)
     if out is None:
@@ -115,13 +115,13 @@ def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence
     try:
         Path(out).write_bytes(html.encode(errors="replace"))
     except OSError as error:
-        raise ArenoError(f"--out {out}: cannot write it: {error.strerror or error}; choose another file") from error
+        raise ArenoError(f"--out {out} cannot be written: {error.strerror or error}; choose another file") from error
     return Path(out)
 
 
 @contextmanager
 def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
-    """Write the report when the block ends, also after an error; only logs a failure to write it."""
+    """Write the report when the block ends, even after an error; only logs a failure to write it."""
     try:
         yield
     finally:
@@ -130,7 +130,7 @@ def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
 
 
 class ReportRefresher:
-    """Rewrites the report of a run in progress, so rarely that training does not notice."""
+    """Rewrites the report of a run in progress, but too rarely to slow down training."""
 
     def __init__(self, run_dir: RunDirectory) -> None:
         self._run_dir = run_dir

@@ -42,15 +42,15 @@ WARNING_CHARS = 1000
 MAX_FILES = 200
 """Files that are listed."""
 _WIDTH, _HEIGHT = 460, 240  # chart size in px: labels stay readable at 360 px
-_TYPICAL = 1000  # steps at the end, of which a typical one is the median
-_BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are no part of a step
+_TYPICAL = 1000  # number of last steps whose median is the typical step
+_BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are not part of a step
 _OVERLAPPING = ("step", "rollout_pause")  # the whole step, and what happens during another phase
 _SINGLE = (
     ("Loss", "loss"),
     ("Entropy, in nats", "entropy"),
     ("Gradient norm", "grad_norm"),
     ("Clipped fraction", "clip_fraction"),
-    ("Log-prob gap of sampling and training", "logprob_gap"),
+    ("Log-prob gap between sampling and training", "logprob_gap"),
     ("Tokens per answer", "response_length"),
     ("Truncated answers, as a fraction", "truncated"),
     ("Prompts whose answers have equal rewards, as a fraction", "zero_std_groups"),
@@ -95,7 +95,7 @@ class ShownSamples:
 
 
 def curves(run: RunData) -> Iterator[Chart]:
-    """The curves of a run's metrics, those that it recorded."""
+    """The curves of the metrics that a run recorded."""
     if name := run.metric_of("reward"):
         yield _chart(
             "Reward"
@@ -150,7 +150,7 @@ class Times:
 
     Attributes:
         bar: the phases of a typical step.
-        phases: name, seconds in a typical step, seconds in all, and their fraction of the run.
+        phases: name, seconds in a typical step, total seconds, and their fraction of the run.
         charts: time, throughput and memory over the run.
     """
 

@@ -48,7 +48,7 @@ def _solved(evidence: Evidence, value: str) -> RunProblem:
 
 
 def _neglected(evidence: Evidence, seen: str) -> RunProblem:
-    """The reward is at its highest, but not one of its parts."""
+    """The reward is at its highest, but one of its parts is not."""
     part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
     late = short(late_mean(evidence.run.reward_parts()[part]))
     return RunProblem(

@@ -1,6 +1,6 @@
 """The files of a run as data, for the report, the viewer and the commands that compare runs.
 
-Both kinds of run directory are read alike: ``KEYS`` maps what every run has (reward, loss, ...) to the metric names of
+Both kinds of run directory are read alike: ``KEYS`` maps quantities of a run (reward, loss, ...) to the metric names of
 ``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
 """
 
@@ -58,20 +58,20 @@ KEYS: dict[str, tuple[str, ...]] = {
     "tokens_per_second": ("train/tokens_per_second",),
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
-"""What every run has, and its metric names; the first that was recorded counts."""
+"""Quantities of a run, each with its metric names; the first name that was recorded counts."""
 REWARD_PARTS = (f"rollout/{PARTS}",)
 """Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
 """Prefixes of the seconds of a step's phases."""
 MAX_RUNS = 1000
-"""Run directories that a search stops at."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, where libyaml is
+"""Number of run directories at which a search stops."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
-"""Bounds of a configuration: its size, how deep its text can nest, and its values, which aliases of YAML multiply."""
+"""Limits of a configuration: bytes, opening brackets (they bound the nesting), and values (YAML aliases multiply them)."""
 
 
 class RunData:
-    """A run directory; its metrics are read at once, everything else on first use.
+    """A run directory; its metrics are read at once, everything else when it is used.
 
     Args:
         opened: opens the files that are read.
@@ -109,7 +109,7 @@ class RunData:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The present status; see :func:`areno.storage.run_status.read_status`."""
+        """The current status; see :func:`areno.storage.run_status.read_status`."""
         return read_status(self.files)
 
     @property
@@ -202,7 +202,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:
-    """Values in a nested value: those of an alias at each place, and too many for a value that contains itself."""
+    """Number of values in a nested value; an alias counts at each place, and a value that contains itself as too many."""
     if not isinstance(value, dict | list | tuple):
         return 1
     if id(value) not in counts:

@@ -10,7 +10,7 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Steps that are listed; of more, the first and the last are named."""
+"""Maximum number of steps that are listed; of more, only the first and the last are named."""
 
 
 def data_sentence(run: RunData, steps: int) -> str:
@@ -34,7 +34,7 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 
 def memory_sentence(run: RunData) -> str:
-    """The peak of the run's memory beside the machine's; empty if it was not recorded."""
+    """The peak of the run's memory, compared with the machine's memory; empty if it was not recorded."""
     peak, left, gpu = (_values(run, name) for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:
@@ -55,15 +55,15 @@ def _values(run: RunData, name: str) -> list[float]:
 
 
 def saved_sentence(run: RunData) -> str:
-    """Which checkpoints and models of the run exist; empty if that cannot be found out."""
+    """Which checkpoints and models of the run exist; empty if that cannot be determined."""
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""
     if (models := saved(run)) is None:
         return ""
-    parts = [f"Checkpoints exist of {_steps(models.checkpoints)}" if models.checkpoints else "No checkpoint exists"]
-    parts += [f"the best evaluated one is of step {models.best:,}"] if models.best is not None else []
-    parts += [f"models without training state exist of {_steps(models.models)}"] if models.models else []
+    parts = [f"Checkpoints exist for {_steps(models.checkpoints)}" if models.checkpoints else "No checkpoint exists"]
+    parts += [f"the best evaluated one is from step {models.best:,}"] if models.best is not None else []
+    parts += [f"models without training state exist for {_steps(models.models)}"] if models.models else []
     return f"{'; '.join(parts)}."
 
 

@@ -126,7 +126,7 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """First answers to each prompt, in order; of the first and the last samples of a run only, compared by text."""
+        """First answers by the text of their prompt, in order; only those among the first and the last samples of a run."""
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
@@ -154,7 +154,7 @@ class RunSamples:
 
 
 def distinct_share(text: str) -> float:
-    """Distinct sequences of four characters in the end of a text, as a fraction of all; 1 for a text that is too short."""
+    """Fraction of the four-character sequences at the end of a text that are distinct; 1 for a text that is too short."""
     text = re.sub(r"\s+", " ", text)[-1000:]
     pieces = [text[start : start + 4] for start in range(len(text) - 3)]
     return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0

@@ -15,7 +15,7 @@ from areno.storage.json_lines import as_float
 MAX_TOKENS = 6000
 """Tokens of a report that are shown one by one, in all samples together."""
 SAMPLE_TOKENS = 400
-"""Tokens of one sample that are shown one by one; of a longer sample, half of them from its start and half from its end."""
+"""Tokens of one training row that are shown one by one; of a longer row, half are from its start and half from its end."""
 CONTEXT_CHARS = 600
 """Characters of context, such as a prompt, that are shown."""
 MAX_SEGMENTS = 60

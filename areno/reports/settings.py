@@ -1,4 +1,4 @@
-"""The settings of a run that differ from their defaults, which are those that its user chose."""
+"""The settings that the user of a run chose: those that differ from their defaults."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ _INDEX = re.compile(r"\.\d+\.")
 def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """The settings that have a value, by dotted name: those that differ from their defaults, and the others.
 
-    A setting without a known default, such as one of a user's algorithm, differs; one that takes the value of another does not.
+    A setting without a known default, such as one of a user's algorithm, counts as different; one that has the value of the
+    setting that it inherits does not.
     """
     values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options

@@ -121,8 +121,8 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def falls_at_start(series: Series) -> bool:
     """Whether the first values are clearly higher than those of the second half, by their ranks.
 
-    This sees what the means hide: a fall within the first few steps, whose size makes their mean seem noisy. It is the rank
-    sum test of Wilcoxon, with ties.
+    This detects what the means hide: a fall within the first few steps, whose size makes their mean seem noisy. It is
+    Wilcoxon's rank-sum test, with ties.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

@@ -31,7 +31,7 @@ _EXPLAINED = {
     "memorized": ("against_evaluation", "tied_groups", "solved"),
     **dict.fromkeys(_EXPLOITED, _BY_EXPLOITATION),
 }
-"""Problems that follow from another one, and so are not listed beside it."""
+"""Problems that follow from another one, and so are not listed with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def nothing_wrong(self) -> str:
-        """What to answer without a problem."""
+        """The answer if no problem was found."""
         return f"Nothing {'else ' if self.ending.remedy else ''}that the metrics or the samples show."
 
 
@@ -82,7 +82,7 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
 
 
 def _decided(state: State, keys: set[str]) -> State:
-    """The state in the light of the problems: what the judged number says does not count if they contradict it."""
+    """The state in the light of the problems: if they contradict the judged number, the problems count."""
     if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
         return "exploited"
     if state in ("yes", "partly", "worse", "lost") and "memorized" in keys:
@@ -135,7 +135,7 @@ def _no_progress(evidence: Evidence) -> RunProblem:
         f"Average over more answers, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
         "better answers get higher rewards."
         if moved
-        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and again until entropy or "
-        f"{'reward move' if evidence.progress.by_reward else 'loss move'}."
+        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and again until the entropy or "
+        f"{'the reward moves' if evidence.progress.by_reward else 'the loss moves'}."
     )
     return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)

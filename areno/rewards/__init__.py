@@ -1,4 +1,4 @@
-"""Runs reward functions in parallel, with deadlines and errors that name the record. Imports no torch.
+"""Runs reward functions in parallel, with deadlines and errors that name the record. Does not import torch.
 
 - ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute them.
 - ``worker``: the loop of a worker; ``supervisor``: ends all processes that a worker process has started.

@@ -23,7 +23,7 @@ class Judge:
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
-        question: the judge's prompt; ``{prompt}``, ``{completion}`` and columns of the row are filled in, other braces kept.
+        question: the judge's prompt; ``{prompt}``, ``{completion}`` and columns of the row are filled in. Other braces remain.
         most: the maximum grade. Grades are divided by it and clipped to [0, 1].
         model: model name on the server; None: the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.

@@ -1,9 +1,9 @@
 """Runs reward functions in parallel, with a deadline per record. An error never becomes a number.
 
 Functions from a file run in worker processes that import it once, before the first rollout, and are killed when a record
-exceeds its deadline. A plain function scores one record per worker at a time, a coroutine function many in each worker's
-event loop. If a call blocks the event loop past the deadline, the worker is replaced, and all records that it was scoring are
-retried one at a time, so that only the record that blocks fails.
+exceeds its deadline. Each worker runs a plain function on one record at a time, and a coroutine function on many at once, in
+its event loop. If a call blocks the event loop past the deadline, the worker is replaced, and all records that it was scoring
+are retried one at a time, so that only the record that blocks fails.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RewardRunner:
         timeout_s: deadline per record in seconds from the start of its call.
         workers: number of processes or threads; by default one per CPU, at most 8.
         on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value.
-        retries: how often a record is retried after its worker process died or did not start it in time.
+        retries: how often a record is retried after its worker died, or did not start on the record in time.
         memory_gb: memory limit (``RLIMIT_DATA``) of each worker process of a reward file, in GiB; None is unlimited.
         parts: weights of reward parts, shared by all runners of one function; None: each part has weight 1.
 
@@ -264,7 +264,7 @@ class RewardRunner:
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
         description = describe_record(record)
         failed = f"the answer with {description}" if description else f"record {index + 1} of its batch"
-        reference = f"  answer of the data: {_shorten(record.answer)}\n" if record.answer is not None else ""
+        reference = f"  reference answer: {_shorten(record.answer)}\n" if record.answer is not None else ""
         return (
             f"reward function {self.name} failed on {failed}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"

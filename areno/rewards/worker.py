@@ -2,7 +2,7 @@
 
 The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process, the
 function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so that
-untrusted code that writes to the connection can never make the trainer execute code. Imports no torch.
+untrusted code that writes to the connection can never make the trainer execute code. Does not import torch.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ _MAX_ERROR_CHARS = 2000
 
 RewardJob = tuple[int, Any]
 Message = list[Any]
-"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` (a number or
-parts) or ``["error", index, text, seconds]``."""
+"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` (the reward
+is a number or parts) or ``["error", index, text, seconds]``."""
 
 _MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
     "ready": {(bool,)},

@@ -65,7 +65,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Like ``/health``, with the name of the state."""
+        """Return the same codes as ``/health``, with the name of the state."""
         return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/live")
@@ -161,7 +161,7 @@ def _admit(service: Service, body: GenerationBody) -> ServedModel:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Replace the framework's error schema in the OpenAPI description by the schema of actual errors."""
+    """Replace the framework's error schema in the OpenAPI description with the schema of the actual errors."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

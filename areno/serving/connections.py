@@ -23,7 +23,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._awaited: Literal["head", "body"] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._unparsed = 0  # bytes received of an incomplete head
+        self._unparsed = 0  # bytes received since the head began, while it is incomplete
         self._head = 0  # bytes of the head parsed so far
         self._refusal: ApiError | None = None
 

@@ -177,7 +177,7 @@ class MessageReader:
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:
-        """Return the rest at the end of the message."""
+        """Return the remaining pieces at the end of the message."""
         return self._read(self._reasoning.finish()) + self._drop_extra_calls(self.calls.finish())
 
     def _read(self, deltas: Sequence[ReasoningDelta | ContentDelta]) -> list[Piece]:

@@ -45,12 +45,14 @@ class ServingMetrics:
         self.disconnects = Counter(
             "areno_disconnects", "Clients that disconnected before their response was complete.", registry=self.registry
         )
-        self.request_seconds = self._histogram("areno_request_seconds", "From request to the end of the response.")
+        self.request_seconds = self._histogram(
+            "areno_request_seconds", "Time from the request to the end of the response."
+        )
         self.first_token = self._histogram(
-            "areno_time_to_first_token_seconds", "From request to a sample's first token."
+            "areno_time_to_first_token_seconds", "Time from the request to a sample's first token."
         )
         self.per_token = self._histogram(
-            "areno_time_per_output_token_seconds", "Between consecutive tokens of a sample."
+            "areno_time_per_output_token_seconds", "Time between consecutive tokens of a sample."
         )
         self.malformed_tool_calls = Counter(
             "areno_malformed_tool_calls",

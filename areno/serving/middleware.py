@@ -13,7 +13,7 @@ from areno.serving.errors import ApiError, unexpected
 from areno.serving.recording import KEY_PREFIX, SessionRecorder
 from areno.serving.service import Service
 
-# Paths without a key, for the health checks of load balancers.
+# Paths that need no key, for the health checks of load balancers.
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 SESSION_RECORDER = "areno.session_recorder"
@@ -60,7 +60,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the API key is valid; with a recorder, stores the key's in ``scope[SESSION_RECORDER]``."""
+        """Whether the API key is valid; with a recorder, stores the key's session recorder in ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)

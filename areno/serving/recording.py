@@ -1,8 +1,8 @@
 """The interface through which the chat endpoints record conversations for training.
 
 Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`,
-which holds the key's conversations. It chooses the prompt's tokens: a continued conversation must extend exactly the tokens
-that the model read and sampled.
+which holds the key's conversations. The recorder chooses the prompt's tokens: a continued conversation must extend exactly
+the tokens that the model read and sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ class Recorder(Protocol):
     """Records conversations by API key."""
 
     sampling: SamplingParams  # default values of fields that a request does not set
-    context_limit: int | None  # maximum tokens of prompt plus response; None is the model's limit
+    context_limit: int | None  # maximum tokens of prompt plus response; None: the model's limit
 
     def of_key(self, key: str) -> SessionRecorder | None:
         """The recorder of an API key; None if the key is unknown or revoked."""

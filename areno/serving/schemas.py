@@ -206,7 +206,7 @@ class CompletionRequest(GenerationBody):
 
 
 class RewardRequest(StrictSchema):
-    """Body of ``POST /rl/set_reward``, which only servers with a recorder have."""
+    """Body of ``POST /rl/set_reward``, an endpoint of servers with a recorder."""
 
     reward: float
     interaction_id: str | None = None

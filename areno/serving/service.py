@@ -59,7 +59,7 @@ class ServingConfig:
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server
     allowed_hosts: tuple[str, ...] = ()  # Host names accepted besides loopback when there is no key; ``*`` allows any
     max_connections: int | None = None  # maximum open connections; None is unlimited
-    max_body_bytes: int = 16 * 2**20  # maximum request body
+    max_body_bytes: int = 16 * 2**20  # maximum size of a request body
     max_prompt_chars: int | None = (
         None  # maximum characters of a request; None: 16 per token of context, at least 65,536
     )

@@ -81,7 +81,7 @@ class TokenTexts:
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """A unique text for a token; for part of a character its bytes, as in ``bytes:\\xe2\\x82``."""
+        """A unique text for a token; for part of a character, its bytes, as in ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 

@@ -1,4 +1,4 @@
-"""On-disk state of a run: its directory and lock, checkpoints, and the path tables of both front ends. No torch.
+"""On-disk state of a run: its directory and lock, checkpoints, and the path tables of both front ends. Does not import torch.
 
 - ``run_layout``: paths of each front end, and a run's newest model; ``run_dir``: the files of a run directory.
 - ``run_lock``: one writer per run; ``run_status``: how the run ended.

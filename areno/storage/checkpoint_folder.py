@@ -3,7 +3,7 @@
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
 What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
 that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
-step share files as hard links if the file system supports these, so files are replaced, never modified in place.
+step share files as hard links if the file system supports them, so files are replaced, never modified in place.
 
 A damaged checkpoint is never loaded and never deleted: it is renamed to ``.damaged-...``, and the previous one is used. An
 unreadable checkpoint ends the run with an error, because the cause may be temporary.
@@ -34,7 +34,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of one run below ``root``, created on first use; keeps the newest ``keep``, or all with None."""
+    """The checkpoints of one run below ``root``, created on first use; keeps the newest ``keep``, or all if None."""
 
     def __init__(
         self,
@@ -188,11 +188,11 @@ class CheckpointFolder:
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """Do :meth:`writing` for the best checkpoint, which replaces the previous one and does not count towards ``keep``."""
+        """Like :meth:`writing`, for the best checkpoint, which replaces the previous one and is not counted in ``keep``."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
-        """Do :meth:`writing` for a model under another name, which is not a checkpoint and has no manifest."""
+        """Like :meth:`writing`, for a model under another name, which is not a checkpoint and has no manifest."""
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Opens files for reading, and replaces files so that a reader sees the old content or the new one."""
+"""Opens files for reading, and replaces files so that a reader sees either the old or the new content."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ def open_file(path: Path) -> BinaryIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the path of a temporary file to write, which becomes ``path`` at the end; an error leaves ``path`` unchanged."""
+    """Yield the path of a temporary file to write, which replaces ``path`` at the end; an error leaves ``path`` unchanged."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary

@@ -25,7 +25,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Read the complete lines from the position of a file on: the bytes and the record of each.
+    """Read complete lines from a file's current position on; yield the size in bytes and the record of each.
 
     The record is None if :func:`parse_record` returns None, or the line has more than ``MAX_BYTES``.
     """
@@ -39,7 +39,7 @@ def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def as_float(value: Any) -> float:
-    """Return a value of a record as a float; NaN if it is not a number, or is an integer above all floats."""
+    """Return a value of a record as a float; NaN if it is not a number, or is an integer too large for a float."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

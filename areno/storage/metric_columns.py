@@ -18,7 +18,7 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""Bytes of a line that identify it: its step and time, with which it begins, are among them."""
+"""Number of leading bytes that identify a line: they include its step and time."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class MetricColumns:
     """Bytes of lines that are damaged or too long."""
     _read: int
     _last: bytes  # the beginning of the last line that was read
-    _length: int  # and its bytes
+    _length: int  # the size of that line in bytes
 
     def __init__(self, path: Path, opened: Opener = open_file) -> None:
         self.path, self._open = path, opened

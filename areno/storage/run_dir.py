@@ -1,7 +1,7 @@
 """Writes and reads the files of a run directory.
 
     config.yaml  environment.json  status.json  metrics.jsonl  samples.jsonl  samples.index  eval_samples.jsonl
-    warnings.jsonl  log.txt  events/  checkpoints/  summary.json  report.html
+    warnings.jsonl  log.txt  events/  checkpoints/  rollouts/  summary.json  report.html
 
 Each line of the ``.jsonl`` files is valid JSON (NaN and infinity become strings) and reaches the operating system before the
 call returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a resumed run
@@ -158,8 +158,8 @@ class RunDirectory:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:
             raise ArenoError(
-                f"{self.samples_path}: the {entry['length']} bytes at {entry['offset']} are no sample, or too many to read; "
-                f"delete {index_path(self.samples_path).name} if it belongs to another file"
+                f"{self.samples_path}: the {entry['length']} bytes at {entry['offset']} are not a sample, or are too many to "
+                f"read; delete {index_path(self.samples_path).name} if it belongs to another file"
             )
         return record
 

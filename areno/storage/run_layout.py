@@ -84,7 +84,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """What a run has saved, by numbers of completed steps: checkpoints to resume from, the best one, and models alone."""
+    """Numbers of completed steps of what a run saved: checkpoints to resume from, the best one, and models without state."""
 
     checkpoints: list[int]
     best: int | None
@@ -92,7 +92,10 @@ class SavedModels:
 
 
 def saved_models(run: Path, option: str) -> SavedModels:
-    """What a run has saved; UsageError naming ``option`` if its configuration is unreadable, CheckpointError if a folder is."""
+    """Return what a run has saved.
+
+    Raises UsageError naming ``option`` if the configuration is unreadable, and CheckpointError if a checkpoint is unreadable.
+    """
     layout, folder, root = _roots(run, option)
     checkpoints = CheckpointFolder(folder)
     return SavedModels(checkpoints.steps(), checkpoints.best_step(), [step for step, _ in _models(layout, root)])

@@ -111,7 +111,7 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
 
 def left_out(entries: Entries, size: int) -> int:
-    """Bytes of the lines of a samples file of ``size`` bytes that are damaged or too long, and so have no entry."""
+    """Bytes of the lines that have no entry because they are damaged or too long; ``size``: bytes of the samples file."""
     between = _end(entries) - int(entries["length"].sum(dtype=np.int64))
     behind = size - _end(entries)  # a short rest is a line that is being written
     return max(between, 0) + (behind if behind > MAX_BYTES else 0)
@@ -155,7 +155,7 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 
 
 def _indexed(samples: Path, opened: Opener) -> Entries:
-    """The entries of the index; read and not mapped, because a file that is truncated while it is mapped ends the process."""
+    """The entries of the index, read instead of memory-mapped: truncating a mapped file would kill the process."""
     path = index_path(samples)
     if not path.exists():
         return np.zeros(0, ENTRY)

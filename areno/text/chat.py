@@ -1,7 +1,7 @@
 """Converts prompts to token ids, with the tokenizer's chat template if it has one.
 
-A text prompt becomes one user turn, unless it already contains chat markers. The result has exactly one BOS token:
-templates write their own; plain text gets the tokenizer's BOS token, unless the text already starts with it.
+A text prompt becomes one user turn, unless it already contains chat markers. If the tokenizer uses a BOS token, the result
+has exactly one: templates write their own; plain text gets the tokenizer's, unless it already starts with one.
 """
 
 import json
@@ -52,7 +52,7 @@ def is_chat_formatted(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text. ``templated``: a chat template rendered it, including BOS."""
+    """A prompt as text. ``templated``: a chat template rendered it, including BOS if the model uses one."""
 
     text: str
     templated: bool
@@ -201,7 +201,7 @@ def _read_json(model_path: str, name: str) -> dict[str, Any]:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}; the checkpoint is damaged, download it again") from error
+        raise UsageError(f"{path} is not valid JSON: {error}; the checkpoint is damaged: download it again") from error
 
 
 def _ids_of_config(config: Mapping[str, Any]) -> set[int]:

@@ -101,7 +101,7 @@ def named_row(source: str, index: int | None = None) -> str:
 
 
 PROMPT_FIELDS = ("messages", "prompt", "question")
-"""Fields that may hold the prompt of a row for RL; the first one that is not empty does."""
+"""Fields that may hold the prompt of a row for RL; the first one that is not empty is used."""
 
 
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

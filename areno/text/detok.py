@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the rest at the end of generation: an incomplete character as decoded; usually nothing."""
+        """Return the remaining text at the end of generation: an incomplete character as decoded, or, usually, nothing."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
@@ -98,7 +98,7 @@ def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` without cleanup; uses the backend directly, three times as fast, unless it is overridden."""
+    """``tokenizer.decode`` without cleanup; unless ``decode`` is overridden, uses the backend, which is three times as fast."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -65,7 +65,7 @@ def tool_call_constraint(
 ) -> ConstraintFactory:
     """Constrain to tool calls and nothing else, in the format of ``parser``.
 
-    Parameter schemas that are not fully supported are enforced in part, unless the tool has ``"strict": true``.
+    Parameter schemas that are not fully supported are enforced in part; if the tool has ``"strict": true``, they are an error.
 
     Args:
         parser: the model's format; it must have a ``shape``.

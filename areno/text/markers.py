@@ -24,7 +24,7 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
     """The first chat template marker in a prompt to which the tokenizer's template will be applied; None if there is none.
 
     Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end. Text
-    that is recognized as a rendered conversation gets no template.
+    that is recognized as a rendered conversation gets no template, so it is not searched.
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None

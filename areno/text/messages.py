@@ -20,8 +20,8 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages for a chat template.
 
-    A feature that the template's source does not mention is unsupported. Most templates expect the arguments of a call as an
-    object, a few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
+    A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of a call
+    as an object, a few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:

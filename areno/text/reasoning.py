@@ -209,7 +209,7 @@ class _HarmonyStream:
 
 
 ReasoningStream = _MarkerStream | _HarmonyStream
-"""An incremental parser: ``push`` returns the deltas that became final, ``finish`` the rest."""
+"""An incremental parser: ``push`` returns the deltas that became final, ``finish`` returns the rest."""
 
 _PARSERS = {
     parser.name: parser

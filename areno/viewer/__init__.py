@@ -1,4 +1,4 @@
-"""``areno view``: a local web page over run directories.
+"""``areno view``: a local web page that shows run directories.
 
 - ``server``: the options of the command, and the process
 - ``app``: the JSON endpoints, and the page's own files

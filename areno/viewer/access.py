@@ -1,4 +1,4 @@
-"""Who may read: an API key off loopback, known host names on it, and headers that confine the page to its own server."""
+"""Who may read: the API key, the host names allowed without one, and headers that confine the page to its own server."""
 
 import secrets
 
@@ -21,7 +21,7 @@ _HEADERS = {
 LOGIN = "/api/login"
 _MAX_KEY_BYTES = 4096
 _OWN_PAGES = (b"none", b"same-origin")
-"""How a browser marks requests of the page itself, and of addresses that are typed; other programs send no mark."""
+"""``Sec-Fetch-Site`` of a browser's requests from the page itself and for typed addresses; other programs do not send it."""
 
 
 class AccessMiddleware:
@@ -66,7 +66,7 @@ class AccessMiddleware:
         if not scope["path"].startswith("/api/"):
             return None  # the page itself holds no data
         if headers.get(b"sec-fetch-site", b"none") not in _OWN_PAGES:
-            raise ApiError(403, "pages of other servers cannot use this one", code="cross_site")
+            raise ApiError(403, "pages from other servers cannot use this server", code="cross_site")
         if self._key is None:
             return None
         if scope["path"] == LOGIN and scope["method"] == "POST":
@@ -79,7 +79,7 @@ class AccessMiddleware:
         sent = key_in_headers(headers)
         if sent:
             return self._matches(sent)
-        cookie = Request(scope).cookies.get(_cookie_name(scope), "")  # also if other programs of this host set odd ones
+        cookie = Request(scope).cookies.get(_cookie_name(scope), "")  # tolerates odd cookies of other programs
         return secrets.compare_digest(cookie.encode(), self._session.encode())
 
     def _matches(self, key: bytes) -> bool:

@@ -51,7 +51,7 @@ class DataResponse(JSONResponse):
         """Encode the content."""
         try:
             return json.dumps(content, allow_nan=False, default=str).encode()
-        except (ValueError, TypeError):  # the latter: a name in a configuration is a date
+        except (ValueError, TypeError):  # TypeError: a key in a configuration is a date
             return json.dumps(json_safe(content), allow_nan=False, default=str).encode()
 
 
@@ -91,7 +91,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}")
     def run(run_id: str) -> DataResponse:
-        """What a run is and how it goes."""
+        """What a run is and how it is going."""
         return DataResponse(_overview(catalog.open(run_id)))
 
     @app.get("/api/runs/{run_id}/metrics")
@@ -101,7 +101,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of some series; ``after`` has ``next`` of an earlier answer for each name, or an empty text.
+        """Points of some series; ``after`` has ``next`` of an earlier answer for each name, or an empty string.
 
         ``metrics`` is the number of all metrics, which tells a client that there are new ones.
         """

@@ -32,7 +32,7 @@ _TAIL = 65536
 
 
 class OpenedRun:
-    """A run that is being looked at; what was read of its files is kept, and follows them."""
+    """A run that a client looks at; keeps what it has read of the run's files, and updates it when they change."""
 
     def __init__(self, run_id: str, path: Path, folder: Path) -> None:
         self.id, self.path, self.folder, self.open = run_id, path, folder, opener(folder)
@@ -82,7 +82,7 @@ class RunCatalog:
         self.outside = 0
         """Runs that are not shown, because they are links out of the folder."""
         self.has_more = False
-        """Whether there are more than ``MAX_RUNS``, which are not shown."""
+        """Whether there are more than ``MAX_RUNS`` runs; the others are not shown."""
         self._searching, self._opening = threading.Lock(), threading.Lock()
         self._paths: dict[str, Path] = {}
         self._next_search = 0.0
@@ -121,7 +121,7 @@ class RunCatalog:
         return [row for row in rows if row is not None]
 
     def signature(self) -> dict[str, Any]:
-        """What changes when a row does, by run id."""
+        """Values that change when a row changes, by run id."""
         return {run_id: (_signature(path), is_locked(path)) for run_id, path in self.paths().items()}
 
     def _search(self) -> None:
@@ -154,7 +154,7 @@ class RunCatalog:
             problem = error.message
         except OSError as error:
             problem = f"{Path(str(error.filename)).name} cannot be read: {error.strerror or error}"
-        except Exception as error:  # of whatever is damaged
+        except Exception as error:  # damaged files raise errors of many types
             problem = f"cannot be read: {type(error).__name__}"
         return {**row, **describe({}), **_last_values([]), "warnings": 0, "state": "unknown", "problem": problem}
 
@@ -170,7 +170,7 @@ def _is_evaluated(name: str) -> bool:
 
 
 def _content(files: RunDirectory) -> dict[str, Any]:
-    """What a row says that is kept until one of the files in :func:`_signature` changes."""
+    """The part of a row that is cached until one of the files in :func:`_signature` changes."""
     warnings = sum(1 for _ in files.read_warnings())
     return {"warnings": warnings, **describe(read_config(files)), **_last_values(_last_records(files))}
 

@@ -1,4 +1,4 @@
-"""Server-sent events about new data of runs: the sizes of a run's files are looked at twice a second, once for all clients."""
+"""Server-sent events about new data of runs: the sizes of a run's files are checked twice a second, once for all clients."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ _ROWS = ""
 """Stands for the list of runs among the ids of runs."""
 
 Parts = dict[str, dict[str, Any]]
-"""What tells that a part of a run has changed, by run id and part."""
+"""A value that changes when a part of a run changes, by run id and part."""
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """What tells that a part of a run has changed; empty if the run was deleted."""
+    """Values that change when parts of a run change; empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -49,7 +49,7 @@ class Changes:
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
         """Events ``{"run", "changed": [parts]}`` of some runs, or of the list of runs if there are none.
 
-        The first event, without a run, tells that they begin.
+        The first event, without a run, says that the stream has begun.
         """
         client = _Client()
         watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]
@@ -122,7 +122,7 @@ class _Client:
         self._news.set()
 
     async def events(self) -> AsyncIterator[str]:
-        """The changes as they come; what a slow client misses meanwhile is told at once."""
+        """Yield the changes as they come; changes of one part that a slow client has not read yet are merged."""
         while not self._is_ended:
             try:
                 await asyncio.wait_for(self._news.wait(), _COMMENT_EVERY_S)

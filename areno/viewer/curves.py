@@ -1,4 +1,4 @@
-"""Metrics for charts: at most a thousand points of each series, which keep its extremes."""
+"""Metrics for charts: at most a thousand points of each series, including its extremes."""
 
 import itertools
 from typing import Any
@@ -71,7 +71,7 @@ def _cursor(times: Series, count: int, records: int) -> str:
 
 
 def _known(times: Series, cursor: str) -> int:
-    """The values before a cursor; 0 if the lines before it are others now."""
+    """The number of values before a cursor; 0 if the lines before it have changed."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -45,8 +45,8 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     Returns:
         ``recorded`` (all samples), ``matching`` (those that pass the filters on the index), ``samples`` (see
         :func:`describe_entry`, with an ``excerpt``, which is null if the line is damaged or too long), ``until``, and ``next``:
-        the offset to continue at, None at the end. With a text a page may hold less than ``limit`` samples, or none, and still
-        have a ``next``. ``left_out``: bytes of damaged or too long lines without an entry in the index.
+        the offset to continue at, None at the end. With a text, a page may hold fewer than ``limit`` samples, or none, and
+        still have a ``next``. ``left_out``: bytes of damaged or too long lines without an entry in the index.
 
     Raises:
         ApiError: an unknown flag or order.
@@ -75,7 +75,7 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
 
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
-    """The whole record of a sample, with ``index``, ``recorded``, and ``same_prompt``: the others of its step and prompt.
+    """The whole record of a sample, with ``index``, ``recorded``, and ``same_prompt``: all samples of its step and prompt.
 
     Raises:
         ApiError: there is no such sample.

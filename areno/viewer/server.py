@@ -1,4 +1,4 @@
-"""The process of ``areno view``: its address, the event loop, and a prompt end on a signal."""
+"""The process of ``areno view``: its address, the event loop, and a prompt shutdown on a signal."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class ViewerServer:
     """Serves the runs below a folder.
 
     Args:
-        port: None is ``PORT``, or a free one if that is taken.
+        port: None: ``PORT``, or a free port if that is taken.
         key: API key; required if ``host`` is not loopback.
 
     Raises:

@@ -9,7 +9,7 @@ _PROBE = 2**16
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """Size of a file in bytes; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:

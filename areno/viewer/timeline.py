@@ -25,7 +25,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
     Returns:
         ``begin`` and ``end`` of the window; ``sessions`` by submission, each with ``task, session, role, begin, end, status,
-        reason, phases`` (a list of ``name, begin, end``) and ``version``, that of the weights at its begin; ``phases`` of the
+        reason, phases`` (a list of ``name, begin, end``) and ``version``, the weights' version when it began; ``phases`` of the
         trainer; ``versions`` (``version, time``) from the last one before the window on; ``earlier``: the ``until`` of the
         window before, null if there is none; ``traced``: whether the run has traces at all.
     """
@@ -162,7 +162,7 @@ def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iter
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """When weights became available; a step's metrics are recorded right after its update, and replace a missing trace.
+    """When weights became available; a step's metrics are recorded right after its update, and stand in for a missing trace.
 
     An evaluation is recorded under the number of completed steps, at which no weights have become available yet.
     """

@@ -272,7 +272,7 @@ def test_the_remedy_of_an_experiment_that_cannot_be_resumed_names_its_last_saved
     RunData(run.path).log_path.write_text("INFO x: Epoch 2/6 step 19/32 global step 51 (0.1 s, 2 s since the start)\n")
     ending = verdict_of(RunData(run.path)).ending
     assert "after 51 steps of 150 (total_train_steps=150)" in ending.text
-    assert "No saved model is found." in ending.remedy
+    assert "No saved model was found." in ending.remedy
     model = "checkpoints/default/epoch1epochstep18globalstep50"
     (run.path / model).mkdir(parents=True)
     assert f"Its last saved model is {model}." in verdict_of(RunData(run.path)).ending.remedy

@@ -54,7 +54,7 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
     header, section = page.one("header").text, page.one("section", **{"aria-labelledby": "samples"})
     assert "24 training examples with 24 distinct prompts, 100% of which were seen in 4 steps" in header
     assert "4 held-out examples with 4 distinct prompts." in header
-    assert "Checkpoints exist of steps 2, 4." in header
+    assert "Checkpoints exist for steps 2, 4." in header
     prompts = {"-".join(str(record[key]) for key in ID): record["prompt"] for record in samples}
     for box in section.all("article"):
         terms = map(int, re.findall("[0-9]+", prompts[box.attributes["id"].removeprefix("sample-")]))

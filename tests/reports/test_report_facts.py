@@ -89,8 +89,8 @@ def test_the_header_lists_checkpoints_and_models_of_a_run(tmp_path):
     (run.checkpoints_path / ".partial-step_000015").mkdir()
     (run.checkpoints_path / "models" / "step_000020").mkdir(parents=True)
     assert (
-        "Checkpoints exist of steps 5, 10; the best evaluated one is of step 7; models without training state exist of step 20."
-        in page_of(run).one("header").text
+        "Checkpoints exist for steps 5, 10; the best evaluated one is from step 7; models without training state exist for "
+        "step 20." in page_of(run).one("header").text
     )
 
 
@@ -98,13 +98,13 @@ def test_many_checkpoints_are_counted(tmp_path):
     run = written(tmp_path)
     for step in range(1, 13):
         saves(run.checkpoints_path / f"step_{step:06d}", step)
-    assert "Checkpoints exist of 12 steps, 1 to 12." in page_of(run).one("header").text
+    assert "Checkpoints exist for 12 steps, 1 to 12." in page_of(run).one("header").text
 
 
 def test_the_models_of_an_experiment_are_listed_by_completed_steps(tmp_path):
     run = written(tmp_path, config=SETTINGS)
     (run.checkpoints_path / "default" / "epoch0epochstep9globalstep9").mkdir(parents=True)
-    assert "No checkpoint exists; models without training state exist of step 10." in page_of(run).one("header").text
+    assert "No checkpoint exists; models without training state exist for step 10." in page_of(run).one("header").text
 
 
 def test_a_copy_of_an_experiment_whose_checkpoints_were_not_copied_has_a_report(tmp_path):

@@ -389,7 +389,7 @@ def test_dpo_is_judged_by_its_preference_accuracy(tmp_path):
 ENDS = [
     ({"max_steps": STEPS}, {}, FINISHED, "all 100 steps of --max-steps 100 are done"),
     ({"epochs": 3}, {"epochs": 3}, FINISHED, "It finished: 100 steps, 3 epochs"),
-    ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences are trained on"),
+    ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences were trained on"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGINT"}, "stopped by Ctrl-C (SIGINT) after 100 steps"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM, which a scheduler"),
     ({}, {}, None, "recorded no status"),

@@ -1,8 +1,8 @@
 """Runs an agent over a batch, isolating failures per sample.
 
 The agent is called once with the whole batch. If it raises, times out, or returns nothing or something invalid for some
-samples, these samples are retried one by one, each with its own API key, thread and timeout. Samples that still fail after
-``retries`` retries are dropped, and their errors reported.
+samples, each of these samples is retried in a separate call, with its own API key, thread and timeout. Samples that still fail
+after ``retries`` retries are dropped, and their errors are reported.
 
 An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together with
 the tasks that it started. A sync function cannot be cancelled: its thread is abandoned and its API keys are revoked.
@@ -39,7 +39,7 @@ MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent, started at once; the call's API keys are revoked when it ends.
+    """One call of an agent. Creating the object starts the call; the call's API keys are revoked when it ends.
 
     Attributes:
         turns: turns returned or yielded so far; yielded turns are kept even if the call fails later.
@@ -155,7 +155,7 @@ class AgentRunner:
         policy: which tokens are trained on.
         tokenizer: the model's tokenizer.
         timeout_s: timeout of each call.
-        retries: how often an unfinished sample is run again on its own.
+        retries: maximum number of retries of an unfinished sample, each in a separate call.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class AgentRunner:
                 return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "retrying %d unfinished samples one by one (attempt %d of %d); the first is prompt %d, sample %d: %s",
+                "retrying %d unfinished samples separately (attempt %d of %d); the first is prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 

@@ -41,7 +41,7 @@ class AgentContext:
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
         """Return all completed responses under a task's key or base URL, in order.
 
-        An agent that streams, or that does not know areno, can return this list.
+        An agent function can return it for a program that streams, or that does not expose the server's responses.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 

@@ -86,8 +86,8 @@ class _TaskSubset(AgentBatch):
 class AgentTrajectoryTurn:
     """One response of the model.
 
-    Optional fields are taken from the response, if there is one. Raises ValueError if the response has no token metadata
-    (because it is not from a rollout session), or if the numbers of tokens and log-probs differ.
+    Tokens, log-probs and tool calls are taken from the response, if there is one. Raises ValueError if the response has no
+    token metadata (because it is not from a rollout session), or if the numbers of tokens and log-probs differ.
     """
 
     item: AgentItem  # task of the turn

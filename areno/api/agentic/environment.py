@@ -1,4 +1,4 @@
-"""Environments: a game or task as a class, from which agent and reward function are derived.
+"""Environments: a game or task as a class, from which an agent and a reward function are derived.
 
 The loop of turns and tools is the same for all games (``conversation_loop``). A game only implements :class:`Environment`, and
 two adapters turn it into the hooks of ``areno train``::

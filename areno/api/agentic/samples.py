@@ -1,6 +1,6 @@
 """Converts the turns that an agent returned for a task into a sample, which is then rewarded and trained on.
 
-A reward function receives the same record as for a prompt completion, with more fields set.
+A reward function receives the same type of record as for a completion, with more fields set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class AgentSample:
 
     item: AgentItem
     turns: list[Turn]  # the recorded turns that were returned, in order
-    rows: list[TrajectoryRow]  # training rows; several if the conversation forks or has several parts
+    rows: list[TrajectoryRow]  # training rows; several if the conversation forks or its temperature changes
     record: RewardRecord  # input of the reward function
     sequence: RolloutSequence  # all generated tokens, concatenated
     turn_rewards: list[float]  # the environment's reward for each turn; 0 for turns without one
@@ -72,7 +72,7 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Score tokens that are trained on but were not sampled, under the current policy, so that their ratios start at 1.
+    """Score, under the current policy, the tokens that are trained on but were not sampled, so that their ratios start at 1.
 
     Sets the log-probs in the samples' rows. Waits for running generation.
     """

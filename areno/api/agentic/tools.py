@@ -67,7 +67,7 @@ class Tool:
 
     Every parameter needs a type hint: ``int``, ``float``, ``str``, ``bool``, ``None``, ``Any``, ``Literal``, enums,
     unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``, nested arbitrarily. The first paragraph
-    of the docstring describes the tool; an ``Args:`` section, or ``Annotated[T, "text"]``, its parameters.
+    of the docstring describes the tool; an ``Args:`` section or ``Annotated[T, "text"]`` describes its parameters.
 
     Args:
         function: sync or async; a sync function runs in the event loop, so it must be fast.

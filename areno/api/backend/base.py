@@ -28,7 +28,7 @@ class ArenoConfig:
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
         lora: trains an adapter instead of the weights; fields of :class:`areno.engine.model.adapter.AdapterOptions`, which are
             ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``. With
-            dropout, the log-probs of a rollout differ from those of a training pass: use none with importance ratios.
+            dropout, the log-probs of a rollout differ from those of a training pass: with importance ratios, set it to 0.
             ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own checkpoint, such as a
             reference, is the model with the adapter disabled, and takes no extra memory.
         fsdp: shard weights and gradients across the data-parallel ranks (FSDP2); by default only optimizer states are sharded.

@@ -8,5 +8,5 @@ A step of reinforcement learning is ``RolloutTrainer.run_step`` in ``rollout_tra
 4. update: optimizer steps of the same objective, by :mod:`areno.engine.train.step`
 
 - ``supervised``: steps without generation: SFT, DPO and reward models.
-- ``base``: base of all trainers, on :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: what a step writes.
+- ``base``: base of all trainers, a :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: what a step writes.
 """

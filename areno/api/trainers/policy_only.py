@@ -66,7 +66,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
 def turn_returns(sample: Sample, discount: float) -> list[float]:
     """Return the discounted return of each turn: G_k = r_k + discount G_{k+1}.
 
-    r_k is the environment's reward for the turn; for the last turn, the reward function's is added.
+    r_k is the environment's reward for turn k. The reward function's reward is added to that of the last turn.
     """
     rewards = list(sample.turn_rewards)
     rewards[-1] += sample.reward
@@ -84,7 +84,7 @@ def _estimator(name: str) -> AdvantageFn:
             values = [float(value) for value in function(list(rewards), list(groups))]
         except Exception as error:
             cause = f"{type(error).__name__}: {error}{user_frame(error, path)}"
-            raise UsageError(f"--advantage {name}: {cause}; return a list of one number per reward") from error
+            raise UsageError(f"--advantage {name}: {cause}; return a list with one number per reward") from error
         if len(values) != len(rewards):
             raise UsageError(
                 f"--advantage {name} returned {len(values)} numbers for {len(rewards)} rewards; "

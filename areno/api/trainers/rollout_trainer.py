@@ -1,8 +1,8 @@
-"""Base of the on-policy trainers: prompts, rollout, rewards, several passes, evaluation.
+"""Base of the trainers with rollouts: prompts, rollout, rewards, one or several passes, evaluation.
 
 A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the settings of
-the last two. A stop signal may interrupt everything before the first optimizer step, because that work can be repeated, but
-not an update. If an error interrupts an update, the step is not saved.
+the last two. A stop signal may interrupt the work before the first optimizer step, because that work can be repeated, but it
+never interrupts an update. If an error interrupts an update, the step is not saved.
 """
 
 import time
@@ -82,7 +82,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return rewards of segments, such as turns, which replace the rewards of the rows; None keeps these."""
+        """Return rewards of segments, such as turns, which replace the rewards of the rows; None keeps the rows' rewards."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -124,7 +124,7 @@ class RolloutTrainer(DatasetTrainer):
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:
-        """Start the reward workers, so that a broken reward file fails before the first rollout."""
+        """Prepare the steps, and start the reward workers, so that a broken reward file fails before the first rollout."""
         config = self.config
         self.prepare_updates()
         self.keep_rollouts(config.save_rollouts)
@@ -375,7 +375,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Also record the answers to the first held-out prompts."""
+        """Evaluate, and record the answers to the first held-out prompts."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:
@@ -404,7 +404,7 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages; several only if an agent's conversation branches."""
+        """Return the rows of a sample, without advantages; only an agent's sample may have several."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows

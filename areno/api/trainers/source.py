@@ -1,4 +1,4 @@
-"""Source of samples: completions or episodes of a workflow, generated in this process or in rollout processes.
+"""Source of samples: completions, or episodes of a workflow, generated in this process or in rollout processes.
 
 By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this process
 trains; samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a
@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """Generates the samples of each step; must be closed. ``version``, that of the weights, counts completed steps."""
+    """Generates the samples of each step; must be closed. The weights' ``version`` is the number of completed steps."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -137,7 +137,7 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Return the runner of training or evaluation episodes; the latter always use the engine of this process."""
+        """Return the runner of training or evaluation episodes; evaluation always uses the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling
@@ -164,7 +164,7 @@ class SampleSource:
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """Return the samples of each prompt; None for a prompt of which an episode raised."""
+        """Return the samples of each prompt; None for a prompt if one of its episodes raised."""
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:

@@ -53,7 +53,7 @@ class _BlockScanner:
     body: BlockBody
     start: int
     verdict: Verdict = "open"
-    _after: int = 0  # after the white space that follows the body
+    _after: int = 0  # position after the white space that follows the body
 
     def scan(self, source: GrowingText, final: bool) -> ScanResult | None:
         if self.verdict == "open":
@@ -142,6 +142,6 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
 
 
 def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
-    """Blocks whose body is a header, a regular expression, and a JSON object; see :class:`HeaderJson`."""
+    """Blocks whose body is a header that matches a regular expression, and a JSON object; see :class:`HeaderJson`."""
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))

@@ -34,7 +34,7 @@ class _BareJsonScanner:
     start: int
     _value: int = 0  # start of the JSON value
     _span: JsonSpan | None = None
-    _after: int = 0  # after the white space that follows the value
+    _after: int = 0  # position after the white space that follows the value
 
     def scan(self, source: GrowingText, final: bool) -> ScanResult | None:
         text = source.text

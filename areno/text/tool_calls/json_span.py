@@ -76,7 +76,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends in the text. A trailing backslash needs more text: it is the start of an escape."""
+        """Whether the string ends within the text so far. A trailing backslash needs more text: it starts an escape."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -134,7 +134,7 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of ``{"name", "arguments"}``; accepts the key ``parameters``, too, and ``{"function": {...}}``."""
+    """Name and arguments of ``{"name", "arguments"}``; also accepts the key ``parameters``, and ``{"function": {...}}``."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -1,8 +1,8 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
-A :class:`CallFormat` knows the form of a call from its opening marker on. The parser of this module finds the markers, emits
+A :class:`CallFormat` describes a call, starting at its opening marker. The parser of this module finds the markers, emits
 the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed call can
-remain text. A complete text is parsed by streaming it in one piece, so that streamed parsing always agrees with it.
+remain text. A complete text is parsed as a stream of one piece, so that both ways give the same result.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def longest_marker_start(text: str, markers: Sequence[str], start: int = 0) -> i
 
 
 def compact_json(arguments: dict[str, Any]) -> str | None:
-    """JSON text without spaces; None if it cannot be serialized (infinite numbers, sets, excessive nesting)."""
+    """JSON text without spaces; None if the arguments cannot be serialized (infinite numbers, sets, excessive nesting)."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         if any("\ud800" <= char <= "\udfff" for char in text):  # an unpaired surrogate cannot be sent as UTF-8

@@ -48,7 +48,7 @@ export async function show(page, { params }) {
   function curves(list) {
     const rows = list.map((one) => [one.key.replaceAll("_", " "), ...[...one.first, ...one.last, ...one.mean, one.difference].map(number)]);
     const heads = ["Metric", ...["First", "Last", "Mean"].flatMap((which) => [`${which}, left`, `${which}, right`]), "Difference of means"];
-    return [el("h2", {}, "Curves over the steps of both"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
+    return [el("h2", {}, "Curves over the steps that both recorded"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
   }
 
   let turn = 0;

@@ -90,7 +90,7 @@ class Sample {
       el("h2", {}, "Tokens"),
       rows.length
         ? tokenView(rows[branch], this.forks[branch], { color, change: (value) => this.#choose({ color: value }) })
-        : el("p", { class: "muted" }, "The tokens of this sample were not recorded: a step records those of its first samples only."),
+        : el("p", { class: "muted" }, "The tokens of this sample were not recorded: each step records the tokens of its first samples only."),
     );
   }
 
@@ -101,7 +101,7 @@ class Sample {
 
   #tree() {
     return [el("h2", {}, "Branches"),
-      el("p", { class: "muted small" }, "A conversation whose next request does not continue the recorded tokens becomes a further training row."),
+      el("p", { class: "muted small" }, "If a request does not continue the recorded tokens, its conversation becomes another training row."),
       el("ul", { class: "tree" }, this.#branches(null))];
   }
 
