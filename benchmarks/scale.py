@@ -12,7 +12,7 @@ and of adding and reading a name by all workers at once, and seconds of a weight
     start(n) = a + b n          workers of one machine share its cores: with several machines, n is per machine
     call(n)  = a + b n          the calling process serializes and signs one message per worker
     names(n) = a + b n          one operation of each of n workers at the same time
-    update(n, bytes) = a + ceil(log2(n + 1)) bytes / rate       gloo's tree; ``rate`` measured with one replica
+    update(n, bytes) = ceil(log2(n + 1)) bytes / rate           gloo's tree; ``rate`` measured with one replica
 
 So a prediction is about areno's own overhead, on similar cores, and says nothing about a slower network.
 The last line of output is the result as JSON.

@@ -119,26 +119,39 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
             columns[key] = pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             position = _first_misfit(values)
+            if _can_be_stored([values[position]]):
+                problem, remedy = "whose type differs from earlier rows", "use the same type in every row"
+            else:
+                problem = "which Arrow cannot store"
+                remedy = "use one type within a list, integers of at most 64 bits, and valid Unicode text"
             raise DataError(
-                f"{path}, {locate(chunk[position][0])}: key `{key}` is {_shown(values[position])}, whose type "
-                f"differs from earlier rows ({_first_line(error)}); use the same type in every row"
+                f"{path}, {locate(chunk[position][0])}: key `{key}` is {_shown(values[position])}, {problem} "
+                f"({_first_line(error)}); {remedy}"
             ) from error
     return pa.table(columns)
 
 
 def _first_misfit(values: list[Any]) -> int:
     """Return the index of the first value that Arrow rejects, by bisection over prefixes."""
-    import pyarrow as pa
-
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        try:
-            pa.array(values[: middle + 1])
+        if _can_be_stored(values[: middle + 1]):
             low = middle + 1
-        except (pa.ArrowException, OverflowError, UnicodeError):
+        else:
             high = middle
     return low
+
+
+def _can_be_stored(values: list[Any]) -> bool:
+    """Whether Arrow can store the values as one column."""
+    import pyarrow as pa
+
+    try:
+        pa.array(values)
+    except (pa.ArrowException, OverflowError, UnicodeError):
+        return False
+    return True
 
 
 def _read_separated(path: Path, separator: str) -> pa.Table:

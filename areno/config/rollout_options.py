@@ -144,7 +144,7 @@ class RolloutOptions:
         minimum=0,
         maximum=1,
         help="Agentic rollout: stop the run if more than this fraction of a step's samples (with --workflow, prompts) "
-        "fails after all retries; otherwise drop the failed ones.",
+        "fails after all retries, or if all fail; otherwise drop the failed ones.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."

@@ -19,7 +19,7 @@ from areno.types import part_columns
 LOGPROB_GAP_LIMIT = 0.05
 """Mean |rollout - train log-prob| above which a run warns."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""The limit of ``areno train`` if rollout and training compute in fp32."""
+"""The limit if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
 """Number of steps over which the means of reward parts are compared."""

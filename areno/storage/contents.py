@@ -58,8 +58,9 @@ def check_files(folder: Path, *, required: bool = False) -> None:
         raise DamagedCheckpointError(f"{path} is not a valid manifest ({error})") from error
     try:
         for name, (size, _) in listed.items():
-            actual = os.path.getsize(folder / name) if (folder / name).is_file() else "no"
-            if actual != size:
+            if not (folder / name).is_file():
+                raise DamagedCheckpointError(f"{folder / name} is missing")
+            if (actual := os.path.getsize(folder / name)) != size:
                 raise DamagedCheckpointError(f"{folder / name} has {actual} bytes instead of {size}")
         digests = _digests(folder, list(listed))
     except OSError as error:

@@ -37,6 +37,13 @@ async def run_agent(ctx, batch):
             raise ValueError("no luck today")
         yield await talk(ctx, item, 1)
 """
+ALL_FAIL = """
+
+async def run_agent(ctx, batch):
+    for item in batch.iter_samples():
+        raise ValueError("no luck today")
+        yield
+"""
 SECOND_TRY = """
 TRIED = set()
 
@@ -144,6 +151,12 @@ def test_too_many_failures_stop_the_run_with_the_errors(train):
     assert code == 1
     assert "failed on 6 of 24 samples, more than --agent-max-failures 0.2 allows" in text
     assert "prompt 0, sample 0: ValueError: no luck today" in text
+
+
+def test_a_step_whose_samples_all_fail_stops_the_run_whatever_the_limit(train):
+    code, _, text = train("grpo", ALL_FAIL, "--agent-max-failures", "1")
+    assert code == 1
+    assert "failed on all 24 samples of this step:" in text
 
 
 def test_a_sample_that_fails_once_is_retried(train):

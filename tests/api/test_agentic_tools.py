@@ -101,6 +101,10 @@ def test_errors_name_the_path_of_a_wrong_value():
         value_type_of(Tree, "t").read({"point": {"x": 1}, "steps": {"s": {"action": "fly"}}}, "value")
     with pytest.raises(ToolError, match=re.escape("value[1] must be of type integer, not true")):
         value_type_of(list[int], "t").read([1, True], "value")
+    with pytest.raises(ToolError, match=re.escape("value lacks x; required: x")):
+        value_type_of(Point, "t").read({"y": 1}, "value")
+    with pytest.raises(ToolError, match=re.escape("value has no field z; its fields are x, y, tags")):
+        value_type_of(Point, "t").read({"x": 1, "z": 1}, "value")
 
 
 def order(item: str, count: int = 1, size: Literal["small", "large"] | None = None) -> dict[str, Any]:

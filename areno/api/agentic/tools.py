@@ -322,9 +322,9 @@ def _mapping(arguments: Sequence[Any], place: str) -> ValueType:
 def _record(kind: Any, place: str) -> ValueType:
     hints = typing.get_type_hints(kind, include_extras=True)
     if dataclasses.is_dataclass(kind):
-        missing = dataclasses.MISSING
+        unset = dataclasses.MISSING
         fields = [field for field in dataclasses.fields(kind) if field.init]
-        required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
+        required = {field.name for field in fields if field.default is unset and field.default_factory is unset}
         hints = {field.name: hints[field.name] for field in fields}
     else:
         # `__required_keys__` ignores NotRequired in hints that are strings.
@@ -335,9 +335,10 @@ def _record(kind: Any, place: str) -> ValueType:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise ToolError(f"{where} must be of type object, not {_shown(value)}")
-        wrong = sorted(required - value.keys()) or sorted(value.keys() - members.keys())
-        if wrong:
-            raise ToolError(f"{where} must have {', '.join(members)}; {wrong[0]} is missing or unknown")
+        if missing := sorted(required - value.keys()):
+            raise ToolError(f"{where} lacks {missing[0]}; required: {', '.join(sorted(required))}")
+        if unknown := sorted(value.keys() - members.keys()):
+            raise ToolError(f"{where} has no field {unknown[0]}; its fields are {', '.join(members)}")
         return kind(**{name: members[name].read(each, f"{where}.{name}") for name, each in value.items()})
 
     schema: dict[str, Any] = {"type": "object", "properties": {name: each.schema for name, each in members.items()}}

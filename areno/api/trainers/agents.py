@@ -14,6 +14,7 @@ from areno.api.agentic.collect import AgentRunner, CollectedSamples
 from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
+from areno.api.trainers.samples import too_many_failures
 from areno.config.all_train_options import TrainOptions
 from areno.config.hooks import AGENT_HOOK, load_hook
 from areno.errors import AgentError
@@ -78,11 +79,8 @@ class AgentRollouts:
         if not errors:
             return
         shown = [f"prompt {p}, sample {s}: {error}" for (p, s), error in sorted(errors.items())[:_SHOWN_FAILED]]
-        if len(errors) > self._config.agent_max_failures * total or len(errors) == total:
-            raise AgentError(
-                f"--agent-fn {self._config.agent_fn} failed on {len(errors)} of {total} samples, more than "
-                f"--agent-max-failures {self._config.agent_max_failures:g} allows:\n  " + "\n  ".join(shown)
-            )
+        if problem := too_many_failures(len(errors), total, "samples", self._config.agent_max_failures):
+            raise AgentError(f"--agent-fn {self._config.agent_fn} failed on {problem}:\n  " + "\n  ".join(shown))
         for text in shown:
             self._logger.warning("agent sample dropped: %s", text)
         if len(errors) > len(shown):

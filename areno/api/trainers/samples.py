@@ -18,6 +18,18 @@ REWARD = "reward"
 """Metadata key of the reward in a workflow's record."""
 
 
+def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
+    """Return how many of a step's samples or prompts failed if the run must stop, else an empty string.
+
+    It stops if more than a fraction ``most`` failed, and in any case if none is left to train on.
+    """
+    if failed and failed == total:
+        return f"all {total} {unit} of this step"
+    if failed > most * total:
+        return f"{failed} of {total} {unit}, more than --agent-max-failures {most:g} allows"
+    return ""
+
+
 @dataclass(slots=True)
 class Sample:
     """One completion, run of an agent, or row of a workflow."""

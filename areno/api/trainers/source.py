@@ -15,7 +15,7 @@ from typing import Any
 from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, evaluation_sampling
 from areno.api.records import with_texts
 from areno.api.trainer import Trainer
-from areno.api.trainers.samples import Sample, workflow_sample
+from areno.api.trainers.samples import Sample, too_many_failures, workflow_sample
 from areno.config.all_train_options import TrainOptions
 from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
@@ -174,11 +174,9 @@ class SampleSource:
                 groups.append(None)
                 errors.append(error)
                 self._logger.warning("prompt dropped: its workflow raised %s: %s", type(error).__name__, error)
-        if errors and (len(errors) > self._config.agent_max_failures * len(futures) or len(errors) == len(futures)):
+        if problem := too_many_failures(len(errors), len(futures), "prompts", self._config.agent_max_failures):
             raise AgentError(
-                f"--workflow {self._config.workflow} failed on {len(errors)} of {len(futures)} prompts, more than "
-                f"--agent-max-failures {self._config.agent_max_failures:g} allows; first error: "
-                f"{type(errors[0]).__name__}: {errors[0]}"
+                f"--workflow {self._config.workflow} failed on {problem}; first error: {type(errors[0]).__name__}: {errors[0]}"
             ) from errors[0]
         return groups
 

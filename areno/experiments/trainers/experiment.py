@@ -21,6 +21,7 @@ from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
 from areno.config.experiment.path_checks import DATASETS, data_problems, held_out_is_trained
+from areno.config.experiment.roles import server_of
 from areno.config.experiment.run_sections import LOADER, SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.parser import Problems
@@ -246,7 +247,8 @@ class ExperimentTrainer(TrainingLoop):
         self.stats_logger = StatsLogger(
             self.run_dir, total_epochs=epochs, steps_per_epoch=steps, services=self._services
         )
-        return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names())
+        fp32 = self.engine.config.compute_dtype == "float32" and not server_of(config)
+        return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names(), fp32)
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
         """Compute the number of steps and the schedule; ``total_epochs`` replaces ``total_train_epochs``."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.setting_names import SETTINGS
 from areno.observability.display import LiveProgress
-from areno.observability.health import LOGPROB_GAP_LIMIT, HealthMonitor
+from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
 from areno.storage.run_dir import RunDirectory
@@ -27,7 +27,10 @@ _SHOWN = {
 
 
 class ExperimentReporter(Reporter):
-    """Reports to log, metrics file and services; ``known_names`` maps the names of the health monitor to statistics."""
+    """Reports to log, metrics file and services; ``known_names`` maps the names of the health monitor to statistics.
+
+    ``fp32``: rollout and training both compute in fp32.
+    """
 
     joins_evaluation: ClassVar[bool] = True
 
@@ -39,13 +42,14 @@ class ExperimentReporter(Reporter):
         stats_logger: StatsLogger,
         tracker: StatsTracker,
         known_names: Mapping[str, str],
+        fp32: bool,
     ) -> None:
         gconfig: Any = getattr(config, "gconfig", None)
         rollout: Any = getattr(config, "rollout", None)
         is_stale = rollout is not None and rollout.max_head_offpolicyness > 0
         health = HealthMonitor(
             # Stale samples legitimately differ from the trained policy.
-            logprob_gap_limit=math.inf if is_stale else LOGPROB_GAP_LIMIT,
+            logprob_gap_limit=math.inf if is_stale else LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
             grouped=gconfig is not None and gconfig.n_samples > 1,
             max_new_tokens=None if gconfig is None else gconfig.max_new_tokens,
             settings=SETTINGS,
