@@ -51,10 +51,11 @@ class EngineError(ArenoError, RuntimeError):
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` keeps its own code and prints nothing.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` keeps its own code and prints nothing,
+    except for one with a text, such as ``sys.exit("no data")`` in a user's function: the text is printed, and the code is 1.
     """
-    if isinstance(error, SystemExit):
-        return int(error.code or 0)
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return error.code or 0
     interrupted = isinstance(error, KeyboardInterrupt)
     sys.stderr.write("interrupted\n" if interrupted else f"error: {str(error) or type(error).__name__}\n")
     if ran_out_of_memory(error):

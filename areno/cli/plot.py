@@ -14,6 +14,7 @@ from areno.reports.run_data import RunData
 
 _PIXELS = {"px": 1.0, "in": 96.0, "": 1.0}
 _SUFFIXES = (".svg", ".csv", ".parquet")
+_SVG_ONLY = ("x", "smooth", "mean_over", "title", "width", "height")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     out = Path(arguments.out)
-    _check(arguments, out.suffix)
+    _check(arguments, out.suffix, parser)
     groups = _groups(arguments)
     single = {name: group[0] for name, group in groups.items()}
     if arguments.samples:
@@ -78,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(arguments: Namespace, suffix: str) -> None:
+def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     if suffix not in _SUFFIXES:
         raise UsageError(f"--out {arguments.out}: use a name that ends in {', '.join(_SUFFIXES)}")
     if arguments.smooth < 1:
@@ -87,9 +88,12 @@ def _check(arguments: Namespace, suffix: str) -> None:
         raise UsageError(
             "--samples writes samples to a .csv or .parquet file; omit --metric, and set --out accordingly"
         )
-    if suffix != ".svg" and (arguments.smooth > 1 or arguments.mean_over or arguments.x != "step"):
+    drawn = [
+        f"--{name.replace('_', '-')}" for name in _SVG_ONLY if getattr(arguments, name) != parser.get_default(name)
+    ]
+    if suffix != ".svg" and drawn:
         raise UsageError(
-            f"--smooth, --mean-over and --x apply to .svg files only; omit them: {suffix} gets the recorded values"
+            f"--out {arguments.out}: use {', '.join(drawn)} with .svg files only; {suffix} files get the recorded values"
         )
 
 

@@ -85,7 +85,12 @@ def raising(error):
 
 @pytest.mark.parametrize(
     ("error", "code", "message"),
-    [(ArenoError("disk full"), 1, "error: disk full\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+    [
+        (ArenoError("disk full"), 1, "error: disk full\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit("no data"), 1, "error: no data\n"),
+        (SystemExit(3), 3, ""),
+    ],
 )
 def test_failures_and_interrupts_have_their_own_exit_codes(monkeypatch, capsys, error, code, message):
     monkeypatch.setattr(importlib.import_module("areno.cli.train"), "run", raising(error))
