@@ -1,17 +1,22 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing the writer may take seconds, so the thread imports it at the first write; the training loop only fills a queue.
-Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends, the
-writer thread writes what is left, so that nothing is lost without ``close``.
+Importing ``tensorboard`` takes half a second, so the thread imports it at the first write; the training loop only fills a
+queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends,
+it writes what is left, so that nothing is lost without ``close``. That is also why it does not use PyTorch's ``SummaryWriter``,
+which starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
 """
 
+import concurrent.futures.thread  # noqa: F401  imported here because its exit handler cannot be registered at exit
 import contextlib
 import logging
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from areno.errors import ArenoError
 
@@ -19,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _CLOSE_DEADLINE_S = 60.0
+_PREFIX = "events.out.tfevents."
+_FORMAT = "brain.Event:2"  # TensorBoard's only format of event files
 
 
 class EventWriter:
@@ -83,16 +90,24 @@ class EventWriter:
     def _work(self) -> None:
         try:
             # Slow to import, so not in the training loop.
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
 
-            self._wait_for_a_later_name()
-            writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step)
-            with contextlib.closing(writer):
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.closing(RecordWriter(open(self._new_path(), "xb"))) as records:
+
+                def write(step: int, seconds: float, **content: Any) -> None:
+                    records.write(Event(step=step, wall_time=seconds, **content).SerializeToString())
+
+                write(0, time.time(), file_version=_FORMAT)
+                if self._purge_step is not None:
+                    write(self._purge_step, time.time(), session_log=SessionLog(status=SessionLog.START))
                 while (entry := self._next()) is not None:
-                    step, scalars, wall_time = entry
-                    for tag, value in scalars.items():
-                        writer.add_scalar(tag, value, step, walltime=wall_time)
-                    writer.flush()
+                    step, scalars, seconds = entry
+                    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+                    write(step, seconds, summary=Summary(value=values))
+                    records.flush()
         except Exception as error:  # raised by the next `log` or `close`
             self._failure = error
             if not threading.main_thread().is_alive():
@@ -100,15 +115,15 @@ class EventWriter:
                     "TensorBoard events in %s are incomplete, close() was never called: %s", self._log_dir, error
                 )
 
-    def _wait_for_a_later_name(self) -> None:
-        """Wait for the next second if the folder already has a file from the current one.
+    def _new_path(self) -> Path:
+        """Return the path of a new file, whose name sorts after those of the folder's existing files.
 
-        TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
-        Within one second, the new file could be read first, and its ``purge_step`` would hide nothing.
+        TensorBoard reads files in the order of their names, which begin with the second of their creation. A file that is
+        read before those of the run that it resumes would hide nothing with its ``purge_step``.
         """
-        prefix = f"events.out.tfevents.{int(time.time()):010d}."
-        if any(self._log_dir.glob(prefix + "*")):
-            time.sleep(1.0)
+        names = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in self._log_dir.glob(f"{_PREFIX}*")]
+        second = max([int(time.time()), *(int(name) + 1 for name in names if name.isdecimal())])
+        return self._log_dir / f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}"
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
         """The next step to write; None after ``close``, or when the main thread has ended and the queue is empty."""

@@ -175,7 +175,7 @@ def test_an_unreachable_mlflow_server_is_reported_within_seconds(tmp_path):
 def test_tensorboard_events_hold_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert send(tmp_path, [[0, 1, 5]], tensorboard={"path": str(tmp_path / "events")})[:1] == ["torch"]
+    assert send(tmp_path, [[0, 1, 5]], tensorboard={"path": str(tmp_path / "events")}) == []
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("ppo_actor/task_reward/avg")] == [(0, 0.0), (1, 0.5), (5, 2.5)]
