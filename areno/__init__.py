@@ -8,10 +8,10 @@ import importlib
 import os
 from typing import Any
 
-# How long an idle OpenMP thread spins before it sleeps. With a small model, waking a sleeping thread costs more than its work.
-# A training step on two cores takes 28 ms with this value (a spin of about 40 ms), and 42 ms with a spin of 0.5 ms. Next to a
-# busy process it takes 100 and 115 ms, because a spinning thread keeps its core, and 400 ms with GNU OpenMP's default (13 ms).
-# OpenMP reads the variable when torch is loaded. The user's own value wins.
+# How long an idle OpenMP thread spins before it sleeps. If the model is small, waking a thread takes longer than its work.
+# With this value, a spin of about 40 ms, a training step on two cores takes 28 ms; with a spin of 0.5 ms it takes 42 ms.
+# If another process is busy, the step takes 100 ms (spin of 40 ms), 115 ms (0.5 ms) or 400 ms (13 ms, GNU OpenMP's default).
+# OpenMP reads the variable when torch is loaded. A value that the user has set is kept.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 

@@ -1,7 +1,7 @@
 """The cache folder, and scratch folders of a process.
 
 The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
-locked by the process that created them. If that process is killed, the next one that creates a scratch folder deletes them.
+locked by the process that created them. If that process is killed, a later process that creates a scratch folder deletes them.
 """
 
 import fcntl

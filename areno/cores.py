@@ -53,7 +53,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU clocks at one time, in seconds."""
+    """Readings of the CPU clocks, taken at the same time, in seconds."""
 
     wall: float  # elapsed time
     busy: float  # busy time of the usable cores

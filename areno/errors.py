@@ -45,7 +45,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine was called in the wrong order, or its loop died; the message includes the cause."""
+    """The engine was called in the wrong order, or a part of it failed; the message includes the cause."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,7 +1,8 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair, each header starts with a random key that the leading end sends first. Stray bytes that other code writes to
-the socket therefore raise an error instead of being read as a length. Between machines, see :class:`SignedFormat`.
+On a socket pair, the leading end first sends a random key, with which every header then starts. Stray bytes that other code
+writes to the socket therefore raise an error instead of being read as a length. Connections between machines use
+:class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class FrameError(ArenoError):
-    """The received bytes are not a message of the peer."""
+    """The received bytes are not a valid message from the peer."""
 
 
 class KeyedFormat:
@@ -56,7 +57,7 @@ class KeyedFormat:
 
 
 class SignedFormat:
-    """Frames whose header and body each carry a MAC, which covers the direction and the position in the stream too.
+    """Frames whose header and body each carry a MAC. It also covers the direction and the position in the stream.
 
     Both ends detect messages that an attacker in between has changed, replayed, dropped, inserted or reflected.
 
@@ -158,7 +159,7 @@ class Frames:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message, at most ``timeout_s`` without receiving a byte; None waits until the peer closes.
+        """Wait for the next message, for at most ``timeout_s`` without receiving a byte; None: without a timeout.
 
         Raises the errors of :meth:`arrived`, and TimeoutError.
         """
@@ -201,7 +202,7 @@ class Frames:
             if poll.poll(step * 1000):
                 return
             remaining = None if remaining is None else remaining - step
-        raise TimeoutError(f"no data from the peer for {timeout_s:g} s")
+        raise TimeoutError(f"no data exchanged with the peer for {timeout_s:g} s")
 
     def _read(self) -> None:
         for _ in range(_CHUNKS):

@@ -1,10 +1,10 @@
-"""Number of GPUs that this process may use, without importing PyTorch on machines that have none."""
+"""Number of GPUs that this process may use. On Linux without a GPU driver, PyTorch is not imported."""
 
 import sys
 from pathlib import Path
 
 _NODES = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
-"""Device nodes of NVIDIA GPUs, NVIDIA embedded boards, WSL and AMD GPUs in ``/dev``."""
+"""Names of device nodes in ``/dev``, of NVIDIA GPUs, NVIDIA embedded boards, WSL and AMD GPUs."""
 
 
 def visible_gpus(nodes: Path = Path("/dev")) -> int:

@@ -1,4 +1,4 @@
-"""Memory of this machine, within the limit of the control group, and of a run's processes. Does not import torch."""
+"""Host memory: how much is free or installed, within the control group's limit, and how much a run uses. No torch import."""
 
 import os
 from contextlib import suppress
@@ -25,7 +25,7 @@ def total_bytes() -> int:
 def resident_bytes(root_pid: int, *, peak: bool = False) -> int:
     """Return the resident bytes of a process and the unshared resident bytes of its descendants; 0 if unknown.
 
-    With ``peak``, the sum of the highest values that these processes have had, where the kernel keeps them (Linux).
+    With ``peak``, uses each process's peak instead of its current value, if the kernel records it (Linux).
     """
     import psutil
 

@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible servers, for teachers, judges and models to evaluate."""
+"""Client of OpenAI-compatible servers, for teachers, judges and models under evaluation."""
 
 import os
 import time
@@ -18,9 +18,10 @@ class ServerError(ArenoError):
 
 
 class OpenAIClient:
-    """A thread-safe client of one server, which sends the API key in ``OPENAI_API_KEY``.
+    """A thread-safe client of one server.
 
-    It connects at the first request, so it may be created in one process and used in another.
+    It sends the API key from the environment variable ``OPENAI_API_KEY``, if set. It connects at the first request, so it may
+    be created in one process and used in another.
 
     Args:
         url: base URL with the API version, such as ``http://HOST:8000/v1``.

@@ -21,7 +21,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
-suppress_warnings = ["ref.python"]  # several classes have a method of the same name
+suppress_warnings = ["ref.python"]  # several classes have methods of the same name
 
 # Links to files outside the site (examples, the contribution guide) become their text, which says where the files are.
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")

@@ -31,21 +31,22 @@ Options of `areno convert` itself come before the settings: `areno convert --kin
 the printed command with `--dry-run`, which checks options, paths and the reward function, and estimates the memory,
 without loading model or data.
 
-For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record, which has the answer
-and the row of the data set, and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature.
+For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record, which has the model's
+answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature.
 *Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages
 ([data](data.md)).
 
 ## AReaL
 
-Experiments run as they are: `areno run FILE.yaml`. A notice at the start lists settings that have no effect in areno, with the
-reason ([experiments](experiments.md), [settings](configuration.md)).
+areno reads AReaL's YAML files without conversion: `areno run FILE.yaml`. A setting that requests something that areno does not
+support is an error. A notice at the start lists the settings that have no effect in areno, with the reason
+([experiments](experiments.md), [settings](configuration.md)).
 """
 
 _TRL = """
 ## TRL
 
-`per_device_train_batch_size` counts answers on one device; `--batch-size` counts the prompts of a whole step, and
+With GRPO, `per_device_train_batch_size` counts answers on one device. `--batch-size` counts the prompts of a whole step, and
 equals per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
 
 """

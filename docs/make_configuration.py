@@ -2,7 +2,7 @@
 
     python docs/make_configuration.py
 
-A test compares the file with `render`, so the page always agrees with the declarations.
+A test compares the file with the result of `render`, so the page always agrees with the declarations.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 - **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
   services (`admin_api_key`, `wandb_api_key` and the like) are omitted; set them again, or use the services' own environment
   variables.
-- **Errors.** All mistakes are listed at once, each with the nearest name, the value and what to write instead. A setting that
-  requests something that areno does not support is an error, unless it has its default value (areno's default, or the one in
-  parentheses).
+- **Errors.** All mistakes are listed at once, each with the value and what to write instead; for an unknown name, the nearest
+  known one. A setting that requests something that areno does not support is an error, unless it has its default value (areno's
+  default, or the one in parentheses).
 - **Notice.** Settings that have no effect in areno are accepted, and one notice in the log lists them with the reasons:
   sections of unused backends, resources for cluster schedulers, keys of services, settings that another setting overrides.
 
@@ -128,8 +128,9 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 
 `actor.backend` and `rollout.backend` say which engine runs a role, on how many devices, and how the devices are divided:
 `fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` on two data-parallel replicas of two tensor-parallel devices each, and
-`areno:d2` generates on two devices. areno's own engine is used for both: each data-parallel rank has the full weights, and the
-optimizer states are sharded across these ranks. On a CPU a device is a process. `ref` and `critic` run on the actor's ranks.
+`areno:d2` generates on two devices. areno's own engine trains, and it generates unless `rollout.backend` names vLLM or SGLang.
+Optimizer states are sharded across the data-parallel ranks; `actor.fsdp.shard_weights` says whether weights and gradients are
+too. On a CPU a device is a process. `ref` and `critic` run on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
 backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` divides
@@ -212,7 +213,7 @@ def _common(reasons: Iterable[str]) -> str:
 
 
 def _is_own(entry: Setting, declaration: type) -> bool:
-    """Whether a class declares a setting itself, or with a default other than its base class."""
+    """Whether a class declares a setting itself, or gives it a different default than its base class does."""
     bases = [base for base in declaration.__mro__[1:-1] if entry.name in settings_of(base)]
     return not bases or entry.default_text != settings_of(bases[0])[entry.name].default_text
 

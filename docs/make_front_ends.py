@@ -1,8 +1,8 @@
-"""Writes ``docs/front-ends.md``: features, with their options of ``areno train`` and settings of ``areno run``.
+"""Writes ``docs/front-ends.md``: each feature, with its option of ``areno train`` and its setting of ``areno run``.
 
     python docs/make_front_ends.py
 
-A test compares the file with `render`, and looks every option and setting up.
+A test compares the file with the result of `render`, and checks that every option and setting exists.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEATURES = (
     Feature("maximum steps", ("--max-steps",), ("total_train_steps",)),
     Feature("maximum trained sequences", ("--max-sequences",), ("total_train_n_seqs",)),
     Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
-    Feature("rows of one pass", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
+    Feature("size of a micro-batch", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
     Feature("optimizer steps per rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
     Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
     Feature("shared prompts computed once in training", ("--tree-training",), ("actor.enable_tree_training",)),
@@ -61,11 +61,11 @@ FEATURES = (
     Feature("weights sharded across replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
     Feature("algorithm by name or from your own file", ("--algo",), ("actor.algorithm",)),
     Feature(
-        "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+        "configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)",
         ("--algo",),
         ("actor.eps_clip_higher", "actor.use_decoupled_loss", "actor.rejection_sampling"),
     ),
-    Feature("preferences without a reference (SimPO)", ("--algo",), ("actor.algorithm",)),
+    Feature("preference training without a reference (SimPO)", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ("actor.kl_loss_coef",)),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
     Feature("reference of DPO, scored once and kept on disk", ("--ref-ckpt",), ("ref.path",)),
@@ -100,7 +100,7 @@ FEATURES = (
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
     Feature("memory plan before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
-    Feature("tuned sizes", ("--tune-params",), ("areno plan --tune-params",)),
+    Feature("sizes tuned to the free memory", ("--tune-params",), ("areno plan --tune-params",)),
 )
 
 

@@ -1,4 +1,4 @@
-"""``areno chat``: chat with a model in the terminal, or answer each line read from a pipe."""
+"""``areno chat``: chat with a model in the terminal, or answer each line of piped input."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ class ChatSession:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str | None:
-        """Execute ``/reset`` or ``/system``; returns the notice to show, or None if the line is not a command."""
+        """Execute ``/reset`` or ``/system``; returns the notice to show, or None for any other line."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages = list(self._first)
@@ -117,7 +117,7 @@ def _first_messages(file: str) -> list[dict[str, str]]:
 
 
 def _answer_lines(conversation: ChatSession) -> None:
-    """Answer each line of stdin with one line."""
+    """Answer each line of stdin, and execute commands; prints answers without their reasoning."""
     for line in sys.stdin:
         question = line.strip()
         if question == "/quit":

@@ -1,6 +1,6 @@
-"""``areno completion``: prints a script with which a shell completes commands, options, choices and files.
+"""``areno completion``: prints a script that lets a shell complete commands, options, choices and files.
 
-The script is made from the parsers of all commands: each command is called with ``--help``, and its options are taken from
+The script is generated from the parsers of all commands: each command is called with ``--help``, and its options are taken from
 the parser that prints the help.
 """
 
@@ -18,9 +18,8 @@ from areno.config.parser import TypedParser
 from areno.config.tracking import SERVICES
 
 _SHELLS = ("bash", "zsh", "fish")
-_PATH = re.compile(
-    r"FILE|PATH|FOLDER|RUN\b|MODEL|ckpt|path|_dir$|config|output"
-)  # in the placeholder or the name of a value
+# An option whose placeholder or name matches takes a file.
+_PATH = re.compile(r"FILE|PATH|FOLDER|RUN\b|MODEL|ckpt|path|_dir$|config|output")
 _BASH = r"""# areno completion __SHELL__; load it with: source <(areno completion __SHELL__)
 __HEAD___areno() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words="" files="" stem=""
@@ -59,15 +58,15 @@ class _Value(NamedTuple):
 
 
 _Command = tuple[dict[str, _Value], _Value]
-"""Options of a command by flag, and what its other arguments take."""
+"""The options of a command, by flag, and what its positional arguments take."""
 
 
 def run(argv: list[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno completion",
-        description="Print a completion script. Load it with: source <(areno completion bash), in zsh the same after "
-        "compinit, in fish areno completion fish | source.",
+        description="Print a completion script. Load it with: source <(areno completion bash); in zsh, after compinit, "
+        "source <(areno completion zsh); in fish, areno completion fish | source.",
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=_SHELLS, help="The shell.")
@@ -80,7 +79,7 @@ def run(argv: list[str]) -> int:
 def _command(name: str) -> _Command:
     """Read the options of a command from its parser.
 
-    The options that files in ``areno/algorithms`` add are left out, because reading them would import torch.
+    The options that files in ``areno/algorithms`` add are omitted, because reading them would import torch.
     """
     module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
     options: dict[str, _Value] = {}
@@ -93,7 +92,7 @@ def _command(name: str) -> _Command:
         options.update(dict.fromkeys(action.option_strings, value))
         if not action.option_strings:
             rest = _Value(rest.words + value.words, rest.files or value.files)
-    # A few commands parse some options and files themselves; their usage text names these.
+    # Some commands parse part of their arguments without a parser; their usage text names these arguments.
     usage = output.getvalue() if shown is None else output.getvalue().partition("\n\n")[0]
     for flag, placeholder in re.findall(r"(--[a-z][a-z-]+)(?: ([A-Z]+))?", usage):
         options.setdefault(flag, _Value(files=placeholder == "RUN", switch=not placeholder))

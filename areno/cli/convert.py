@@ -1,4 +1,4 @@
-"""``areno convert``: the ``areno train`` command for a configuration of TRL or verl."""
+"""``areno convert``: prints the ``areno train`` command for a configuration of TRL or verl."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
         "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="Number of devices (default: 1): TRL counts rows per device."
+        "--devices", type=int, default=1, help="Number of devices (default: 1), because TRL counts rows per device."
     )
     options = parser.parse_args(argv)
     if options.devices < 1:

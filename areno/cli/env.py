@@ -1,6 +1,6 @@
 """``areno env``: reports hardware, packages and environment as text or JSON, for bug reports and ``areno check``.
 
-Each part is probed separately, and failures are part of the report, so that the command works on a broken installation.
+Each part is probed separately, and the report includes failures, so the command works on a broken installation.
 """
 
 import importlib

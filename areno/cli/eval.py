@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class EvalProgress:
-    """Progress of an evaluation: a bar on a terminal, log lines elsewhere; also writes the answers to a file if given."""
+    """Progress of an evaluation: a bar on a terminal, log lines elsewhere. Also writes the answers to a given file."""
 
     def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""``areno explain``: what a metric is, what is normal, what to do if it is not, and its course in a run."""
+"""``areno explain``: explains a metric, its normal values, and what to do about others; shows its values in a run."""
 
 import math
 import shutil
@@ -32,17 +32,17 @@ def run(argv: Sequence[str]) -> int:
         nargs="?",
         help="A metric by full name or short name, such as reward; omit it to list all.",
     )
-    parser.add_argument("--run", metavar="RUN", help="Also show its course in this run directory.")
+    parser.add_argument("--run", metavar="RUN", help="Also show the values of the metric in this run directory.")
     arguments = parser.parse_args(argv)
     width = shutil.get_terminal_size().columns
     data = RunData(arguments.run) if arguments.run else None
     for line in _list(width, data) if arguments.metric is None else _explain(arguments.metric, width, data):
-        print(printable(line))  # names of metrics may come from code of the user
+        print(printable(line))  # names of metrics may come from the user's code
     return 0
 
 
 def _list(width: int, data: RunData | None) -> Iterator[str]:
-    """All metrics, or those that a run recorded, by section."""
+    """List all metrics, or those that a run recorded, by section."""
     listed = explanations() if data is None else _recorded(data)
     for (front_end, section), members in groupby(listed, lambda one: (one.front_end, one.section)):
         rows = list(members)
@@ -63,7 +63,7 @@ def _explain(query: str, width: int, data: RunData | None) -> Iterator[str]:
     candidates = explain(query)
     names = {} if data is None else {one: name for one in candidates if (name := _name_in(data, one, query))}
     if data is not None and not candidates and query in data.metrics:
-        yield from (query, "  not documented: reported by code of your own", "")
+        yield from (query, "  not documented: reported by your own code", "")
         yield from _course(data, query, None)
         return
     if not candidates:
@@ -76,7 +76,7 @@ def _explain(query: str, width: int, data: RunData | None) -> Iterator[str]:
     if data is not None:
         yield ""
         if not names:
-            yield f"{data.path} has not recorded it"
+            yield f"{data.path} has not recorded this metric"
         else:
             yield from _course(data, names[shown], shown)
 
@@ -91,13 +91,13 @@ def _describe(one: Explanation, width: int) -> Iterator[str]:
 
 
 def _field(label: str, text: str, width: int) -> list[str]:
-    """A label and a wrapped text; [] for an empty text."""
+    """Return the lines of a label and a wrapped text; [] for an empty text."""
     body = textwrap.wrap(text, max(width - _LABEL_WIDTH, 20), break_long_words=False, break_on_hyphens=False)
     return [f"  {label if i == 0 else '':<{_LABEL_WIDTH - 2}}{line}" for i, line in enumerate(body)]
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """The name under which a run recorded a metric: the number that the query names, or the mean of a statistic."""
+    """The recorded name that the query matches: the queried one, such as NAME/max, else the metric itself or its mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

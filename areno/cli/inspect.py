@@ -1,6 +1,6 @@
-"""``areno inspect``: shows what a run sampled and trained on: a list, a conversation turn by turn, a sample token by token.
+"""``areno inspect``: shows what a run sampled and trained on: a list of samples, or one sample turn by turn and token by token.
 
-It only reads the samples that it shows, so it works on a run in progress and on a run from another machine.
+It reads only the run directory, no model or tokenizer, so it works on a run in progress and on a run from another machine.
 """
 
 import json
@@ -27,8 +27,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno inspect",
-        description="List the newest samples of a run, or show one of them (--sample): its conversation, if an agent had one, "
-        "and token by token the role of each token, whether it is trained on (*), its log-prob at sampling time, and its "
+        description="List the newest samples of a run, or show one of them (--sample): its conversation, if one was "
+        "recorded, and for each token its role, whether it is trained on (*), its log-prob at sampling time, and its "
         "advantage.",
         allow_abbrev=False,
     )
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         "--limit", type=int, metavar="N", default=_NEWEST, help="How many samples to list (default: %(default)s)."
     )
     parser.add_argument(
-        "--all", action="store_true", help="Show context tokens one by one too, and long messages in full."
+        "--all", action="store_true", help="Show context tokens one by one as well, and long messages in full."
     )
     arguments = parser.parse_args(argv)
     if arguments.limit < 1:
@@ -68,8 +68,8 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])} (the best, worst "
-        "and first of each step's first prompts); omit --sample to list them"
+        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])}, of which "
+        "only the best, worst and first sample of each step's first prompts are recorded; omit --sample to list them"
     )
 
 
@@ -83,7 +83,7 @@ def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
         answer = answer if len(answer) <= _ANSWER_WIDTH else answer[: _ANSWER_WIDTH - 1] + "…"
         yield f"{sample_id(entry):<12}{entry['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
     if len(entries) < total:
-        yield f"the newest {len(entries)} of {total} samples; --limit lists more, --step those of one step"
+        yield f"the newest {len(entries)} of {total} samples; --limit lists more, --step the samples of one step"
 
 
 def _parts(sample: Mapping[str, Any]) -> str:
@@ -97,7 +97,7 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
     yield f"sample {name}  reward {float(sample['reward']):g}{_parts(sample)}  finish {sample['finish_reason']}"
     yield from _conversation(sample.get("messages") or (), every_token)
     if "rows" not in sample:
-        yield "The tokens of this sample were not saved (a step saves the tokens of its first samples only). The text:"
+        yield "The tokens of this sample were not saved (only those of a step's first samples are). Its text:"
         yield f"  prompt: {sample['prompt']!r}"
         yield f"  answer: {sample['completion']!r}"
         return
@@ -132,7 +132,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]], in_full: bool) -> Itera
 
 
 def _content(content: Any) -> str:
-    """The text of a message, whose content may be a list of parts."""
+    """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         return "\n".join(
             part["text"] if isinstance(part, dict) and "text" in part else json.dumps(part, ensure_ascii=False)

@@ -16,13 +16,13 @@ from areno.errors import ArenoError, UsageError, exit_code, ran_out_of_memory
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
-    "completion": "Print a script with which bash, zsh or fish completes this command.",
+    "completion": "Print a script that lets bash, zsh or fish complete areno commands.",
     "convert": "Print the areno train command for a configuration of TRL or verl.",
     "diff": "Compare two runs, and show the first step that differs and why.",
     "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print an AReno environment/support report.",
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
-    "explain": "Say what a metric is, what is normal, and what to do if it is not.",
+    "explain": "Explain a metric: what it means, which values are normal, and what to do about others.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
@@ -31,7 +31,7 @@ COMMANDS = {
     "replay": "Train on the recorded samples of a step again, with different loss options.",
     "report": "Write the report of a run as one page: did it learn, why did it end, what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
-    "scale": "Change the number of rollout replicas of a running experiment.",
+    "scale": "Change the number of rollout replicas of a run in progress.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
     "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Route ``--resume`` to the command that wrote the run: both ``train`` and ``run`` resume either kind."""
+    """Return the command to call: with ``--resume``, the one that wrote the run, so ``train`` and ``run`` resume both kinds."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

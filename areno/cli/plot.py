@@ -1,4 +1,4 @@
-"""``areno plot``: curves of several runs as SVG, and their metrics or samples as CSV or Parquet."""
+"""``areno plot``: draws curves of several runs as SVG, or writes their metrics or samples as CSV or Parquet."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         action="append",
         metavar="NAME",
         help="What to draw, such as reward, loss, grad_norm or any name in metrics.jsonl; * stands for any text. "
-        "Repeatable: one chart below the other. Default: reward.",
+        "Repeatable: draws one chart below the other. Default: reward.",
     )
     parser.add_argument("--out", metavar="FILE", required=True, help="File to write: .svg, .csv or .parquet.")
     parser.add_argument("--x", choices=X_AXES, default="step", help="Horizontal axis (default: %(default)s).")
@@ -85,9 +85,7 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     if arguments.smooth < 1:
         raise UsageError(f"--smooth {arguments.smooth}: use at least 1")
     if arguments.samples and (suffix == ".svg" or arguments.metric):
-        raise UsageError(
-            "--samples writes samples to a .csv or .parquet file; omit --metric, and set --out accordingly"
-        )
+        raise UsageError("--samples writes a .csv or .parquet file; pass such a name to --out, and omit --metric")
     drawn = [
         f"--{name.replace('_', '-')}" for name in _SVG_ONLY if getattr(arguments, name) != parser.get_default(name)
     ]
@@ -98,7 +96,7 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
 
 
 def _groups(arguments: Namespace) -> dict[str, list[RunData]]:
-    """The runs of each curve by its name."""
+    """Return the runs of each curve, by the name of the curve."""
     groups: dict[str, list[RunData]] = {}
     for word in arguments.runs:
         name, path = _named(word)

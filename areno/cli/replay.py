@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="The run directory.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="The step, as numbered in metrics.jsonl.")
     parser.add_argument("--updates", type=int, default=1, metavar="K", help="Train K times on the rows (default: 1).")
-    parser.add_argument("--out", metavar="DIR", help="Keep the replay as a run directory with a checkpoint.")
+    parser.add_argument("--out", metavar="DIR", help="Keep the replay in this new run directory, with a checkpoint.")
     arguments, changes = parser.parse_known_args(argv)
     path = Path(arguments.run).expanduser()
     if not is_run(path):
@@ -90,7 +90,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format the statistics of the first and the last update beside the recorded ones."""
+    """Format the statistics of the first and the last update next to the recorded ones."""
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

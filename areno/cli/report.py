@@ -14,7 +14,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno report",
-        description="Write the report of a run (report.html), even if the run is still going or was killed, and print "
+        description="Write the report of a run (report.html), even if the run is in progress or was killed, and print "
         "its verdict: did it learn, why did it end, what is wrong, what to change.",
         allow_abbrev=False,
     )

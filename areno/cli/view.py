@@ -20,8 +20,12 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="Folder with runs. Default: runs.")
-    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on; all but loopback need --api-key.")
-    parser.add_argument("--port", type=int, metavar="N", help="Port; 0 picks a free one. Default: 6333, or a free one.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="Address to listen on; addresses other than loopback need --api-key."
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help="Port; 0 picks a free one. Default: 6333, or a free one if that is taken."
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
@@ -37,7 +41,8 @@ def run(argv: Sequence[str]) -> int:
     for notice in server.notices:
         print(f"areno view: {notice}")
     print(f"areno view: {server.folder} at {server.url} (stop with Ctrl-C)")
-    if arguments.open:  # in a thread: a browser in the terminal returns when it is closed; the address is already open
+    # In a thread, because a text browser blocks until it is closed; the server already accepts connections.
+    if arguments.open:
         threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()
     server.serve()
     return 0

@@ -52,7 +52,7 @@ _GSPO = {
 
 @dataclass(frozen=True, slots=True)
 class QuickstartOutcome:
-    """Result of the quickstart; the keys of its ``summary.json``."""
+    """Result of the quickstart; its fields are the keys of ``summary.json``."""
 
     accuracy_before: float
     accuracy_after: float
@@ -71,7 +71,7 @@ def quickstart(seed: int = 0, run_dir: str | None = None) -> QuickstartOutcome:
     print(f"1/4  Create a task and a model: {problem_count():,} sums like {held_out[0].question!r},")
     print(f"     1 in 20 of them held out; a Llama with {parameters:,} random parameters.\n")
 
-    print(f"2/4  SFT on {SFT_STEPS * SFT_BATCH:,} correct answers. Some show the work, most do not.")
+    print(f"2/4  SFT on {SFT_STEPS * SFT_BATCH:,} correct answers. Some show the work, others only the sum.")
     sft = _train("sft", root, root / "model", seed, _SFT)
     before_texts = answers(sft, held_out)
     before = accuracy(held_out, before_texts)

@@ -1,4 +1,4 @@
-"""Randomly initialized models with their own tokenizer; the quickstart's model has 0.27 M parameters."""
+"""Randomly initialized models with their own tokenizer; the quickstart's model has 0.28 M parameters."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer, which encodes any text.
 
     Args:
-        words: regular expression for pre-tokenization; no token extends over two of its matches.
+        words: regular expression for pre-tokenization; no token spans two matches.
         special_tokens: starts with the padding and the end-of-turn token.
         template: chat template.
     """
@@ -68,7 +68,7 @@ def save_random_model(
     context: int = 256,
     rope_theta: float = 100.0,
 ) -> int:
-    """Save a random Llama model with its tokenizer; returns the number of parameters. ``width`` is a multiple of 24.
+    """Save a random Llama model with its tokenizer; returns the number of parameters. ``width`` must be a multiple of 24.
 
     Large initial weights, many small heads and a small RoPE base make the model learn to copy and add three times faster.
     """

@@ -43,7 +43,7 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Fractions of exact answers to held-out orders before and after training; the keys of ``summary.json``."""
+    """Fractions of exact answers to held-out orders, before and after training; the fields are the keys of ``summary.json``."""
 
     exact_before: float
     exact_after: float
@@ -60,7 +60,7 @@ def quickstart_real(
     """Evaluate, train and evaluate again, print the results, and write ``<run>/summary.json``.
 
     Args:
-        ckpt: a folder, a GGUF file or a repo id; None takes SmolLM2, see :func:`default_model`.
+        ckpt: a folder, a GGUF file or a repo id; None: SmolLM2, see :func:`default_model`.
 
     Raises:
         UsageError: the model does not exist, or ``run_dir`` is not empty.

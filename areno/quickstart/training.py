@@ -1,4 +1,4 @@
-"""Code shared by the quickstarts: the run folder, and training after the equivalent command is printed."""
+"""Code shared by both quickstarts: creates the run folder, prints the equivalent command, and trains."""
 
 import logging
 import shlex

@@ -32,7 +32,7 @@ COMPARED = 8
 ANSWER_CHARS = 800
 """Characters of each of these answers."""
 MAX_PARTS = 8
-"""Curves in one chart, of the parts of a reward or the phases of a step."""
+"""Maximum number of curves in a chart, such as the parts of a reward or the phases of a step."""
 MAX_LINES = 500
 """Warnings that are listed, and as many settings of the configuration."""
 VALUE_CHARS = 300
@@ -150,7 +150,7 @@ class Times:
 
     Attributes:
         bar: the phases of a typical step.
-        phases: name, seconds in a typical step, total seconds, and their fraction of the run.
+        phases: name, seconds in a typical step, seconds in total, and the fraction of the run's time.
         charts: time, throughput and memory over the run.
     """
 

@@ -10,7 +10,7 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """Return the files in ``inputs``, and matching files below its folders. Raises UsageError if an input has none."""
+    """Return the files in ``inputs``, and the matching files below its folders. Raises UsageError if an input yields none."""
     files: list[Path] = []
     for path in map(Path, inputs):
         matches = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []

@@ -1,4 +1,4 @@
-"""Plots the sessions of a run as an HTML page: a line per session with its phases, and a table of the durations of phases.
+"""Plots the sessions of a run as an HTML page: one line per session, with its phases, and a table of how long the phases took.
 
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 

@@ -93,7 +93,7 @@ def test_with_a_run_a_name_means_the_metric_that_the_run_recorded(capsys, run_di
     text = explain(capsys, "reward", "--run", run_dir)
     assert text.startswith("rollout/rewards_mean (areno train)\n")
     assert "areno run" not in text
-    assert "has not recorded it" in explain(capsys, "sft/loss", "--run", run_dir)
+    assert "has not recorded this metric" in explain(capsys, "sft/loss", "--run", run_dir)
     listed = explain(capsys, "--run", run_dir)
     assert [line.split()[0] for line in listed.splitlines() if line.startswith(" ")] == [
         "rollout/rewards_mean",

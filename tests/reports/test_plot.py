@@ -203,7 +203,7 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
         (["--out", "x.svg", "--width", "6cm"], "--width 6cm: use 100 to 10000 px"),
         (["--out", "x.csv", "--smooth", "3"], r"--out x.csv: use --smooth with \.svg files only"),
         (["--out", "x.csv", "--title", "A", "--width", "6in"], r"use --title, --width with \.svg files only"),
-        (["--out", "x.svg", "--samples"], "--samples writes samples to"),
+        (["--out", "x.svg", "--samples"], "--samples writes a .csv or .parquet file"),
         (["--out", "x.svg", "--mean-over", "a"], "--mean-over a: write NAME=RUN,RUN"),
         (["--out", "no/folder/x.svg"], "--out no/folder/x.svg cannot be written: No such file"),
         (["--out", "no/folder/x.parquet"], "--out no/folder/x.parquet cannot be written"),

@@ -1,7 +1,7 @@
 """Memory shared by the processes of one machine.
 
-On Linux the memory is an anonymous file that other processes open through ``/proc``: the kernel frees it when the last process
-that has it open ends, and ``/dev/shm`` does not limit its size. Elsewhere it is a file in the temporary folder.
+On Linux the memory is an anonymous file (memfd) that other processes open through ``/proc``. The kernel frees it once no
+process has it open or mapped, and the size of ``/dev/shm`` does not limit it. Elsewhere it is a file in the temporary folder.
 """
 
 import mmap

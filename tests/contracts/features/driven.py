@@ -121,7 +121,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "maximum steps": lambda run: run.done == run.spec.span.steps == 1,
     "maximum trained sequences": lambda run: run.spec.span.sequences == run.loop.state.sequences,
     "rows of a step": lambda run: run.calls[0][0] == 4,
-    "rows of one pass": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
+    "size of a micro-batch": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
     "optimizer steps per rollout": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
     "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * sum(run.rows),
     "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},
@@ -145,12 +145,12 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "weights sharded across replicas (FSDP2)": lambda run: run.layout.fsdp,
     "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
     "routing replay": lambda run: run.column("routed_experts_changed") != [],
-    "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
+    "configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
     "label smoothing of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
     "reference of DPO, scored once and kept on disk": lambda run: (
         run.losses == {"dpo_loss_fn"} and any(cache_folder(CACHE_KIND).iterdir())
     ),
-    "preferences without a reference (SimPO)": lambda run: run.losses == {"simpo_loss_fn"} and not run.scored,
+    "preference training without a reference (SimPO)": lambda run: run.losses == {"simpo_loss_fn"} and not run.scored,
     "asynchronous rollout": lambda run: max(run.column("staleness/max", "staleness_max"), default=0) == 1,
     "rollout replicas": lambda run: run.replicas == 2,
     "alternating generation and training on one device": lambda run: run.replicas == 0 and run.column(*REWARD) != [],
@@ -175,7 +175,9 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "W&B, SwanLab, Trackio, MLflow": lambda run: any(run.root.rglob("*.wandb")),
     "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),
     "memory plan before a run (`areno plan`)": lambda run: "optimizer" in run.output and not run.loops,
-    "tuned sizes": lambda run: "max_concurrent_rollouts=" in run.output or "auto tune chose" in run.log,
+    "sizes tuned to the free memory": lambda run: (
+        "max_concurrent_rollouts=" in run.output or "auto tune chose" in run.log
+    ),
     "exact resume": lambda run: (
         run.loops[-1].resumed_from is not None and [line["step"] for line in run.metrics] == [0, 1, 2]
     ),

@@ -72,7 +72,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         SFT
         + " --epochs 2 --mini-bs 3 --lora-rank 4 --load-in-4bit --activation-checkpointing --eval-dataset-path {held_out}"
         " --eval-interval 1 --keep-best --save-interval 1",
-        "passes over the data, rows of one pass, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
+        "passes over the data, size of a micro-batch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "flags stopped": (
@@ -129,7 +129,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "flags equal": (
         POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
-        "warnings about runs that cannot learn, tuned sizes",
+        "warnings about runs that cannot learn, sizes tuned to the free memory",
     ),
     "flags dry": (POLICY + " --dry-run", "dry run"),
     "flags terminal": (SFT + " --max-steps 1", "live display on a terminal"),
@@ -138,14 +138,17 @@ DRIVES: dict[str, tuple[str, str]] = {
         TRAIN + " --algo dpo --batch-size 6 --max-steps 1 --dpo-label-smoothing 0.1",
         "label smoothing of DPO, reference of DPO, scored once and kept on disk",
     ),
-    "flags simpo": (TRAIN + " --algo simpo --batch-size 6 --max-steps 1", "preferences without a reference (SimPO)"),
+    "flags simpo": (
+        TRAIN + " --algo simpo --batch-size 6 --max-steps 1",
+        "preference training without a reference (SimPO)",
+    ),
     "yaml pairs": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.label_smoothing=0.1 ref.path={ckpt}",
         "label smoothing of DPO, reference of DPO, scored once and kept on disk",
     ),
     "yaml simpo": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.algorithm=simpo",
-        "preferences without a reference (SimPO)",
+        "preference training without a reference (SimPO)",
     ),
     "flags judge": (
         TRAIN + " --algo grpo --reward-ckpt {judge} --batch-size 2 --n-samples 4 --max-steps 1",
@@ -167,7 +170,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags plan": (POLICY.replace("train", "plan", 1), "memory plan before a run (`areno plan`)"),
     "yaml plan": (
         RUN_POLICY.replace("run", "plan", 1) + " --tune-params",
-        "memory plan before a run (`areno plan`), tuned sizes",
+        "memory plan before a run (`areno plan`), sizes tuned to the free memory",
     ),
     "yaml judge": (
         RUN_POLICY.replace("reward.fn={functions}:letters", "reward.path={judge}") + " total_train_steps=1",
@@ -176,11 +179,11 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml failing": (
         RUN_POLICY.replace(":letters", ":stumbling") + " total_train_steps=2 train_dataset.shuffle=false"
         " reward.on_error=drop actor.eps_clip_higher=0.3",
-        "handling of failing rewards, policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+        "handling of failing rewards, configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)",
     ),
     "flags family": (
         POLICY + " --max-steps 1 --algo dapo --eps-clip-higher 0.3",
-        "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+        "configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)",
     ),
     "yaml dry": (RUN_POLICY + " --dry-run", "dry run"),
     "yaml update": (
@@ -198,7 +201,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_SFT + " total_train_epochs=2 actor.mb_spec.max_tokens_per_mb=96 actor.use_lora=true actor.lora_rank=4"
         " actor.load_in_4bit=true"
         " actor.gradient_checkpointing=true evaluator.keep_best=true recover.mode=auto recover.freq_steps=1" + HELD_OUT,
-        "passes over the data, rows of one pass, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
+        "passes over the data, size of a micro-batch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "yaml stopped": (
