@@ -114,7 +114,7 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
 - **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting: `ref` and
   `critic` take path and backend from `actor`, and the group size is `gconfig.n_samples`.
 - **By machine.** `auto`, and sizes that are not set, are resolved according to the machine; a run prints the resolved values.
-  Where a cluster or a large GPU node gets another default, the tables name it in parentheses, as in `1 (cluster: 32)`.
+  Where a cluster gets another default, the tables name it in parentheses, as for `cpu`.
 - **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
   services (`admin_api_key`, `wandb_api_key` and the like) are omitted; set them again, or use the services' own environment
   variables.

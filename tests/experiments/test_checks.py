@@ -132,7 +132,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     output = capsys.readouterr().out
     shown, _, rest = output.partition("train_dataset: 12 rows")
     assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
-    assert "the scheduler of this machine needs no launcher" in shown
+    assert "areno's schedulers need no launcher" in shown
     assert "steps: 9; 3 per epoch" in rest
     assert rest.endswith("dry run: nothing was started, and nothing was written\n")
     assert not (tmp_path / "runs").exists()

@@ -9,10 +9,10 @@ Declarations:
 
 Loading and checks:
 
-- ``loader``: from the command line to a checked experiment; ``tree``: raw values; ``build``: typed values from them.
-- ``legacy``: keys of the legacy quickstart; ``machine``: defaults by machine; ``saving``: back to YAML.
+- ``loader``: from the command line to a checked experiment; ``tree``: raw values; ``build``: typed values.
+- ``legacy``: keys of the legacy quickstart; ``machine``: defaults that depend on the machine; ``saving``: writes YAML.
 - ``checks``: the experiment as a whole; ``path_checks``: files; ``notices``: settings without effect.
-- ``allocation``: the grammar of ``backend``; ``backends``: checks of the engines; ``roles``: where each role runs.
+- ``allocation``: the grammar of ``backend``; ``backends``: checks of backends; ``roles``: where each role runs.
 - ``named_algorithm``: ``actor.algorithm``; ``server_arguments``: command lines of inference servers.
 """
 

@@ -1,10 +1,10 @@
 """The grammar of backends and allocations: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
-    fsdp[actor]:d2t2                 two replicas of two tensor-parallel ranks, named actor; fsdp(actor):d2t2 works too
-    megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism of attention and expert layers
+    fsdp[actor]:d2t2                 an engine named actor: two replicas of two tensor-parallel ranks; or fsdp(actor):d2t2
+    megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism for attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
-    sglang[rollout]:d4|fsdp[actor]:d4   both on the same devices
+    sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices
     sglang.d4p1m1+d2p2m1             the legacy form, in which m is tensor parallel
     actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight others
     d4m1                             bare sizes: generation and training on the same devices
@@ -89,7 +89,7 @@ class ParallelStrategy:
 
     @property
     def dims(self) -> str:
-        """Text after the colon, without sizes of 1. The form is hybrid if experts have their own tensor size."""
+        """The text after the colon, which omits sizes of 1; the attn|ffn form if experts have a different tensor size."""
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
         attention = _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context)
@@ -103,7 +103,7 @@ def _dims_text(**sizes: int) -> str:
 
 @dataclass(frozen=True)
 class ModelAllocation:
-    """One engine: backend, parallelism, and optional name."""
+    """One engine: its backend, parallelism, and optional name."""
 
     backend: str
     parallel: ParallelStrategy
@@ -111,7 +111,7 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Parse one component, such as ``fsdp:d2t2``; ``name`` is the default name.
+        """Parse the text of one engine, such as ``fsdp:d2t2``; ``name`` applies if the text does not name the engine.
 
         Raises InvalidAllocationModeError: invalid syntax; AllocationValidationError: the backend does not support the
         parallelism.
@@ -140,20 +140,20 @@ class ModelAllocation:
             )
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
-                f"{spec!r}: {parallel.world_size} devices cannot be divided by p x t x e = {parallel.pipeline} x "
-                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} of the experts; make "
+                f"{spec!r}: {parallel.world_size} devices are not a multiple of those of one copy of the experts, p x t x e = "
+                f"{parallel.pipeline} x {parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts}; make "
                 f"the product a divisor of {parallel.world_size}"
             )
         return cls(backend, parallel, match["square"] or match["round"] or name)
 
     @property
     def is_inference(self) -> bool:
-        """Whether it is an inference backend."""
+        """Whether the backend is an inference backend."""
         return self.backend in INFERENCE_BACKENDS
 
     @property
     def role(self) -> str:
-        """Section of the engine: its name, else ``rollout`` for an inference backend and ``actor`` for a training backend."""
+        """Section of the engine: its name; without one, ``rollout`` for an inference and ``actor`` for a training backend."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
@@ -163,7 +163,7 @@ class ModelAllocation:
 
     @property
     def spec(self) -> str:
-        """The text without the name, as in the setting ``backend``."""
+        """The engine as text without its name, as in the setting ``backend``."""
         return f"{self.backend}:{self.parallel.dims}"
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def _no_backend(spec: str, text: str) -> str:
     if _SIZES.fullmatch(text):
         return f"{spec!r} has no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
     if _DOTTED.fullmatch(text):
-        return f"{spec!r} is the dotted form of allocation_mode; write {_component(text, first=True)} with a colon"
+        return f"{spec!r} is a dotted form, which only allocation_mode accepts; write {_component(text, first=True)}"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
     return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {names}"
 
@@ -185,7 +185,7 @@ def _no_backend(spec: str, text: str) -> str:
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
     if not re.fullmatch(r"([a-z][1-9][0-9]*)+", dims):
         raise InvalidAllocationModeError(
-            f"{spec!r}: {dims!r} is not a list of sizes; write letters with numbers from 1, such as d2t2"
+            f"{spec!r}: {dims!r} is not a list of sizes; write each letter with a number of at least 1, such as d2t2"
         )
     sizes = {letter: int(number) for letter, number in _DIM.findall(dims)}
     if wrong := sorted(set(sizes) - set(allowed)):
@@ -198,11 +198,11 @@ def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
 def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     if backend != "megatron":
         raise InvalidAllocationModeError(
-            f"{spec!r}: only megatron supports different sizes of attn and ffn; write {backend}:d1"
+            f"{spec!r}: only megatron supports different sizes for attn and ffn; write {backend}:d1"
         )
     match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:
-        raise InvalidAllocationModeError(f"{spec!r}: write both parts, as megatron:(attn:d4p2t2|ffn:d2p2e4)")
+        raise InvalidAllocationModeError(f"{spec!r}: write both parts, as in megatron:(attn:d4p2t2|ffn:d2p2e4)")
     attention = _sizes(spec, match[1], "cdtp", "attn")
     experts = {"pipeline": 1, "expert": 1, "tensor": 1} | _sizes(spec, match[2], "detp", "ffn")
     strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
@@ -220,7 +220,7 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 
 
 def _members(component: str) -> list[str]:
-    """Split a component at ``|``, but not inside parentheses and not before the ffn of a hybrid."""
+    """Split a component at ``|``, but not inside parentheses and not before ``ffn:`` of the attn|ffn form."""
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
@@ -248,7 +248,7 @@ class AllocationMode:
         return tuple(engine for group in self.components for engine in group)
 
     def backends(self) -> dict[str, str]:
-        """Return each role's ``backend``; unnamed engines are rollout or actor by kind.
+        """Return each role's ``backend``; an unnamed engine is rollout or actor, depending on its backend.
 
         Raises InvalidAllocationModeError: two engines would have the same role.
         """
@@ -291,9 +291,9 @@ class AllocationMode:
 def translate_legacy(text: str) -> str:
     """Translate legacy forms to the current one, and return other texts unchanged.
 
-    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend is
-    fsdp, or megatron if fsdp lacks its parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``. Bare sizes, such as
-    ``d2p2m1``, allocate the same devices to generation and training.
+    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend
+    becomes fsdp, or megatron if it has pipeline or expert parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``. Bare
+    sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:
@@ -311,7 +311,7 @@ def _component(part: str, *, first: bool) -> str:
 
 
 def _by_model(text: str, compact: str) -> str:
-    """Translate ``MODEL:SIZES,...``, with ``*`` for other models."""
+    """Translate ``MODEL:SIZES,...``, in which ``*`` stands for all other models."""
     prefix, _, rest = compact.partition(".")
     backend, rest = (prefix, rest) if prefix in INFERENCE_BACKENDS else ("areno", compact)
     sizes: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
 All sections keep their documented defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron:
-it applies their layouts and those settings that have an equivalent, and ignores their other settings.
+it applies their layouts and the settings that have an equivalent, refuses FP8, and ignores their other settings.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ _STATES = "optimizer.type sets the dtype of the states"
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
 _ROUTER = "routers compute in fp32, as in transformers"
 _EXCHANGE = "tokens are dispatched to experts by all-to-all"
-_SGLANG = "Option of SGLang's server of the same name."
+_SGLANG = "SGLang's server option of the same name."
 _sglang = partial(setting, help=_SGLANG)
-_VLLM = "Option of vLLM's server of the same name."
+_VLLM = "vLLM's server option of the same name."
 _vllm = partial(setting, help=_VLLM)
-_ARCHON = "Setting of Archon of the same name."
+_ARCHON = "Archon's setting of the same name."
 _archon = partial(setting, help=_ARCHON, no_effect=OWN_ENGINE)
-_MEGATRON = "Setting of the Megatron backend of the same name."
+_MEGATRON = "The Megatron backend's setting of the same name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
-_fp8 = partial(setting, no_effect=OWN_ENGINE, help="FP8 setting of Transformer Engine of the same name.")
+_fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
-NO_STAGES = "there is one stage, because backend has no p"
+NO_STAGES = "there is only one pipeline stage, because backend has no p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
@@ -104,7 +104,9 @@ class SGLangConfig:
     decode_log_interval: int = _sglang(1)
     enable_multithread_load: bool = _sglang(False)
     enable_return_routed_experts: bool = _sglang(False)
-    command: str = setting("", "Command that starts a server, such as PATH/python -m sglang.launch_server.")
+    command: str = setting(
+        "", "Command that starts a server, such as PATH/python -m sglang.launch_server; empty uses the installed one."
+    )
 
 
 @dataclass
@@ -202,7 +204,7 @@ class ArchonEngineConfig:
         return pipeline == 1 if policy == "default" else policy == "always"
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield settings without effect with ``pipeline`` stages, and the reason."""
+        """Yield settings that have no effect with ``pipeline`` stages, and the reason."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
             yield from ((name, NO_STAGES) for name in changed(self, names))
@@ -317,7 +319,7 @@ class MegatronEngineConfig:
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield settings without effect with ``pipeline`` stages, and the reason."""
+        """Yield settings that have no effect with ``pipeline`` stages, and the reason."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
 

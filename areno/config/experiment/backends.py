@@ -1,4 +1,4 @@
-"""Checks of the engines of an experiment: supported backends and their parallelism."""
+"""Checks that the engines of an experiment have supported backends and parallelism."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,10 @@ from areno.errors import UsageError
 
 
 def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield unsupported backends of all roles, in terms of allocation_mode if that was set."""
+    """Yield the problems of the backends of all roles.
+
+    If ``allocation_mode`` is set, unsupported backends are reported as one problem of ``allocation_mode``.
+    """
     unsupported: list[tuple[str, str, str, ModelAllocation]] = []
     for role, spec in roles(config).items():
         try:
@@ -23,8 +26,8 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
             continue
         generates = role.endswith("rollout")
         if allocation.is_inference != generates:
-            does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
-            yield f"{role}.backend {spec} {does}; use one such as {other}"
+            does, other = ("for training", "areno:d1") if generates else ("for inference", "fsdp:d1")
+            yield f"{role}.backend {spec} is {does}; use a backend such as {other}"
         elif missing := _unsupported(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
@@ -36,7 +39,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
         mode = AllocationMode.from_str(config.allocation_mode)
         shares = bool(mode.engines[0].name) and bool(mode.colocated())
         better = [_replacement(engine, engine.name if shares else "") for engine in mode.engines[:2]]
-        remedy = f"on this machine write allocation_mode={('|' if shares else '+').join(better)}"
+        remedy = f"write allocation_mode={('|' if shares else '+').join(better)}"
         yield f"allocation_mode {config.allocation_mode}: {parts}; {remedy}"
         return
     for name, spec, missing, allocation in unsupported:
@@ -57,7 +60,10 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     if takes_turns(config):
         yield f"rollout.scheduling_strategy.fork false {where}: a server is a separate process; remove the setting"
     if rollout.speculate:
-        yield f"rollout.speculate {rollout.speculate} {where}: servers have their own options for it; remove the setting"
+        yield (
+            f"rollout.speculate {rollout.speculate} {where}: servers have their own options for speculative decoding; remove "
+            "the setting"
+        )
     if rollout.return_routed_experts:
         yield (
             f"rollout.return_routed_experts true {where}: areno does not read expert routing from servers; remove the "
@@ -65,20 +71,23 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
-        yield f"rollout.api_url lists {len(addresses)} servers {where}: set {replicas}, comma-separated"
+        yield f"rollout.api_url lists {len(addresses)} servers {where}: list {replicas}, separated by commas"
     elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
         yield f"rollout.api_url {wrong[0]!r} is not an address; write http://HOST:PORT"
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield settings that the engine of a role does not support on several ranks."""
+    """Yield settings that a role's engine does not support with its backend and parallelism."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
-        yield f"actor.load_in_4bit with {where}: 4-bit weights cannot be sharded; use only one of them"
+        yield f"actor.load_in_4bit with {where}: 4-bit weights cannot be sharded; remove t or load_in_4bit"
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
-        yield f"rollout.speculate {config.rollout.speculate} with {where}: speculative decoding needs one rank per replica"
+        yield (
+            f"rollout.speculate {config.rollout.speculate} with {where}: speculative decoding needs one rank per replica; "
+            "remove t or the setting"
+        )
     if role != "actor":
         return
     if actor.fsdp.shard_weights:
@@ -108,19 +117,22 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: each copy of the experts takes e x t = {parts} devices, which must be a multiple of t = "
-            f"{parallel.tensor} and divide d x c x t = {shards * parallel.tensor}; use "
+            f"{where}: a copy of the experts takes {parts} devices per stage (e x t of the experts), which must be a multiple "
+            f"of t = {parallel.tensor} and divide d x c x t = {shards * parallel.tensor}; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
 
 def unshardable(config: Any) -> Iterator[str]:
-    """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2)."""
+    """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2), each with a remedy."""
     parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
     if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove it"
+        yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and not shards_tensor_parallel():
-        yield f"with actor.backend {config.actor.backend}: t with sharding needs transformers 5.23 or newer; {remedy}"
+        yield (
+            f"with actor.backend {config.actor.backend}: t (tensor parallelism) with sharded weights needs transformers 5.23 "
+            f"or newer; {remedy}"
+        )
     if config.actor.load_in_4bit:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
@@ -129,7 +141,7 @@ def unshardable(config: Any) -> Iterator[str]:
 
 def _unsupported(allocation: ModelAllocation, role: str) -> str:
     if allocation.backend in SERVERS and role != "rollout":
-        return f"a server of {allocation.backend} for this role is not supported"
+        return f"a {allocation.backend} server is not supported for this role"
     if allocation.backend == "areno" and allocation.parallel.pipeline > 1:
         return f"rollouts with pipeline parallelism of {allocation.parallel.pipeline} are not supported"
     return ""

@@ -52,7 +52,8 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Messages by the last part of a key. The keys are of earlier format versions, or of programs with published YAML files."""
+"""Messages by the last part of a key. The keys come from earlier versions of the format, or from programs whose YAML files are
+published."""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -83,7 +84,7 @@ def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> 
 
 
 def without_aliases(values: Tree) -> Tree:
-    """Return a copy with aliases replaced by full paths. Raises UsageError if both are set."""
+    """Return a copy with aliases replaced by full paths. Raises UsageError if an alias and its path are both set."""
     tree = copy.deepcopy(values)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
@@ -102,7 +103,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the actor's engine scores for the teacher, which has no engine of its own; keep path, "
+            "teacher: the teacher has no separate engine, because the actor's engine scores for it; keep path, "
             "rl_loss_weight and distill_loss_weight, and remove the rest"
         )
     if last in MOVED:
@@ -120,7 +121,10 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 
 
 def nearest_path(path: str, candidates: list[str]) -> str:
-    """Return the candidate most similar to ``path``, else the shortest one with the same last part, else ""."""
+    """Return the candidate most similar to ``path``; "" if none is similar.
+
+    If no candidate is very similar, or ``path`` has only one part, the shortest candidate with the same last part is preferred.
+    """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
     same = [other for other in candidates if other.rpartition(".")[2] == last]
@@ -233,9 +237,10 @@ def _followed(value: Any, root: Tree) -> Any:
 def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:
     fields: dict[str, Any] = {}
     entries = settings_of(declaration)
-    if foreign := sorted(values.keys() - entries.keys()):  # from an interpolation of a whole section
+    if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
-            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; use another section"
+            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; interpolate a section of its "
+            "kind"
         )
         return None
     for name, entry in entries.items():
@@ -243,7 +248,7 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
         try:
             fields[name] = _value(values.get(name, entry.default), entry, path, context)
         except UsageError as error:
-            if path not in context.inherited:  # otherwise reported for the setting from which it inherits
+            if path not in context.inherited:  # an inherited value is reported for the setting that it comes from
                 context.problems.add(str(error))
     if len(fields) < len(entries) or (context.problems.messages and not prefix):
         return None

@@ -1,6 +1,7 @@
 """Checks of an experiment as a whole: consistency of sections, and unsupported settings.
 
-Anything that would be silently wrong is an error: a KL term without a reference, groups that mix prompts, unused settings.
+Settings that would make a run silently wrong are errors, such as a KL term without a reference or groups that mix prompts.
+Most settings without effect are errors too; ``notices`` lists the others.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from areno.config.experiment.setting_declaration import at, ineffective, setting
 from areno.config.options import nearest
 from areno.config.paths import is_address
 
-_SECTIONS_WITH_FILES = ("saver", "recover")  # may differ from cluster.fileroot
+_SECTIONS_WITH_FILES = ("saver", "recover")  # their fileroot may differ from cluster.fileroot
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
 _OF_EACH_ROLE |= {"scheduling_strategy", "scheduling_spec", "mb_spec", "optimizer", "archon", "megatron"}
 
@@ -66,16 +67,16 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
             yield (
-                f"{name} {value!r} names a folder: it must not start with a dot, contain line breaks, or begin or end with a "
-                "space"
+                f"{name} {value!r} names a folder: it must not start with a dot, contain unprintable characters, or begin or "
+                "end with a space"
             )
     root = config.cluster.fileroot
     for path, _, value in walk(config):
         section, _, name = path.rpartition(".")
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
             yield (
-                f"{path} {value!r} differs from {name} {getattr(config, name)!r}: an experiment has one name, by which "
-                f"recovery finds the experiment; remove {path}"
+                f"{path} {value!r} differs from {name} {getattr(config, name)!r}: recovery finds an experiment by its "
+                f"name, so all sections must have the same one; remove {path}"
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
@@ -187,8 +188,8 @@ def _reference(config: PPOConfig) -> Iterator[str]:
     for name in ("kl_ctl", "kl_loss_coef"):
         if getattr(config.actor, name) > 0 and config.ref is None:
             yield (
-                f"actor.{name} {getattr(config.actor, name)} needs a reference for the KL, but there is no ref; add a "
-                f"section ref, or set actor.{name}=0"
+                f"actor.{name} {getattr(config.actor, name)} needs a reference for the KL term, but there is no ref; add "
+                f"a section ref, or set actor.{name}=0"
             )
     critic = config.critic
     if critic is not None and critic.optimizer is None:
@@ -220,7 +221,7 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Check that settings repeated in several sections are equal, because the trained policy is also the sampling policy."""
+    """Check that repeated settings are equal in all sections, because the trained policy also generates the samples."""
     sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
         for name in ("temperature", "max_new_tokens"):
@@ -241,7 +242,7 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
             "setting"
         )
     if config.eval_gconfig is not None and config.valid_dataset is None:
-        yield "eval_gconfig has no effect without valid_dataset; set that too"
+        yield "eval_gconfig has no effect without valid_dataset; set valid_dataset too"
     for name in ("gconfig", "eval_gconfig"):
         if getattr(config, name) is not None and not config.actor.use_lora:
             yield from at(
@@ -302,7 +303,10 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
             continue
         where, strategy = f"{role}.scheduling_strategy", engine.scheduling_strategy
         if strategy.target not in (None, "", partner):
-            yield f"{where}.target {strategy.target!r}: {role} shares the devices of {partner}; write {where}.target={partner}"
+            yield (
+                f"{where}.target {strategy.target!r}: {role} can only share the devices of {partner}; write "
+                f"{where}.target={partner}"
+            )
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
             yield (
                 f"{where}.fork false alternates rollout and training on the actor's engine, which needs equal layouts; "

@@ -22,7 +22,7 @@ from areno.config.policy_loss_options import PolicyLossOptions, RejectionSamplin
 from areno.config.train_options import KL_TYPES
 
 AUTO = "auto"
-"""Value of a setting that depends on the machine."""
+"""Placeholder for a value that depends on the machine."""
 
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 """Compute dtypes."""
@@ -93,7 +93,7 @@ class MicroBatchSpec:
     granularity: int = setting(1, "Number of adjacent rows that stay in one micro-batch (2 for pairs).", minimum=1)
     max_tokens_per_mb: int | None = setting(
         None,
-        "Maximum tokens of a micro-batch. Set it to what fits into memory; a longer row gets a micro-batch of its own.",
+        "Maximum tokens of a micro-batch; set what fits into memory. A longer row gets its own micro-batch.",
         minimum=1,
     )
     n_mbs_divisor: int = setting(1, "Make the number of micro-batches a multiple of this.", minimum=1)
@@ -110,7 +110,7 @@ class MicroBatchSpec:
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         if self.n_mbs is None and self.max_tokens_per_mb is None:
-            yield "n_mbs", "null leaves the number of micro-batches undefined; set it, or max_tokens_per_mb"
+            yield "n_mbs", "null leaves the number of micro-batches undefined; set n_mbs or max_tokens_per_mb"
 
 
 @dataclass
@@ -120,7 +120,7 @@ class NormConfig:
     mean_level: str | None = setting(
         "batch", "Scope of the mean; null does not subtract it.", choices=("batch", "group")
     )
-    mean_leave1out: bool = setting(False, "Subtract the mean of the other values (leave-one-out).")
+    mean_leave1out: bool = setting(False, "Subtract from each value the mean of the other values (leave-one-out).")
     std_level: str | None = setting(
         "batch", "Scope of the standard deviation; null does not divide by it.", choices=("batch", "group")
     )
@@ -160,23 +160,20 @@ class FSDPEngineConfig:
     shard_weights: bool | None = setting(
         None,
         "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1).",
-        shown="true for fp32 AdamW without LoRA on d2 or more (with t from transformers 5.23 on), else false",
+        shown="true for type adam without LoRA if d x c > 1 (t > 1 needs transformers 5.23), else false",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
     memory_efficient_load: bool = setting(
         False,
-        "With sharded weights: load them on one rank and send the others their shards layer by layer.",
+        "With sharded weights: one rank loads them, and sends the other ranks their shards layer by layer.",
     )
-    per_layer_optim_step: bool = setting(
-        False,
-        "Same as optimizer.offload (GPU only).",
-    )
+    per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
         1,
         "Layers whose optimizer state is prefetched with per_layer_optim_step.",
         minimum=0,
-        no_effect="states in host memory are updated there, and not fetched",
+        no_effect="optimizer states in host memory are updated there, not fetched",
     )
     shard_vision_across_sp: bool = setting(
         False,
@@ -200,18 +197,15 @@ class TrainEngineConfig:
     model_type: str = setting("", "Model family, such as qwen3; checkpoints of other families are rejected.")
     attn_impl: str = setting(
         AUTO,
-        "Attention: eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, or a kernel of the hub as "
-        "owner/repo[@revision][:entry].",
+        "Attention: auto, eager, sdpa or flash_attention_2. flash_attention_3, flex_attention and kernels of the hub "
+        "(owner/repo[@revision][:entry]) are not supported.",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
         shown="auto (GPU: flash_attention_2 if installed; CPU: sdpa)",
     )
-    use_kernels: bool = setting(
-        False,
-        "Use kernels of the Hugging Face hub for the layers that they support.",
-    )
+    use_kernels: bool = setting(False, "Use kernels of the Hugging Face hub for the layers that they support.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
-    is_critic: bool = setting(False, "The model returns one number per token (critic, reward model) instead of logits.")
+    is_critic: bool = setting(False, "The model returns one number per token instead of logits (critic, reward model).")
     temperature: float = setting(
         1.0,
         "Softmax temperature of log-probs.",
@@ -268,7 +262,7 @@ class TrainEngineConfig:
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "GPU only: keep optimizer states, and sharded weights, in host memory, and update the weights there.",
+        "Same as optimizer.offload (GPU only); with sharded weights, also as fsdp.offload_params.",
     )
     use_lora: bool = setting(False, "Train an adapter and freeze the weights.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
@@ -322,13 +316,15 @@ class TrainEngineConfig:
                 "on a model that is not trained; remove the setting, or set actor.fsdp.offload_params",
             )
         if not self.gradient_checkpointing:
-            because = "without gradient_checkpointing, which keeps the layer inputs to offload; set gradient_checkpointing too"
+            because = (
+                "without gradient_checkpointing: only recomputed layers offload inputs; set gradient_checkpointing too"
+            )
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
-            remedy = "set mb_spec.packing_algorithm to ffd, or remove it"
+            remedy = "set mb_spec.packing_algorithm to ffd, or remove that setting"
             yield "enable_tree_training", f"needs rows packed by shared prefix; {remedy}"
         if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
-            remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove it for all linear layers"
+            remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove target_modules to adapt all linear layers"
             yield "target_modules", f"{', '.join(megatron)} are layer names of Megatron; {remedy}"
         yield from worker_problems(self.scheduling_spec, (1, 2))
 
@@ -347,7 +343,7 @@ class NamedAlgorithm:
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy and its training. Its loss is the policy loss (PolicyLossOptions), or that of a named algorithm."""
+    """The policy and its training. Its loss is the policy loss (PolicyLossOptions) or the loss of a named algorithm."""
 
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
@@ -413,11 +409,11 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
             )
             yield "recompute_logprob", f"has no effect {because}"
         if self.kl_ctl == 0:
-            yield from ineffective(self, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
+            yield from ineffective(self, ("kl_estimator",), "with kl_ctl 0; set kl_ctl above 0")
         if self.kl_loss_coef == 0:
-            yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef too")
+            yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef above 0")
         if not self.log_agent_stats:
-            yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set it too")
+            yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set log_agent_stats too")
         overlong = ("overlong_tokens", "overlong_penalty_factor")
         if not self.overlong_reward_penalty:
             yield from ineffective(self, overlong, "without the penalty; set overlong_reward_penalty too")
@@ -450,7 +446,7 @@ class PPOCriticConfig(TrainEngineConfig):
 class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
     """A model trained on preference pairs."""
 
-    beta: float = setting(0.1, "Strength of the regularization towards the reference (beta).", above=0)
+    beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
     loss_type: str = setting(
         "sigmoid",
         "sigmoid is DPO; ipo is IPO, with log-probs averaged per token; hinge is SLiC.",
@@ -464,14 +460,18 @@ class TeacherConfig:
     """A teacher model for on-policy distillation."""
 
     engine_type: str = setting(
-        "rollout", "Kind of engine that scores: inference (rollout) or training (train).", choices=("rollout", "train")
+        "rollout",
+        "Which of the sections rollout and train may be set; areno only checks them, because the actor's engine scores.",
+        choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "The engine of engine_type rollout.",
+        "With engine_type rollout; must agree with the run's other sections.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
-    train: PPOActorConfig | None = section(None, "The engine of engine_type train.", inner={"path": "teacher.path"})
+    train: PPOActorConfig | None = section(
+        None, "With engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
+    )
     path: str = setting(
         "", "Teacher: a model folder, a repo id, or the address of a server, such as http://HOST:8000/v1."
     )

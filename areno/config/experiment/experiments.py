@@ -31,7 +31,7 @@ from areno.config.experiment.worker_sections import ClusterSpecConfig, Scheduler
 
 @dataclass
 class BaseExperimentConfig:
-    """Settings of all experiments."""
+    """Settings that all kinds of experiments share."""
 
     experiment_name: str = setting("", "Name of the experiment, without _ and /.", required=True)
     trial_name: str = setting("", "Name of the trial, without - and /.", required=True)
@@ -50,7 +50,9 @@ class BaseExperimentConfig:
     total_train_n_seqs: int | None = setting(
         None, "Stop after the step that reaches this many trained sequences; null trains for all epochs.", minimum=1
     )
-    tokenizer_path: str = setting("", "Folder or repo id of the tokenizer.", inherits="actor.path", shown="actor.path")
+    tokenizer_path: str = setting(
+        "", "Tokenizer; must be that of the model.", inherits="actor.path", shown="actor.path"
+    )
     train_dataset: TrainDatasetConfig = section(TrainDatasetConfig, "The rows to train on.")
     valid_dataset: ValidDatasetConfig | None = section(None, "The held-out rows; null disables evaluation.")
     saver: SaverConfig = section(SaverConfig, "Saved models.")
@@ -65,12 +67,12 @@ class BaseExperimentConfig:
     launcher: dict[str, Any] = setting(
         {},
         "Resources for the launchers of earlier versions.",
-        no_effect="the scheduler of this machine needs no launcher",
+        no_effect="areno's schedulers need no launcher",
     )
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on ``values``, the settings of file and overrides. Both map dotted paths to values."""
+        """Return the defaults that depend on ``values``, the settings of file and overrides; keys are dotted paths."""
         return {}
 
 
@@ -88,7 +90,7 @@ class PPOConfig(BaseExperimentConfig):
     critic: PPOCriticConfig | None = section(None, "A value model; null: none.")
     teacher: TeacherConfig | None = section(None, "A teacher for distillation; null: none.")
     async_training: bool | None = setting(
-        None, "Deprecated: must agree with rollout.max_head_offpolicyness, which decides; null skips the check."
+        None, "Deprecated: rollout.max_head_offpolicyness decides, and this must agree with it; null skips the check."
     )
     dynamic_bs: bool = setting(
         False,
@@ -145,12 +147,12 @@ class SFTConfig(BaseExperimentConfig):
 class RWConfig(BaseExperimentConfig):
     """Reward-model training on preference pairs."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, "The model; needs is_critic.")
+    actor: TrainEngineConfig = section(TrainEngineConfig, "The model; needs is_critic=true.")
 
 
 @dataclass
 class DPOConfig(BaseExperimentConfig):
-    """Preference optimization without a reward model: DPO, IPO."""
+    """Preference optimization without a reward model, such as DPO and IPO."""
 
     actor: DPOEngineConfig = section(DPOEngineConfig, "The policy.")
     ref: DPOEngineConfig = section(DPOEngineConfig, "The frozen reference policy.")

@@ -19,7 +19,7 @@ ADMIN_KEY = "random for each run"
 NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove the setting, or set _version=v1"
 """Why ``_version`` v2 is rejected."""
 
-of_gateway = partial(setting, no_effect="read by services of _version v2 only")
+of_gateway = partial(setting, no_effect="only read by services of _version v2")
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
@@ -53,7 +53,7 @@ class GenerationHyperparameters:
     )
     top_k: int = setting(100_000_000, "Sample from the k most likely tokens.", minimum=1)
     temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled distribution.", above=0)
-    stop_token_ids: list[int] = setting([], "Token ids that end an answer, besides the model's own.", minimum=0)
+    stop_token_ids: list[int] = setting([], "Token ids that end an answer, in addition to the model's own.", minimum=0)
     ignore_eos: bool = setting(False, "Continue after an end-of-sequence token.")
     skip_special_tokens: bool = setting(True, "Remove special tokens from the decoded text.")
     stop: list[str] | None = setting(None, "Texts that end an answer.")
@@ -78,14 +78,14 @@ class GenerationHyperparameters:
 
         Args:
             exclude_args: settings to leave out.
-            api_format: ``completions``, ``responses`` or ``openai-agents``; any other raises `UsageError`.
+            api_format: ``completions``, ``responses`` or ``openai-agents``; any other value raises `UsageError`.
         """
         if api_format not in _OPENAI_NAMES:
             raise UsageError(f"api_format {api_format!r} is unknown; choose {', '.join(_OPENAI_NAMES)}")
         names = _OPENAI_NAMES[api_format]
         wanted = [name for name in settings_of(type(self)) if name not in exclude_args]
         if lost := [name for name in changed(self, wanted) if name not in (*names, "greedy")]:
-            warnings.warn(f"OpenAI's {api_format} API has no {', '.join(lost)}; omitted", stacklevel=2)
+            warnings.warn(f"OpenAI's {api_format} API does not support {', '.join(lost)}; omitted", stacklevel=2)
         values = {names[name]: getattr(self, name) for name in wanted if name in names}
         if self.greedy and "greedy" in wanted:
             values["temperature"] = 0.0
@@ -117,7 +117,7 @@ class AgentConfig:
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and ends sessions, and it needs no key",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the agent's process; exactly one entry.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Exactly one entry, which must not set cpu or env_vars.")
     mode: str = setting(
         "inline",
         "inline runs agents in the rollout process, subproc in processes that can be killed.",
@@ -131,7 +131,7 @@ class AgentConfig:
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "hf renders each request with the chat template; concat appends to the tokens of the previous request.",
+        "Has no effect: a request always continues from the recorded tokens of its conversation.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
@@ -142,7 +142,7 @@ class AgentConfig:
     )
     export_style: str = setting(
         "individual",
-        "individual makes one row per answer of the model; concat makes one row per conversation.",
+        "individual makes one row per answer of the model; concat makes one row per conversation, or per branch if it forks.",
         choices=("individual", "concat"),
     )
     subproc_max_workers: int = setting(4, "Maximum processes of mode subproc.", minimum=1)
@@ -158,7 +158,9 @@ class AgentConfig:
             because = "for agents, which run in the trainer's process or inherit its environment; remove the setting"
             yield from ineffective(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
         if self.mode != "subproc":
-            yield from ineffective(self, ("subproc_max_workers",), "without processes; set mode to subproc too")
+            yield from ineffective(
+                self, ("subproc_max_workers",), "because mode is not subproc; set mode to subproc too"
+            )
 
 
 @dataclass
@@ -198,18 +200,23 @@ class InferenceEngineConfig:
     on_stale: str = setting(
         "drop", "What to do with a trajectory that exceeds max_staleness.", choices=("drop", "regenerate")
     )
-    enable_rollout_tracing: bool = setting(False, "Log each generation request.")
+    enable_rollout_tracing: bool = setting(False, "Log each generation request and its answers.")
     check_trajectory_format: bool = setting(False, "Check keys and shapes of the trajectories that a workflow returns.")
-    tokenizer_path: str = setting("", "Tokenizer of dumps.", inherits="tokenizer_path", shown="tokenizer_path")
+    tokenizer_path: str = setting(
+        "",
+        "Tokenizer of dumped text; must be that of the model.",
+        inherits="tokenizer_path",
+        shown="tokenizer_path",
+    )
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
     save_rollouts: str | None = setting(
         None,
-        "Save the training rows of the newest N steps, or of all, to rollouts/ in the run directory, for areno replay; "
-        "null and 0 save none.",
+        "Save training rows to rollouts/ in the run directory, for areno replay: a number N keeps those of the newest N steps, "
+        "all keeps those of every step, null and 0 save none.",
     )
     setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
-    request_timeout: float = setting(3600.0, "Timeout of one generation, in seconds.", above=0)
+    request_timeout: float = setting(3600.0, "Timeout of each attempt at a generation request, in seconds.", above=0)
     request_retries: int = setting(3, "Retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
@@ -233,14 +240,14 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
-        "Speculative decoding by prompt lookup: maximum draft tokens per step; answers do not change.",
+        "Speculative decoding by prompt lookup: maximum draft tokens per step; 0 disables it. Answers do not change.",
         minimum=0,
         maximum=63,
     )
     return_routed_experts: bool = setting(
         False,
-        "Record each token's experts and use the same experts in training, so that routing does not make rollout and "
-        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
+        "Record each token's experts and use the same experts in training, so that different routing does not make log-probs "
+        "of rollout and training differ. On a CPU, this disables the compilation of decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY

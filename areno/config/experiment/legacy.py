@@ -21,7 +21,7 @@ from areno.errors import UsageError
 
 
 class LegacyKey(NamedTuple):
-    """A legacy key: the setting of `PPOConfig` that gets the key's value, and the key's help and default."""
+    """A legacy key: the path of the `PPOConfig` setting that receives its value, its help, and its default as shown in help."""
 
     path: str
     help: str
@@ -35,7 +35,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "those of this machine"),
     "allocation_mode": LegacyKey(
         "allocation_mode",
-        "Devices of generation + training, as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
+        "Devices of generation and training, such as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
         "areno.d1m1+d1m1",
     ),
     "cluster.fileroot": LegacyKey("cluster.fileroot", "Root of logs and checkpoints.", DEFAULT_FILEROOT),
@@ -60,16 +60,21 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb",
-        "Maximum tokens of a micro-batch when the actor scores; the smaller of this and the value for training applies.",
+        "Maximum tokens of a micro-batch when the actor computes log-probs; the smaller of this and the limit for training "
+        "applies.",
         "no limit",
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        "ref.mb_spec.max_tokens_per_mb", "Maximum tokens of a micro-batch when the reference scores.", "no limit"
+        "ref.mb_spec.max_tokens_per_mb",
+        "Maximum tokens of a micro-batch when the reference computes log-probs.",
+        "no limit",
     ),
     "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
     "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per batch.", "4"),
     "ppo.recompute_logprob": LegacyKey(
-        "actor.recompute_logprob", "Recompute log-probs before the update.", "true if asynchronous, else false"
+        "actor.recompute_logprob",
+        "Recompute log-probs before the update.",
+        "true if asynchronous or ppo.use_decoupled_loss=true, else false",
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
@@ -94,7 +99,9 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery checkpoint every N steps.", "null"),
     "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery checkpoint every N seconds.", "null"),
     "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
-    "tensorboard.path": LegacyKey("stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run's"),
+    "tensorboard.path": LegacyKey(
+        "stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run directory"
+    ),
 }
 """Legacy keys and the settings that they map to."""
 
@@ -126,7 +133,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
 def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
     """Collect keys of a file and the command line by dotted name; the last value wins.
 
-    Raises UsageError if one is malformed, or neither a legacy key nor a setting of PPOConfig.
+    Raises UsageError if an override is malformed, or if a key is neither a legacy key nor a setting of PPOConfig.
     """
     problems = Problems()
     keys = {path: value for path, value in leaves(tree) if not isinstance(value, dict)}
@@ -150,7 +157,7 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """Translate legacy keys to a tree of `PPOConfig`. Raises UsageError for conflicting keys."""
+    """Translate legacy keys to a tree of `PPOConfig` settings. Raises UsageError for conflicting keys."""
     _check_keys(keys)
     tree = _defaults(keys, asynchronous=asynchronous, now=now)
     for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # settings of PPOConfig come last

@@ -55,7 +55,7 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params: sizes of an experiment are settings, so that a resumed run has the same ones; "
+                    "--tune-params: the sizes of an experiment are settings, so that a resumed run uses the same sizes; "
                     f"find them with `areno plan {file or 'FILE.yaml'} --tune-params`"
                 )
             near = nearest(name, ["--config", "--help"])
@@ -99,7 +99,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
             f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
-            "not supported; pass the experiment's YAML file, which its run command names"
+            "not supported; pass the experiment's YAML file, which the task's run command names"
         )
     if kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
@@ -124,7 +124,7 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Values that differ from their default count as set; others are inherited as in a file. Raises UsageError like
+    Values that differ from their default count as set; other settings are inherited as in a file. Raises UsageError like
     `config_from`.
     """
     return config_from(_changed_values(config), type(config))
@@ -193,7 +193,7 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree; with a class, check that the first part of each key is one of its settings."""
+    """Apply the overrides to the tree; with a class, check that the first part of each key is a setting of the class."""
     problems = Problems()
     for text in args.overrides:
         try:

@@ -14,7 +14,7 @@ from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
 
 CPU_PER_GPU = 8
-"""Default cores per GPU of a worker on a cluster; a worker without a GPU gets one core."""
+"""On a cluster, the default number of CPU cores per GPU of a worker; a worker without a GPU gets one core."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Machine:
     cores: int = 1  # usable CPU cores
     flash_attention: bool = False  # whether the package flash-attn is installed
     threads: int | None = None  # maximum threads per process (``OMP_NUM_THREADS``); None if unset
-    nodes: int = 0  # nodes of a cluster, with the given devices and cores each; 0 is a single machine
+    nodes: int = 0  # nodes of a cluster, whose total GPUs and cores are given above; 0 is a single machine
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
     """Replace ``auto`` and unset sizes according to the machine; changes the checked configuration in place.
 
     Returns:
-        One line for the log per changed setting.
+        Lines for the log, one per changed setting.
 
     Raises:
         UsageError: a setting is impossible on this machine.
@@ -61,7 +61,7 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
-    """Return the number of devices of rollout and training; a colocated role adds none."""
+    """Return the number of devices of rollout and training; a colocated role, or rollout on running servers, adds none."""
     engines = [getattr(config, role, None) for role in ("rollout", "actor")]
     return sum(
         ModelAllocation.from_str(engine.backend).world_size
@@ -105,8 +105,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         return
     if requested == 0:
         yield (
-            f"cluster.n_gpus_per_node 0 requests no GPU, but this machine has {machine.gpus}; remove the setting, or hide them "
-            "with CUDA_VISIBLE_DEVICES="
+            f"cluster.n_gpus_per_node 0 requests no GPU, but this machine has {machine.gpus}; remove the setting, or hide the "
+            "GPUs with CUDA_VISIBLE_DEVICES="
         )
     elif requested is not None and requested > machine.gpus:
         yield f"cluster.n_gpus_per_node {requested} is more than the {machine.gpus} GPUs of this machine; remove the setting"
@@ -134,7 +134,7 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _shards(actor: TrainEngineConfig) -> bool:
-    """Whether to shard weights by default: for fp32 AdamW without LoRA, or as the Megatron section says."""
+    """Whether to shard weights by default: for fp32 AdamW without LoRA, or as the section megatron says."""
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)
     return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")
@@ -173,6 +173,6 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
         if mode == AUTO or (mode == "xccl" and not apart and (machine.gpus or not machine.nodes)):
             broadcast = apart if machine.gpus else machine.nodes
             if mode == AUTO and machine.gpus and server_of(config):
-                broadcast = False  # untested on GPU servers, so only on request
+                broadcast = False  # sending weights to GPU servers by xccl is untested, so only on request
             otherwise = "disk" if machine.nodes else "shm"  # NCCL does not support ranks that share a GPU
             yield "actor", config.actor, "weight_update_mode", ("xccl" if broadcast else otherwise)

@@ -14,7 +14,7 @@ from areno.config.validate import value_problem
 from areno.errors import UsageError
 
 _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
-"""Options of an algorithm that are settings of ``actor``."""
+"""Settings of ``actor`` that replace options of an algorithm, by option name."""
 
 
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
@@ -26,7 +26,8 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
     trainer, example = (POLICY_TRAINER, "gspo") if isinstance(actor, PPOActorConfig) else (PAIR_TRAINER, "simpo")
     if spec.trainer != trainer or not (spec.default_loss or spec.loss_fn_factory):
         raise UsageError(
-            f"actor.algorithm {actor.algorithm} needs another trainer than this experiment's; use one such as {example}"
+            f"actor.algorithm {actor.algorithm} needs another trainer than that of this experiment; use an algorithm "
+            f"such as {example}"
         )
     # Options of the policy loss are settings of `actor`.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
@@ -46,7 +47,7 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 
 
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the presets of ``actor.algorithm`` to a raw configuration, for settings that it lacks.
+    """Add the presets of ``actor.algorithm`` to a raw configuration, for settings that the configuration lacks.
 
     Raises UsageError: the algorithm is unknown.
     """

@@ -12,7 +12,7 @@ from areno.config.experiment.worker_sections import READ_BY
 from areno.config.rollout_options import SERVERS
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
-_REPLACED_BACKENDS = ("archon", "megatron")  # areno's engine trains instead
+_REPLACED_BACKENDS = ("archon", "megatron")  # areno's engine replaces them
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _NO_AGENT = ("rlvr", "multi_turn")
 
@@ -27,7 +27,7 @@ def notice(config: BaseExperimentConfig) -> str:
     if lines:
         lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
-        lines += [f"settings of {backend_of(config)} that areno's engine, which replaces it, applies:", *applied]
+        lines += [f"settings of {backend_of(config)} that areno's engine applies in its place:", *applied]
     return "\n".join(lines)
 
 
@@ -87,7 +87,7 @@ def _loss_scale(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
         if engine is not None and engine.optimizer is not None and engine.dtype != "float16":
-            because = "only read with dtype float16; bfloat16 and float32 have no loss scale"
+            because = "only read with dtype float16; training in bfloat16 or float32 uses no loss scale"
             yield from _changed(f"{role}.optimizer", engine.optimizer, _LOSS_SCALE, because)
 
 
@@ -130,7 +130,7 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
-            because = "a reference scores in micro-batches of max_tokens_per_mb; other splits give the same result"
+            because = "a reference splits rows only by max_tokens_per_mb; other splits give the same log-probs"
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
 
@@ -147,4 +147,7 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
         because = f"only read by agents; workflow.path is {config.workflow.path}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
-        yield "rollout.agent.chat_template_type", "conversations always continue from their own tokens"
+        yield (
+            "rollout.agent.chat_template_type",
+            "a request always continues from the recorded tokens of its conversation",
+        )

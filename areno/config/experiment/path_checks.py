@@ -1,4 +1,4 @@
-"""Checks of an experiment's files and folders; downloads nothing, and imports no hooks."""
+"""Checks of an experiment's files and folders; downloads nothing, and imports no user code."""
 
 import json
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield problems of unreadable datasets, and of an evaluation on training rows."""
+    """Yield problems of datasets: those that cannot be read, and held-out rows that are training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)

@@ -12,7 +12,7 @@ CLUSTERS = ("ray", "slurm")
 
 
 def engine_of(config: BaseExperimentConfig, role: str) -> TrainEngineConfig | None:
-    """Return the section of a role's model; None if the experiment has none."""
+    """Return the section of a role's model; None if the experiment has no such section."""
     engine = getattr(config, role, None)
     return engine if isinstance(engine, TrainEngineConfig) else None
 
@@ -24,7 +24,7 @@ def takes_turns(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the kind of inference server, vllm or sglang; empty for areno's engine, no rollout, or a malformed backend."""
+    """Return the kind of inference server, vllm or sglang; empty without a server, or if the backend is malformed."""
     if not isinstance(config, PPOConfig):
         return ""
     try:

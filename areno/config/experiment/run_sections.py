@@ -25,14 +25,16 @@ class TrainDatasetConfig:
 
     split: str = setting("train", "Split of the dataset.")
     path: str = setting("", "Data file, folder or hub reference.", required=True)
-    type: str = setting("", "Kind of experiment: rl, sft, rw or dpo.", required=True)
+    type: str = setting("", "Kind of experiment: rl, sft, rw (reward model) or dpo.", required=True)
     batch_size: int = setting(1, "Rows per step; prompts for RL, pairs for rw and dpo.", minimum=1)
-    shuffle: bool = setting(True, "Shuffle the rows each epoch, seeded by seed.")
+    shuffle: bool = setting(True, "Shuffle the rows each epoch, with the experiment's seed.")
     pin_memory: bool = _service(False, "Keep batches in pinned memory.")
     num_workers: int = _service(0, "Processes that prefetch rows; 0 reads in the trainer.", minimum=0)
     num_dataset_workers: int = _service(1, "Processes of a data service.", minimum=1)
     drop_last: bool = setting(True, "Drop an incomplete last batch.")
-    max_length: int | None = setting(None, "Maximum tokens of a row; longer ones are skipped and counted.", minimum=1)
+    max_length: int | None = setting(
+        None, "Maximum tokens of a row, for RL of its prompt; longer rows are skipped and counted.", minimum=1
+    )
     dataset_kwargs: dict[str, Any] = setting({}, "Additional arguments of the dataset loader.")
     scheduling_spec: SchedulingSpec | None = section(
         None, "Resources of a data service's workers; null for no service.", no_effect=_READS_ROWS
@@ -45,8 +47,8 @@ class ValidDatasetConfig(TrainDatasetConfig):
     """The held-out rows."""
 
     split: str = setting("test", "Split of the dataset.")
-    shuffle: bool = setting(False, "Shuffle the rows each epoch, seeded by seed.")
-    drop_last: bool = setting(False, "Drop an incomplete last batch.")
+    shuffle: bool = setting(False, "Has no effect: an evaluation uses the rows in file order.")
+    drop_last: bool = setting(False, "Has no effect: an evaluation uses all rows.")
 
 
 @dataclass
@@ -106,7 +108,7 @@ class RecoverConfig(FrequencyConfig):
         "on and auto write recovery checkpoints, and resume from the last one if there is one; off and disabled do neither.",
         choices=("on", "off", "auto", "disabled"),
     )
-    retries: int = setting(3, "How often a failed run is restarted.", minimum=0)
+    retries: int = setting(3, "With recovery checkpoints: how often to restart after an engine failure.", minimum=0)
     no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
     no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved ones.")
 
@@ -143,9 +145,9 @@ class SwanlabConfig:
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
     config: dict[str, Any] | None = setting(None, "Configuration to show; null: the experiment's.")
-    logdir: str | None = setting(None, "Folder of local logs; null puts it in the run directory.")
+    logdir: str | None = setting(None, "Folder of local logs; null puts them in the run directory.")
     mode: str = setting("disabled", "Where to log.", choices=("cloud", "local", "disabled", "offline"))
-    api_key: str | None = setting(None, "API key of mode cloud.")
+    api_key: str | None = setting(None, "API key for mode cloud.")
 
 
 @dataclass
@@ -162,7 +164,7 @@ class TrackioConfig:
     mode: str = setting("disabled", "Where to log.", choices=("disabled", "online", "local"))
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
-    space_id: str | None = setting(None, "Hugging Face Space of mode online.")
+    space_id: str | None = setting(None, "Hugging Face Space for mode online.")
 
 
 @dataclass
@@ -226,7 +228,9 @@ class MemoryProfilerConfig:
 class RewardConfig:
     """The reward function, for experiments without their own program."""
 
-    fn: str = setting("", "file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, ids, **row).")
+    fn: str = setting(
+        "", "file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, completion_ids, **row)."
+    )
     weights: dict[str, Any] = setting({}, "Weights of the reward parts that fn returns; parts without a weight get 1.")
     normalize_parts: bool = setting(False, "Standardize each part within a prompt's samples, then weight it (GDPO).")
     path: str = setting(
@@ -234,7 +238,8 @@ class RewardConfig:
     )
     on_error: str = setting(
         "drop",
-        "If fn fails after all retries: drop the episode (and stop after many consecutive failures), or stop at once.",
+        "If fn raises, or no attempt returns in time: drop the episode (and stop after many consecutive failures), or stop at "
+        "once.",
         choices=("drop", "stop"),
     )
     timeout_seconds: float = setting(

@@ -27,7 +27,7 @@ def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
-    """Write the configuration to a file, or to ``config.yaml`` in a folder, for `load_expr_config`; returns the file."""
+    """Write the configuration to a file, or to ``config.yaml`` in a folder, for `load_expr_config`; returns the file's path."""
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
         path = path / "config.yaml"

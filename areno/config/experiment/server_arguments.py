@@ -2,8 +2,9 @@
 
 :mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension.
 
-A setting becomes an option of the same name with dashes. true gives a bare option; false, null and "" omit the option; a list
-gives its items. This module handles the exceptions: options that a server has renamed, dropped or restricted.
+A setting becomes an option of the same name, with dashes. true becomes an option without a value; false, null, "" and an empty
+list omit the option; another list becomes an option with several values. This module handles the exceptions: options that a
+server has renamed, dropped or restricted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
     Args:
         section: the settings.
-        dtype: dtype of the trainer, used unless the section sets another one.
+        dtype: dtype of the trainer, used if the section has the default ``dtype``.
         context_length: context length of the model; vLLM does not start if ``max_model_len`` is larger.
         gpu: whether the server runs on GPUs.
 
@@ -61,7 +62,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
         values["dtype"] = dtype
     values["max_model_len"] = _smallest(section.max_model_len, context_length)
     if section.block_size == default.block_size:
-        values["block_size"] = None  # let vLLM choose; on a CPU it does not start with 16
+        values["block_size"] = None  # let vLLM choose; on a CPU, vLLM does not start with 16
     if not gpu:
         values["gpu_memory_utilization"] = None  # on a CPU, VLLM_CPU_KVCACHE_SPACE sizes the KV cache instead
         # vLLM 0.32 crashes on a CPU at a chunked prefill of a request with a seed: "CPU Generator does not use offset".
@@ -85,7 +86,7 @@ def _lora_rank(rank: int) -> int:
 def sglang_arguments(section: SGLangConfig, *, dtype: str, context_length: int | None) -> list[str]:
     """Return the arguments of ``python -m sglang.launch_server`` (SGLang 0.5.23), without the model.
 
-    Raises UsageError: SGLang has dropped a setting.
+    Raises UsageError: the section sets an option that SGLang has dropped.
     """
     default = SGLangConfig()
     values = _values(section)

@@ -24,7 +24,7 @@ _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
 @dataclass(frozen=True, slots=True)
 class Setting(Option):
-    """A declared field; ``kind`` is the type of one value, or a section's class (then ``default`` is an instance or None)."""
+    """A declared field. ``kind`` is the type of one value, or a section's class (its ``default``: instance, list, None)."""
 
     shape: Shape
     nullable: bool
@@ -89,7 +89,7 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Apply ``functools.cache``; its own type annotation rejects classes of mutable dataclasses as unhashable."""
+    """Apply ``functools.cache``, whose type annotation rejects classes of mutable dataclasses as unhashable."""
     return typing.cast(_Listing, functools.cache(function))
 
 
@@ -165,7 +165,7 @@ def at(path: str, problems: Problems) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Format a value as in YAML; empty for a section."""
+    """Format a value as in YAML; empty for a section, a list or null."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float | str | dict) else ""

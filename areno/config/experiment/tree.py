@@ -74,7 +74,7 @@ def _value(raw: str, key: str) -> Any:
     if not raw.strip():
         return ""
     if raw.strip().startswith("{"):
-        raw = re.sub(r"(?<=[\w\"']):(?=[^\s/:])", ": ", raw)  # {a:1} as Hydra writes it
+        raw = re.sub(r"(?<=[\w\"']):(?=[^\s/:])", ": ", raw)  # Hydra accepts {a:1}, YAML needs {a: 1}
     try:
         loaded = OmegaConf.to_container(OmegaConf.create(f"value: {raw}"), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
@@ -118,7 +118,7 @@ def _key(node: Any, name: str, path: str) -> Any:
         return name
     if not name.isdigit() or int(name) >= len(node):
         raise UsageError(
-            f"{path}: {name} is not an index of a list of {len(node)}; count from 0, or set the whole list"
+            f"{path}: {name} is not an index of a list of {len(node)} items; count from 0, or set the whole list"
         )
     return int(name)
 

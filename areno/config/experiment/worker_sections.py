@@ -7,7 +7,7 @@ from typing import Any
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""In the user's home, because other users could write to a shared folder such as /tmp."""
+"""Default root of files; in the user's home, because other users could write to a shared folder such as /tmp."""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = "external reward services are not supported; set reward.fn=file.py:NAME or reward.path=MODEL instead"
@@ -51,17 +51,17 @@ class ClusterSpecConfig:
     fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints, shared by all machines.")
     n_nodes: int = setting(
         1,
-        "Number of machines.",
+        "Number of machines. On a single machine, 32 (the default of the format) counts as unset.",
         minimum=1,
         documented=32,
-        shown="1 (cluster: 32)",
+        shown="1",
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "GPUs per machine; 0 for CPU-only machines.",
+        "GPUs per machine; 0 for CPU-only machines. On a single machine, 8 (the default of the format) counts as unset.",
         minimum=0,
         documented=8,
-        shown="what this machine has (node: 8)",
+        shown="what the machine has (slurm: required)",
     )
 
 
@@ -92,20 +92,21 @@ class SchedulingSpec:
 
     cpu: int | None = setting(
         None,
-        "CPU cores of a worker; it uses one compute thread per core.",
+        "CPU cores of a worker (on a cluster: per GPU); also the number of its compute threads.",
         minimum=1,
-        shown="this machine's share (node: 8)",
+        shown="an equal share of this machine (cluster: 8, or 1 without GPUs)",
     )
-    gpu: int = _cluster(0, "GPUs of a worker; 0 means one if the nodes have GPUs.", minimum=0)
+    gpu: int = _cluster(0, "GPUs of a worker; 0 means 1 if the nodes have GPUs.", minimum=0)
     mem: int = _cluster(
-        32, "Memory in GB per GPU; the default means a proportional part of the node's memory.", minimum=1
+        32, "Memory to request, in GB per GPU (without GPUs: per worker); 32 requests no specific amount.", minimum=1
     )
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
     image: str = _slurm("", "Container image; empty runs on the node itself.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
     cmd: str | None = _cluster(
-        None, "Command that starts Python, such as numactl -N0 python3; areno appends -m and its worker module."
+        None,
+        "Command that starts Python, such as numactl -N0 python3; areno appends -m and the name of its worker module.",
     )
     srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Additional arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
@@ -138,7 +139,7 @@ class SchedulingStrategy:
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
-        True, "With colocation: use a separate process; false: alternate with the target in the target's engine."
+        True, "With colocation: true uses a separate process; false alternates with the target in the target's engine."
     )
 
     def problems(self) -> Problems:

@@ -370,8 +370,8 @@ def test_allocation_mode_sets_the_backend_of_each_role():
                 ),
             )
         ),
-        ({"actor.backend": "areno:d1"}, "generates; use one such as fsdp:d1"),
-        ({"rollout.backend": "fsdp:d1"}, "trains; use one such as areno:d1"),
+        ({"actor.backend": "areno:d1"}, "is for inference; use a backend such as fsdp:d1"),
+        ({"rollout.backend": "fsdp:d1"}, "is for training; use a backend such as areno:d1"),
         ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
         ({"ref.backend": "fsdp:d2"}, "ref runs on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
