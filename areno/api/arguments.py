@@ -57,7 +57,7 @@ def function(name: str, value: Any) -> None:
 
 def texts(values: Any) -> list[Any]:
     """Check and return prompts that are strings or lists of chat messages."""
-    checked = as_list("prompts", values, "strings; pass a single prompt as [prompt]")
+    checked = as_list("prompts", values, "strings or message lists (write a single prompt as [prompt])")
     for index, prompt in enumerate(checked):
         of_type(f"prompts[{index}]", prompt, str | list)
     return checked

@@ -27,10 +27,12 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """Return one temperature per row. Raises ValueError unless there is one temperature, or one per row."""
+    """Return one temperature per row. Raises ValueError unless ``temperatures`` is a number or has one entry per row."""
     per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(per_row) != len(rows):
-        raise ValueError(f"{len(rows)} rows need one temperature or one per row, got {len(per_row)}")
+        raise ValueError(
+            f"{len(rows)} rows need a number as temperature, or a list with one per row; got a list of {len(per_row)}"
+        )
     return per_row
 
 

@@ -97,7 +97,7 @@ def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
         return code
     except KeyboardInterrupt:
         slurm_steps.run(["scancel", job])
-        sys.stderr.write(f"job {job} was cancelled; waiting until it has saved\n")
+        sys.stderr.write(f"job {job} was cancelled; waiting until it has saved its state and ended\n")
         while slurm_steps.exit_code_of(job) is None:
             time.sleep(_POLL_S)
         _show(output, shown)

@@ -55,7 +55,7 @@ class RoleNeed:
     together: int = 1  # number of consecutive workers that must be on one machine
     cpu: int = 1
     gpu: int = 0
-    mem: int | None = None  # memory in GB; None: a proportional part of the machine's memory
+    mem: int | None = None  # memory in GB; None requests none
     env_vars: Mapping[str, str] = field(default_factory=dict)
     cmd: str | None = None  # command that starts Python, instead of the default interpreter
     additional_bash_cmds: Sequence[str] = ()

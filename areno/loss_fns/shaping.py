@@ -230,7 +230,7 @@ def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals
 
 
 def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Sizes of a batch by documented name: numbers of sequences, tokens and trained tokens."""
+    """Numbers of sequences, tokens and trained tokens of a batch, by metric name."""
     return {
         "n_seqs": float(len(rows)),
         "n_tokens": float(sum(len(row.tokens) for row in rows)),

@@ -194,7 +194,10 @@ _TIMES: _Rows = (
 )
 _MEMORY: _Rows = (
     ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
-    ("available_gib", "memory that this machine, or the control group's limit, has left after the step, in GiB"),
+    (
+        "available_gib",
+        "memory still available after the step, on this machine or within its cgroup limit, whichever is less, in GiB",
+    ),
     ("peak_gpu_gib", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest, in GiB"),
 )
 

@@ -1,8 +1,8 @@
 """Writes the statistics of a step of ``areno run``: as a table in the log, in ``metrics.jsonl`` and to tracking services.
 
-The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. All durations
-come from one clock and continue after a recovery. A service that fails is disabled, because training must not depend on
-an external server.
+The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The table
+has the time of the step and the time since the start, which continues after a recovery. A service that fails is
+disabled, because training must not depend on an external server.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """The metrics of ``areno train`` with unit and meaning; the tables of ``docs/run-directory.md`` are generated from them.
 
-This module only describes the names; :mod:`areno.observability.scalars` says where each one is made.
+This module only describes them; :mod:`areno.observability.scalars` says where those of ``rollout/``, ``train/`` and ``time/``
+are computed.
 
 A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` matches any name, and the ``K`` of ``pass@K`` any
 number. What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
@@ -232,7 +233,11 @@ _MEMORY: _Rows = (
         "GiB",
         "peak resident memory so far, summed over the run's processes on this machine: training, ranks, reward workers",
     ),
-    ("available_gib", "GiB", "memory that this machine, or the control group's limit, has left after the step"),
+    (
+        "available_gib",
+        "GiB",
+        "memory still available after the step, on this machine or within its cgroup limit, whichever is less",
+    ),
     ("peak_gpu_gib", "GiB", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest"),
 )
 

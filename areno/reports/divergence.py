@@ -61,7 +61,14 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far two runs agree: the steps that both recorded, the first that is not bit-equal, the first that differs."""
+    """How far two runs agree.
+
+    Attributes:
+        steps: number of steps that both recorded.
+        last_step: the last of them.
+        unequal: the first step that is not bit-equal.
+        different: the first step that differs by more than the tolerance, or in its samples.
+    """
 
     steps: int
     last_step: int

@@ -127,7 +127,7 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
     return RunProblem(
         "length_collapse",
-        f"The answers shrank from {short(trend.first)} to {short(trend.last)} tokens: the model stops almost at once.",
+        f"The answers have {short(trend.last)} tokens in the late steps, after {short(trend.first)} in the early ones.",
         "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
         evidence.ids([int(index) for index in shortest]),

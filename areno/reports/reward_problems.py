@@ -12,7 +12,7 @@ from areno.reports.svg import short
 from areno.reports.trends import CLEAR, window
 
 TRUNCATED = 0.3
-"""Fraction of truncated answers above which the rewards of unfinished answers decide what is learned."""
+"""Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
 """A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
 BELOW_BREAK = 0.1

@@ -23,7 +23,7 @@ MAX_SEGMENTS = 60
 TEXT_CHARS = 2000
 """Characters of an answer whose tokens are not shown."""
 NAME_CHARS = 200
-"""Characters of a name, such as that of a role or of a part of the reward."""
+"""Characters that are shown of a token, or of a name, such as that of a role or of a part of the reward."""
 GAP = 0.1
 """Difference between the log-probs in sampling and training, in nats, above which a token is marked."""
 

@@ -162,7 +162,9 @@ def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iter
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """When weights became available; a step's metrics are recorded right after its update, and stand in for a missing trace.
+    """When each weight version became available: the end of its update in the trace.
+
+    Without a trace, it is the time at which the step's metrics were recorded, which is right after the update.
 
     An evaluation is recorded under the number of completed steps, at which no weights have become available yet.
     """

@@ -60,7 +60,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Add statistics over all tokens of a step; the explained variance is left out if all returns are equal."""
+        """Add the critic's statistics, over the trained tokens of a step; equal returns have no explained variance."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         stats = {

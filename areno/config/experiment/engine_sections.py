@@ -294,14 +294,11 @@ class TrainEngineConfig:
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         name = self.attn_impl
+        choices = f"choose {', '.join(SUPPORTED_ATTENTION)}"
         if name not in ATTENTION and not _HUB_KERNEL.fullmatch(name):
-            choices = f"choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]"
-            yield "attn_impl", f"{name!r} is unknown{nearest(name, ATTENTION)}; {choices}"
+            yield "attn_impl", f"{name!r} is unknown{nearest(name, SUPPORTED_ATTENTION)}; {choices}"
         elif name not in SUPPORTED_ATTENTION:
-            yield (
-                "attn_impl",
-                f"{name} is not supported; choose {', '.join(SUPPORTED_ATTENTION[1:])}",
-            )
+            yield "attn_impl", f"{name} is not supported; {choices}"
         if self.use_kernels and (missing := missing_packages("kernels")):
             yield "use_kernels", f"needs {missing}"
         if not self.use_lora:

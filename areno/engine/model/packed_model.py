@@ -85,7 +85,7 @@ class PackedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all weights in the block; all ranks must enter it."""
+        """Keep all weights gathered within the ``with`` block, which all ranks must enter."""
         before = self.weights.whole
         self.weights.gather()
         try:

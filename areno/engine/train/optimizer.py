@@ -392,7 +392,8 @@ def saved_moments(
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
     """Load both moments of the part that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
 
-    They are saved as codes if the blocks of the rank that wrote them were blocks of the unsharded tensor, else decoded.
+    The file has 8-bit codes if the quantization blocks of the rank that wrote it are those of the unsharded tensor;
+    otherwise it has decoded numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

@@ -409,7 +409,9 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
     if isinstance(mini_bs, int):
         return mini_bs * accumulation if accumulation else rows
     if accumulation:
-        raise ValueError("accumulation counts passes of mini_bs rows; packed passes make one step of all rows")
+        raise ValueError(
+            "accumulation needs a number of rows as mini_bs; with MicroBatching, all rows make one optimizer step"
+        )
     mini_bs.check(rows)
     return rows
 

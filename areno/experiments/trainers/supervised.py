@@ -152,7 +152,8 @@ class DPOTrainer(SupervisedExperimentTrainer):
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
     """The preference loss of a section. IPO compares means per token, so that its target 1 / (2 beta) is length-independent.
 
-    The loss of ``actor.algorithm`` reports the statistics of DPO if it is a :func:`areno.loss_fns.units.mean_loss`.
+    If the loss of ``actor.algorithm`` was made with :func:`areno.loss_fns.units.mean_loss`, its statistics are reported under
+    the names that DPO uses.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)

@@ -104,9 +104,9 @@ class ServerWeightTransfer:
         worst = max(gaps, key=gaps.__getitem__)
         if not gaps[worst] <= self._max_gap:
             raise EngineError(
-                f"replica {worst} does not have the weights of version {version}: its log-probs of a fixed prompt differ from "
-                f"the trainer's by {gaps[worst]:.3g} nats on average, more than {self._max_gap:g}; compare dtype and model of "
-                "both, and check the server's log"
+                f"replica {worst} does not have the weights of version {version}: its log-probs on a test prompt differ "
+                f"from the trainer's by {gaps[worst]:.3g} nats on average (limit: {self._max_gap:g}); check that server and "
+                "trainer use the same model and dtype, and read the server's log"
             )
         logger.info("weights of version %d arrived: log-probs differ by %.2g nats on average", version, gaps[worst])
         self._checked = True

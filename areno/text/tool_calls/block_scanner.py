@@ -1,4 +1,4 @@
-"""Calls between an opening and a closing marker, and the formats of this kind with a JSON body.
+"""Finds tool calls between an opening and a closing marker; also the base of such formats whose body is JSON.
 
 A closing marker counts only after a complete body, so it may also occur in an argument. A malformed body ends at the first
 closing marker, so that it does not include the next call.
