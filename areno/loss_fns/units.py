@@ -48,7 +48,10 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 
 
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
-    """Bind options of a :func:`mean_loss` loss, and report its statistics under other names."""
+    """Bind options of a :func:`mean_loss` loss, and report its statistics under other names.
+
+    Names of quantities that the loss does not return are not reported.
+    """
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 
 
@@ -56,7 +59,8 @@ def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
 def _renamed(
     data_pack: DataPack, predicted: Tensor, *, loss_fn: Any, names: Names, **options: Any
 ) -> tuple[Tensor, dict[str, Statistic]]:
-    return _reported(loss_fn.units(data_pack, predicted, **options), names)
+    quantities = loss_fn.units(data_pack, predicted, **options)
+    return _reported(quantities, {name: source for name, source in names.items() if source[0] in quantities})
 
 
 def _reported(quantities: Mapping[str, Quantity], names: Names) -> tuple[Tensor, dict[str, Statistic]]:

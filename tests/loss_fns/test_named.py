@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.loss_fns import value_loss_fn
-from areno.loss_fns.units import with_names
+from areno.loss_fns.units import mean_loss, means, of_all, with_names
 from areno.loss_fns.value import CRITIC_NAMES
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
 from areno.training.objectives.sft import SFT
@@ -38,6 +38,16 @@ def test_the_critic_loss_is_half_the_larger_of_two_squares(batch, eps):
         assert value_of(metrics[name]) == pytest.approx(mean([t[key] for t in tokens]), **EXACT)
         if tokens:
             assert float(metrics[name].maximum) == pytest.approx(max(t[key] for t in tokens))
+
+
+def test_a_loss_with_fewer_quantities_is_reported_without_the_others():
+    @mean_loss("token", means("", "loss"))
+    def loss_fn(data_pack, predicted):
+        return {"loss": of_all(predicted.square())}
+
+    loss, metrics = with_names(loss_fn, DPO.names)(None, torch.tensor([1.0, 3.0]))
+    assert float(loss) == 5.0
+    assert {name: value_of(metric) for name, metric in metrics.items()} == {"loss": 5.0}
 
 
 @QUICK
