@@ -123,7 +123,7 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Name service of the tasks of a run, with a ``root`` that is unique to the run."""
+    """The name service of a run's tasks: its options, and ``root``, a prefix of all names that is unique to the run."""
 
     options: NameOptions
     root: str

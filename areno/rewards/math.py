@@ -68,7 +68,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 
 
 def _final(reference: str) -> str:
-    """The final answer of a reference: its last box, or the text after ``####`` or ``answer is``."""
+    """The final answer of a reference: its last box, the text after ``####`` or ``answer is``, else all of it."""
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
     if _FINAL_MARK in reference:

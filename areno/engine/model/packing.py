@@ -132,7 +132,10 @@ class PackedPlan:
 
     @functools.cached_property
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
-        """Packed positions of each sequence's context, their starts (int32 [N + 1]), and the longest length."""
+        """Packed positions of the tokens of each sequence's context, its prefix and itself, concatenated.
+
+        Also returns where each context begins in them (int32 [N + 1]), and the length of the longest context.
+        """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
         places = torch.tensor(list(chain.from_iterable(seen)))

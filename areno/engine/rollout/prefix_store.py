@@ -73,7 +73,14 @@ class PrefixStore:
         self._index.update((block, key) for _, block in blocks)
         self.tokens += length
         while self.tokens > self.budget_tokens:
-            self._drop(next(iter(self._entries)))
+            self.drop_oldest()
+
+    def drop_oldest(self) -> bool:
+        """Drop the least recently used entry; False if there is none."""
+        if not self._entries:
+            return False
+        self._drop(next(iter(self._entries)))
+        return True
 
     def clear(self) -> None:
         """Drop all entries."""

@@ -77,7 +77,9 @@ class ServerWeightTransfer:
     def catch_up(self, replica: ServerReplica) -> float:
         """Transfer the newest weights to a server, and return the seconds taken; EngineError on failure."""
         if self._torn:
-            raise EngineError("the last weight update failed; call update_weights first")
+            raise EngineError(
+                "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
+            )
         if self._broadcast and self._channel is not None:
             return self._channel.catch_up(replica)
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0

@@ -139,7 +139,9 @@ class WeightTransfer:
     def catch_up(self, replica: EngineGroup) -> None:
         """Transfer the newest weights to a newly started replica; EngineError if the last update failed."""
         if self._torn:
-            raise EngineError("the last weight update failed; call update_weights first")
+            raise EngineError(
+                "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
+            )
         if self.newest is not None and self.newest.kept:
             self._hand_over(replica, self.newest)
         elif self.newest is not None:

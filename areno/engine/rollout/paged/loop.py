@@ -52,6 +52,7 @@ class PagedRolloutLoop(RolloutLoop):
         columns = self._columns(budget_tokens)
         self.cache = PagedCache(pages, model.device, rows=max_running, columns=columns)
         self.cache.records = self.records
+        self.cache.reclaim = self.prefixes.drop_oldest
         self.decode.decoder = EagerDecode(model, self.cache, PagedDecodePlan.of)
         self._eager = eager_decode
         self._make_rows(max_running)

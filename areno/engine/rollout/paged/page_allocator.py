@@ -41,6 +41,11 @@ class PageAllocator:
         """Allocated pages, without the spare one."""
         return self.pages - 1 - len(self._free)
 
+    @property
+    def free(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
     def take(self) -> int:
         """Allocate a page.
 

@@ -7,6 +7,7 @@ valid.
 """
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class PagedCache(KVCache):
 
     Attributes:
         table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or spare.
+        reclaim: called when no page is free; frees some, and returns whether it might free more.
         epoch: incremented when a tensor that is read by captured graphs moves to other memory.
     """
 
@@ -55,6 +57,7 @@ class PagedCache(KVCache):
         self._initial = rows, columns
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
+        self.reclaim: Callable[[], bool] = bool
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
         self.epoch = 0
         self._rows: list[list[int]] = []
@@ -87,8 +90,9 @@ class PagedCache(KVCache):
     def release(self) -> None:
         """Free all memory. Invalidates earlier snapshots."""
         epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._initial, self.records
+        reclaim = self.reclaim
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
-        self.epoch, self.records = epoch + 1, records
+        self.epoch, self.records, self.reclaim = epoch + 1, records, reclaim
 
     def resize(self, pages: int, columns: int) -> None:
         """Change the number of pages and the initial row length; drops the cache."""
@@ -120,12 +124,18 @@ class PagedCache(KVCache):
             if self.allocator.is_shared(pages[index]):
                 pages[index], changed = self._private_copy(pages[index]), index
         while len(pages) * self.page_size < stop:
-            pages.append(self.allocator.take())
+            pages.append(self._take())
         self._mark(row, changed)
+
+    def _take(self) -> int:
+        """Allocate a page, after reclaiming pages if none is free."""
+        while not self.allocator.free and self.reclaim():
+            pass
+        return self.allocator.take()
 
     def _private_copy(self, page: int) -> int:
         """Allocate a private copy of ``page``, to be filled by :meth:`publish`; drops one reference to ``page``."""
-        copy = self.allocator.take()
+        copy = self._take()
         self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])
         return copy

@@ -87,6 +87,17 @@ def test_a_tight_budget_with_preemption_changes_no_token(family, plain, open_loo
     assert again[0] == roomy[0]
 
 
+def test_prefixes_that_are_kept_without_pages_of_their_own_give_way_to_running_samples(open_loop):
+    """As after `Engine.enable_prefix_cache`, which may come when the pool has been allocated already."""
+    model, requests = model_of(), mixed_requests(2)
+    roomy = outcome(open_loop(model, RolloutLoop, budget_tokens=10**5, max_running=64), requests)
+    tight = open_loop(model, budget_tokens=768, max_running=9)
+    tight.prefixes.budget_tokens = 768
+    assert outcome(tight, requests)[0] == roomy[0]
+    assert outcome(tight, requests)[0] == roomy[0]
+    assert 0 < tight.prefixes.tokens < 768
+
+
 def test_every_page_is_free_when_all_samples_have_ended(open_loop):
     loop = open_loop(model_of())
     outcome(loop, mixed_requests(3))
