@@ -181,7 +181,7 @@ def test_packed_passes_refuse_unsupported_combinations():
         row.ref_logprobs = [0.0] * len(row.tokens)
     with pytest.raises(ValueError, match=r"even mb_spec\.granularity, got 4 and 1"):
         make_step().run(rows, dpo_loss_fn, MicroBatching())
-    with pytest.raises(ValueError, match="packed passes make one step of all rows"):
+    with pytest.raises(ValueError, match="all rows make one optimizer step"):
         make_step().run(rows, policy_loss_fn, MicroBatching(), 2)
     with pytest.raises(ValueError, match="granularity 3 does not divide the number of rows, 4"):
         make_step().run(rows, policy_loss_fn, MicroBatching(granularity=3))

@@ -246,8 +246,8 @@ class InferenceEngineConfig:
     )
     return_routed_experts: bool = setting(
         False,
-        "Record each token's experts and use the same experts in training, so that different routing does not make log-probs "
-        "of rollout and training differ. On a CPU, this disables the compilation of decode steps.",
+        "Record each token's experts and use the same experts in training, so that different routing does not change "
+        "log-probs. On a CPU, this disables the compilation of decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY

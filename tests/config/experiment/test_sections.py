@@ -57,7 +57,7 @@ def test_arguments_can_be_left_out_and_greedy_is_temperature_zero():
 
 
 def test_settings_that_openai_lacks_cause_a_warning():
-    with pytest.warns(UserWarning, match="no top_k, min_new_tokens|no min_new_tokens, top_k"):
+    with pytest.warns(UserWarning, match="support top_k, min_new_tokens|support min_new_tokens, top_k"):
         GenerationHyperparameters(top_k=5, min_new_tokens=2).to_openai_args_dict()
     with pytest.raises(UsageError, match="choose completions, responses, openai-agents"):
         GenerationHyperparameters().to_openai_args_dict(api_format="chat")
