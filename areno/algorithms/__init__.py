@@ -1,4 +1,7 @@
-"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name; no other list is needed."""
+"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name; no other list is needed.
+
+The algorithms of :mod:`areno.config.algorithms` (GSPO, GRPO, PPO, SFT, DPO and reward models) are not here.
+"""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 - ``loss_interface``: what a loss receives and returns, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
-- ``clipping``: ratios, clipping, averages and statistics, which policy losses share; ``kl``: KL estimators.
+- ``clipping``: the clipped objective min(r A, clip(r) A), averages and statistics of all policy losses; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
 - ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
 - ``stats``: statistics that are aggregated exactly; ``units``: losses that are means over tokens or pairs.

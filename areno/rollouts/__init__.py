@@ -1,8 +1,10 @@
 """Rollouts: episodes, the trajectories that they return, and the replicas that generate tokens.
 
-- ``staleness``: limits the running episodes; ``dispatcher``: runs them, forms batches; ``episode_thread``: their event loop.
-- ``tasks``: the dispatcher's state; ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
-- ``engine_client``: the engine as workflows see it; ``workflows``: the episodes; ``conversation``: recorded turns.
+- ``staleness``: limits the running episodes, and decides which trajectories are too old.
+- ``dispatcher``: runs episodes and forms batches; ``episode_thread``: their event loop; ``tasks``: the dispatcher's state.
+- ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
+- ``engine_client``: the engine as workflows see it; ``workflows``: the episodes.
+- ``conversation``: the recorded turns of an agent, and their training rows.
 - ``trajectory``: the result of an episode, and its conversion to training rows; ``dump``: trajectories as text files.
 - ``fleet``: rollout engines in separate processes, their supervision, and weight updates.
 - ``servers``: inference servers as replicas; ``shared_engine``: rollout on the training engine.

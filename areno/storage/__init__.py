@@ -5,7 +5,8 @@
 - ``files``: opens and replaces files; ``log_file``: parts of a log.
 - ``json_lines``: reads ``.jsonl`` files; ``metric_columns``: ``metrics.jsonl`` as columns; ``sample_index``: the
   index of ``samples.jsonl``.
-- ``checkpoint_folder``: folders of checkpoints, each complete or absent; ``contents``: their state and checksums.
+- ``checkpoint_folder``: folders of checkpoints, each complete or absent; keeps the newest N and deletes older ones.
+- ``contents``: the state and the checksums of a checkpoint.
 - ``rollout_files``: saved training rows.
 - ``gguf``: GGUF files as checkpoint folders.
 """

@@ -1,5 +1,7 @@
 """The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
+It keeps the newest N checkpoints and deletes older ones (``prune``).
+
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
 What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
 that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one

@@ -6,6 +6,7 @@ A step of reinforcement learning is ``RolloutTrainer.run_step`` in ``rollout_tra
 2. reward: :mod:`areno.rewards.runner`, a reward model, or the workflow itself
 3. advantage: :mod:`areno.training.objectives.policy`, with the settings of ``policy_only`` (GSPO, GRPO) or ``ppo``
 4. update: optimizer steps of the same objective, by :mod:`areno.engine.train.step`
+5. publish: ``source`` sends the new weights to the rollout processes, if there are any
 
 - ``supervised``: steps without generation: SFT, DPO and reward models.
 - ``base``: base of all trainers, a :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: what a step writes.
