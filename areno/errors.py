@@ -51,10 +51,10 @@ class EngineError(ArenoError, RuntimeError):
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` keeps its own code and prints nothing,
-    except for one with a text, such as ``sys.exit("no data")`` in a user's function: the text is printed, and the code is 1.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` with a number keeps this code and prints
+    nothing; any other, such as ``sys.exit("no data")`` in a user's function, is an error like others.
     """
-    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     interrupted = isinstance(error, KeyboardInterrupt)
     sys.stderr.write("interrupted\n" if interrupted else f"error: {str(error) or type(error).__name__}\n")

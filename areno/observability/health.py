@@ -28,6 +28,13 @@ _RISES = 0.5  # correlation of the mean reward with the step
 _REWARD = ""  # key of the mean reward, next to the keys of its parts
 
 
+def gap_limit_of(*, fp32: bool, stale: bool) -> float:
+    """Return the limit of a run; infinite with stale samples, which are expected to differ from the trained policy."""
+    if stale:
+        return math.inf
+    return LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
+
+
 @dataclass(slots=True)
 class _Episode:
     """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""

@@ -3,7 +3,6 @@
 A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """
 
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
 from areno.observability import log_lines, tracing
 from areno.observability.data_size import data_size
-from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.health import HealthMonitor, gap_limit_of
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import OPTIONS
@@ -80,10 +79,8 @@ class DatasetTrainer(TrainingLoop):
         self.config, self.instance, self.dataset = config, instance, dataset
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
         fp32 = instance.backend.config.compute_dtype == "float32"
-        gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
-            # Stale samples are expected to differ from the trained policy.
-            logprob_gap_limit=math.inf if config.most_behind else gap_limit,
+            logprob_gap_limit=gap_limit_of(fp32=fp32, stale=bool(config.most_behind)),
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None and config.workflow is None else None,
         )

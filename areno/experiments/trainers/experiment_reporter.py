@@ -1,6 +1,5 @@
 """Reporting of ``areno run``: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
 
-import math
 from collections.abc import Mapping
 from logging import Logger
 from typing import Any, ClassVar
@@ -8,7 +7,7 @@ from typing import Any, ClassVar
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.setting_names import SETTINGS
 from areno.observability.display import LiveProgress
-from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.health import HealthMonitor, gap_limit_of
 from areno.observability.stats_collector import StatsTracker
 from areno.observability.stats_logger import StatsLogger
 from areno.storage.run_dir import RunDirectory
@@ -48,8 +47,7 @@ class ExperimentReporter(Reporter):
         rollout: Any = getattr(config, "rollout", None)
         is_stale = rollout is not None and rollout.max_head_offpolicyness > 0
         health = HealthMonitor(
-            # Stale samples legitimately differ from the trained policy.
-            logprob_gap_limit=math.inf if is_stale else LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
+            logprob_gap_limit=gap_limit_of(fp32=fp32, stale=is_stale),
             grouped=gconfig is not None and gconfig.n_samples > 1,
             max_new_tokens=None if gconfig is None else gconfig.max_new_tokens,
             settings=SETTINGS,

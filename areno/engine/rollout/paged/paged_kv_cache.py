@@ -57,7 +57,7 @@ class PagedCache(KVCache):
         self._initial = rows, columns
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
-        self.reclaim: Callable[[], bool] = bool
+        self.reclaim: Callable[[], bool] = lambda: False
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
         self.epoch = 0
         self._rows: list[list[int]] = []
