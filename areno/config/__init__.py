@@ -5,7 +5,7 @@ Options of ``areno train``:
 - ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: their union.
 - ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
-- ``prepare``: from arguments to a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
+- ``prepare``: turns arguments into a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
   summary.
 
 Options of other commands:
@@ -17,11 +17,11 @@ Options of other commands:
 For all of them:
 
 - ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
-- ``hooks``: users' functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
+- ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks
   secrets.
 - ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
-- ``saved_rollouts``: for how many steps the training rows are saved.
+- ``saved_rollouts``: the number of steps whose training rows are saved.
 """
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms, register_algorithm

@@ -1,5 +1,5 @@
-"""The registry of advantage estimators. Built-in estimators are imported lazily, so that a lookup by name does not import
-torch.
+"""The registry of advantage estimators. Built-in estimators are imported lazily, so that listing their names does not
+import torch.
 
 An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` has the prompt index of each
 sample.

@@ -1,4 +1,5 @@
-"""The registry of training algorithms. The specs in this file name trainers and losses, so looking one up imports no torch.
+"""The registry of training algorithms. Specs in this file refer to trainers and losses by name, so that a lookup does not
+import torch.
 
 More algorithms are in ``areno/algorithms``, one file each; these import torch. ``get_algorithm`` also accepts
 ``file.py:NAME``, an `AlgorithmSpec` in a user's file, and names in the entry-point group ``areno.algorithms``.
@@ -26,7 +27,7 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Trainer of policy-gradient algorithms without a critic, which compute advantages from groups of samples."""
+"""Trainer of policy-gradient algorithms that have no critic and compute advantages from the rewards of several samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
 """Trainer on preference pairs without a reference model."""
@@ -40,15 +41,16 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer reads, whatever its loss is."""
+"""Options that each trainer reads, with any loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
-    A loss with a parameter ``knobs`` receives an instance of ``options``. Another parameter receives the value of the option
-    with the same name: one of ``options``, one in ``uses``, or a built-in option of this algorithm (without its ``<name>_``).
+    A loss with a parameter ``knobs`` receives an instance of ``options``. A loss parameter with the name of an option receives
+    the option's value. The option may be one of ``options``, one in ``uses``, or a built-in option of this algorithm, whose
+    prefix ``<name>_`` is dropped.
 
     Attributes:
         name: registry name, lower-case.
@@ -58,10 +60,10 @@ class AlgorithmSpec:
         loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
             that cannot be configured by parameters alone.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits it.
-        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field whose
-            type is a dataclass or None adds the options of that dataclass, prefixed with the field's name; the field is None
-            unless one of them is set.
-        uses: options of built-in algorithms that this algorithm reads too, such as ``grpo_clip_eps``.
+        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field annotated
+            ``Section | None``, where ``Section`` is a dataclass, adds the options of that dataclass, prefixed with the field's
+            name; the field is None unless one of these options is set.
+        uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
         presets: defaults that replace those of ``options``.
@@ -112,7 +114,7 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Create ``options`` with a run's values; None if the algorithm declares none. May raise ValueError."""
+        """Instantiate ``options`` with a run's values; None if the algorithm declares no options. May raise ValueError."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
@@ -155,7 +157,7 @@ class AlgorithmSpec:
 
 
 def _sections(declaration: type) -> dict[str, type]:
-    """Map each optional field that holds a dataclass of options to that class."""
+    """Map the name of each optional field that holds a dataclass of options to that dataclass."""
     hints = typing.get_type_hints(declaration)
     classes = {
         e.name: [cls for cls in typing.get_args(hints[e.name]) if is_dataclass(cls)] for e in fields(declaration)
@@ -164,7 +166,7 @@ def _sections(declaration: type) -> dict[str, type]:
 
 
 def resolve_reference(reference: Any) -> Any:
-    """Import ``module:attribute``; anything but a string is returned unchanged."""
+    """Import and return ``module:attribute``; anything other than a string is returned unchanged."""
     if not isinstance(reference, str):
         return reference
     module, _, attribute = reference.partition(":")
@@ -217,7 +219,7 @@ def _from_file(text: str, option: str) -> AlgorithmSpec:
     path, name = split_spec(text, option=option, default_name="NAME")
     if ":" not in text[text.rindex(".py") :]:
         raise UsageError(
-            f"{option} {text!r} names no object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
+            f"{option} {text!r} does not name an object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
         )
     if not Path(path).is_file():
         raise UsageError(f"{option} file does not exist: {path}; expected an AlgorithmSpec named {name} in it")

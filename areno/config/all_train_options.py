@@ -21,10 +21,10 @@ class TrainOptions(
     RolloutOptions,
     BasicOptions,
 ):
-    """All options of ``areno train``; change a copy with ``dataclasses.replace``.
+    """All options of ``areno train``; ``dataclasses.replace`` makes a changed copy.
 
-    ``explicit`` has the names of the options set by a flag or the ``--config`` file; ``extra`` has the values of the options
-    that the algorithm declares.
+    ``explicit`` has the names of the options that a flag or the ``--config`` file sets; ``extra`` has the values of the
+    options that the algorithm declares.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -39,17 +39,17 @@ class TrainOptions(
 
     @property
     def checkpoint_path(self) -> Path:
-        """Parent of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
+        """Parent of the ``step_000100`` folders: ``--save-path``, else ``checkpoints`` in the run directory."""
         return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
 
     @property
     def events_path(self) -> Path:
-        """TensorBoard directory: ``--metrics-log-dir``, else inside the run directory."""
+        """TensorBoard directory: ``--metrics-log-dir``, else ``events`` in the run directory."""
         return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether activations are recomputed in backward; None lets the engine decide by free memory."""
+        """Whether the backward pass recomputes activations; None lets the engine decide by free memory."""
         undecided = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
         return None if undecided else self.activation_checkpointing
 
@@ -60,7 +60,7 @@ class TrainOptions(
 
     @property
     def most_behind(self) -> int:
-        """Maximum staleness: number of updates between the weights that sampled a token and those that are trained on it."""
+        """Maximum staleness: number of updates between the weights that sampled a token and those trained on it."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property

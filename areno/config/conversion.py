@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A command of areno, and notes on the settings that it does not include."""
+    """An ``areno train`` command, and notes on the settings that it does not include."""
 
     words: Words
     notes: list[str]
@@ -89,8 +89,8 @@ def _of_gae(value: Any, settings: Settings) -> Any:
 
 
 _ALWAYS = "always on"
-_BY_MEMORY = "the size of the KV cache follows from free memory; --kv-cache-tokens sets it"
-_PREPARED = "rows are read with --dataset-path, or by your own function (--dataset-loader-fn)"
+_BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens overrides it"
+_PREPARED = "rows come from --dataset-path, or from your own function (--dataset-loader-fn)"
 
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
@@ -116,7 +116,7 @@ TRL: dict[str, Rule] = {
     "num_iterations": Rule("--update-epochs", value=_above_one),
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
-    "delta": Rule(note="areno instead bounds the loss: --grpo-dual-clip"),
+    "delta": Rule(note="areno bounds the loss instead: --grpo-dual-clip"),
     "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo; token is --algo grpo"),
     "loss_type": Rule(
         together=True,
@@ -227,10 +227,10 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, but is not part of the loss"),
     f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{_ACTOR}.ppo_mini_batch_size": Rule(
-        together=True, note="prompts per optimizer step: --update-minibatches is train_batch_size divided by this"
+        together=True, note="prompts per optimizer step: set --update-minibatches to train_batch_size divided by this"
     ),
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
-        together=True, note="rows of a pass on one GPU: --mini-bs counts the rows of all GPUs"
+        together=True, note="rows of a pass on one GPU; --mini-bs counts the rows on all GPUs"
     ),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Rule(
         note="an experiment bounds the tokens of a pass: actor.mb_spec.max_tokens_per_mb"
@@ -290,7 +290,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
     Args:
         tool: ``trl`` or ``verl``.
-        settings: values by name; for verl with the section, as in ``data.train_batch_size``.
+        settings: values by name; names of verl include the section, as in ``data.train_batch_size``.
         kind: what TRL trains: ``grpo``, ``sft`` or ``dpo``.
         devices: number of devices, because TRL counts rows per device.
     """

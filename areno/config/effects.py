@@ -28,9 +28,7 @@ def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]
     for entry in options_of(TrainOptions):
         info = entry.info
         if not spec.reads(entry):
-            reasons[entry.name] = (
-                f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; remove the option"
-            )
+            reasons[entry.name] = f"applies to --algo {listed(info.algorithms)}, not to {spec.name}; remove the option"
         elif info.rollout_only and not spec.requires_rollout:
             reasons[entry.name] = (
                 f"has no effect with --algo {spec.name}, which has no rollouts; remove the option, or use an algorithm with "
@@ -56,7 +54,11 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
             yield name, "has no effect without held-out data; set --eval-dataset-path too"
     if options.model_save_interval is None:
-        yield "save_async", "has no effect on checkpoints; set --model-save-interval too"
+        yield (
+            "save_async",
+            "has no effect without --model-save-interval, because it applies to the models of that option, not to "
+            "checkpoints; set that option too",
+        )
     if not options.track:
         yield "track_project", "has no effect without a service; set --track too"
     if spec.requires_rollout and not options.agent_fn:
@@ -85,7 +87,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield options of reward functions if no reward function runs."""
+    """Yield reward options that have no effect, because no reward function runs or ``--turn-discount`` excludes them."""
     of_parts = ("reward_weights", "reward_normalize_parts")
     of_functions = (*of_parts, "reward_timeout_s", "reward_workers", "reward_memory_gb")
     if options.workflow is not None:
@@ -102,7 +104,7 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield adapter options if no adapter is trained, and those that an existing adapter determines."""
+    """Yield adapter options if no adapter is trained, and options whose values come from an existing adapter."""
     if not options.uses_lora:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
             yield name, "has no effect without an adapter; set --lora-rank too"
@@ -119,7 +121,7 @@ TUNED_OPTIONS = ("max_running_prompts", "batch_size", "mini_bs")
 
 
 def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield tuning options if nothing is tuned, and offloading options on a CPU."""
+    """Yield tuning options if there is nothing to tune, and offloading options if there is nothing to offload."""
     if not options.tune_params:
         for name in ("mem_frac", "tune_max_samples"):
             yield name, "has no effect without tuning; set --tune-params too"
@@ -140,7 +142,7 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
-    """Yield options of the reference model if there is no KL term."""
+    """Yield options of KL terms and of the reference model if they are not used."""
     ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
     if options.kl_reward_coef == 0:
         yield "kl_reward_type", "has no effect without a KL penalty; set --kl-reward-coef too"
@@ -157,4 +159,7 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
         return
     yield "ref_ckpt", because
     if not ppo and not options.reward_ckpt and not options.train_tool_results:
-        yield "score_micro_bs", "has no effect without a scoring model (--kl-coef or --reward-ckpt); remove the option"
+        yield (
+            "score_micro_bs",
+            "has no effect without a scoring model (--kl-coef, --kl-reward-coef or --reward-ckpt); remove the option",
+        )

@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that do not apply to a server, which decides them itself or whose protocol has no field for them.
+# Options that do not apply to a server: it decides them itself, or its protocol has no field for them.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
@@ -42,7 +42,7 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration, for all algorithms, and with ``changes`` of its metadata or default."""
+    """Copy an option of another declaration, valid for all algorithms, with ``changes`` to its metadata or default."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)
@@ -59,7 +59,11 @@ class EvalOptions(CommandOptions):
         "checkpoint), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
     )
     model: str | None = option(
-        None, group="Basic", metavar="NAME", unset="the server's first", help="Model on the server at --ckpt."
+        None,
+        group="Basic",
+        metavar="NAME",
+        unset="the server's first",
+        help="Name of the model on the server at --ckpt.",
     )
     dataset_path: str | None = option_from(
         BasicOptions,
@@ -89,7 +93,7 @@ class EvalOptions(CommandOptions):
         EvaluationOptions,
         "eval_temperature",
         group="Rollout",
-        unset="1.0, greedy for one sample",
+        unset="1.0, or greedy decoding for a single sample",
         remedy="for greedy decoding use --greedy",
         help="Sampling temperature.",
     )
@@ -111,7 +115,7 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="If a reward fails: stop, or leave that sample out of the averages and count the failure.",
+        help="If a reward fails: stop, or drop that sample from the averages and count the failure.",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -119,7 +123,7 @@ class EvalOptions(CommandOptions):
 
     max_rows: int | None = option_from(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
     n_samples: int = option_from(
-        EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported up to this k."
+        EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported for k up to this number."
     )
     output: str | None = option(
         None, group="Evaluation", metavar="FILE.JSONL", unset="not written", help="Write every answer with its reward."
@@ -174,7 +178,7 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
         for name in _LOCAL_MODEL_ONLY:
             yield name, "on the model of a server; remove the option"
     else:
-        yield "model", "on a local model; it selects a model of the server at --ckpt"
+        yield "model", "on a local model; it selects a model on the server at --ckpt"
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
             yield name, "with --greedy; use only one of them"
@@ -211,7 +215,7 @@ class ExportOptions(CommandOptions):
         None,
         group="Basic",
         choices=("f32", "f16", "bf16", "q8_0"),
-        help="Also write the model as model-TYPE.gguf, for llama.cpp and Ollama, with matrices of this type.",
+        help="Also write the model as model-TYPE.gguf, for llama.cpp and Ollama, with the weight matrices stored as TYPE.",
     )
     trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
 

@@ -1,7 +1,7 @@
-"""Loads user-defined functions from Python files, and checks them early, so that mistakes are reported before a model is
-loaded.
+"""Loads user-defined functions (hooks) from Python files, and checks them early, so that mistakes are reported before a model
+is loaded.
 
-The file's folder stays on ``sys.path``, because a hook may import other modules of that folder when it is called.
+The file's folder stays on ``sys.path``, because a hook may import other modules from that folder when it is called.
 """
 
 import ast
@@ -55,7 +55,7 @@ WORKFLOW_HOOK = Hook("--workflow", "NAME", "gconfig, tokenizer")
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
     """Split ``file.py`` or ``file.py:function`` into path and name."""
-    # A colon before the suffix belongs to the path, such as that of a drive letter.
+    # A colon before the suffix belongs to the path, such as the colon of a drive letter.
     end = spec.rindex(".py") + len(".py") if ".py" in spec else 0
     rest, colon, name = spec[end:].partition(":")
     path = spec[:end] + rest
@@ -140,7 +140,7 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
 
 
 def check_hook(spec: str, hook: Hook) -> None:
-    """Make the checks of :func:`load_hook` in a subprocess."""
+    """Run the checks of :func:`load_hook` in a subprocess."""
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
         report = Path(folder, "problem")
         words = [*python_command(), "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]

@@ -11,17 +11,18 @@ from areno.config.all_train_options import TrainOptions
 from areno.config.paths import base_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Numbers of a model's configuration that must be divisible by the tensor-parallel size."""
+"""Entries of a model's configuration whose values must be divisible by the tensor-parallel size."""
 
 _NODE, _NODE_TP = 8, 4
 NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; training runs on the CPU"
 
 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
-    """Choose ``--world-size`` and ``--tp-size`` if not set, on a machine with ``gpus`` GPUs.
+    """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless they are set.
 
     Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 if the model allows
-    it. On a CPU, and with ``--device cuda:N``, there is one rank. A resumed run keeps its layout.
+    it and neither ``--fsdp`` nor ``--load-in-4bit`` is set. On a CPU, and with ``--device cuda:N``, the default is one rank. A
+    resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -55,20 +56,20 @@ def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
 
 
 def rollout_ranks(options: TrainOptions) -> int:
-    """Return the number of devices of the rollout processes."""
+    """Return the number of devices that the rollout processes of this run need."""
     starts = options.uses_replicas and not options.rollout_url
     return options.rollout_replicas * options.tp_size if starts else 0
 
 
 def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
-    """Return why there are too few GPUs for training and rollout; empty if there are enough, or on the CPU."""
+    """Return why there are too few GPUs for training and rollout; empty if there are enough, or on a CPU."""
     ranks, device = rollout_ranks(options), resolved_device(options.device, gpus)
     first = _first_gpu(device)
     if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
         return ""
     return (
-        f"--rollout-replicas {options.rollout_replicas}: training on {options.world_size} GPUs (--world-size) from GPU {first} "
-        f"on, plus rollout on {ranks}, need more than the {gpus} GPUs of this machine; use fewer, or remove --rollout and "
+        f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size) from GPU "
+        f"{first} on and rollout needs {ranks} more, but this machine has {gpus}; use fewer, or remove --rollout and "
         "--rollout-backend"
     )
 
@@ -101,7 +102,7 @@ def shards_tensor_parallel() -> bool:
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
-    """Return why ranks cannot have a GPU each; empty if they can, or on the CPU.
+    """Return why there is no GPU for each rank; empty if there is one, or on a CPU.
 
     Rank 0 is on ``device`` (resolved) and the others on the following GPUs, unless ``chosen`` lists the GPU of each rank.
     """
@@ -113,7 +114,7 @@ def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None
     indices = chosen or range(first, first + ranks)
     if max(indices) < gpus:
         return ""
-    remedy = f"use --world-size {gpus - first}" if 0 < gpus - first < ranks else "number GPUs from 0"
+    remedy = f"use --world-size {gpus - first}" if 0 < gpus - first < ranks else "count GPUs from 0"
     return (
         f"--world-size {ranks}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and the ranks would use GPU "
         f"{', '.join(map(str, indices))}; {remedy}, or use --device cpu"

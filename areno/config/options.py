@@ -38,14 +38,15 @@ class OptionInfo:
     """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: written to ``config.yaml``; False for options of one invocation or of the run's location.
+        stored: whether the value is written to ``config.yaml``; False for options that concern a single invocation or the
+            location of the run.
         path: ``place`` if the value may be a file or folder, ``python`` if it may be a ``file.py:name``; paths that exist are
             stored as absolute paths.
-        inherits: dotted path of the setting whose value, if any, an unset or empty setting takes.
-        inner: for a section: paths that replace the ``inherits`` of some of its fields, by field name; with an empty path the
-            field inherits nothing.
-        documented: default in the documentation of the format, if areno's default differs; a setting with this value is
-            treated as unset.
+        inherits: dotted path of another setting; if this setting is unset or empty, it takes the other setting's value, if any.
+        inner: for a section: paths that replace the ``inherits`` of some of its fields, by field name; a field with an empty
+            path inherits nothing.
+        documented: default according to the documentation of the format, if areno's default differs; a setting with this value
+            is treated as unset.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -56,11 +57,11 @@ class OptionInfo:
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
     choices: tuple[str, ...] = ()  # allowed values; empty allows all
-    algorithms: tuple[str, ...] = ()  # algorithms that read the option; empty means all
+    algorithms: tuple[str, ...] = ()  # built-in algorithms that read the option; empty means all
     rollout_only: bool = False  # whether only algorithms that generate completions read the option
     changes_results: bool = True  # whether a resumed run must keep the value
-    documented_default: str = ""  # help text of a default that depends on the machine
-    unset: str = ""  # help text of a default of None
+    documented_default: str = ""  # text that help shows for a default that depends on the machine
+    unset: str = ""  # text that help shows for the default None
     stored: bool = True
     bare: str | None = None  # value of the flag without an argument
     path: Literal["", "place", "python"] = ""
@@ -72,7 +73,7 @@ class OptionInfo:
     synonyms: Mapping[str, str] = field(default_factory=dict)  # alternative spelling -> value
     shown: str = ""  # default as shown in help and docs; empty shows the value itself
     documented: Any = None
-    refused: str = ""  # why only the default (or the documented one) is accepted
+    refused: str = ""  # why only the default (or the documented default) is accepted
     refused_values: Mapping[str, str] = field(default_factory=dict)  # rejected value -> reason
     no_effect: str = ""  # why every value is accepted and ignored
 
@@ -146,7 +147,7 @@ class Option:
 
 
 def option(default: Any, **info: Any) -> Any:
-    """Declare an option as a dataclass field: its default (a tuple if it is repeatable) and the fields of `OptionInfo`."""
+    """Declare an option as a dataclass field, with its default (a tuple if repeatable) and the fields of `OptionInfo`."""
     return field(default=default, metadata={METADATA_KEY: OptionInfo(**info)})
 
 
@@ -222,7 +223,7 @@ def name_of(spelling: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return `` (did you mean X?)`` for the candidate closest to ``word``, or "" if none is close."""
+    """Return `` (did you mean X?)`` with the candidate closest to ``word``, or "" if none is close."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
 

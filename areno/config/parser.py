@@ -18,7 +18,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options that have different names in different commands, for hints."""
+"""Options that have another name in other commands, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ TRAIN = CommandText(
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
     "Train a language model with the local areno engine: load data, roll out, score, update, save.",
     "Every on/off option has a --no- form, and every option can be set in the --config file. "
-    "(name) after an option means that only this algorithm reads it.",
+    "Names in parentheses after an option are the built-in algorithms that read it; variants such as dapo may read it too.",
 )
 
 PLAN = CommandText(
     "areno plan",
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
-    "Estimate the memory of a training run by phase, and say whether it fits into the free memory of this machine and, if "
-    "not, what to change. Takes the options of areno train, without data and rewards; reads no weights. "
-    "With a file and settings of areno run, estimates each engine of that experiment; --tune-params then prints the largest "
-    "sizes that fit. "
+    "Estimate the memory of a training run by phase, and say whether it fits into the free memory of this machine, and "
+    "what to change if it does not. Takes the options of areno train, without data and rewards; reads no weights. "
+    "With a file and settings of areno run, estimates each engine of that experiment; in this form, --tune-params also prints "
+    "the largest sizes that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -72,7 +72,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise UsageError with the problem, or with a numbered list of several problems, if there are any."""
+        """Raise UsageError with the problem, or with a numbered list of several problems; do nothing if there are none."""
         if len(self.messages) == 1:
             raise UsageError(self.messages[0])
         if self.messages:
@@ -84,7 +84,7 @@ class TypedParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` instead of exiting."""
 
     shown: "ClassVar[TypedParser | None]" = None
-    """The parser whose help was formatted last; from it, ``areno completion`` learns the options of a command."""
+    """The parser whose help was formatted last; ``areno completion`` reads the options of a command from it."""
 
     def format_help(self) -> str:
         """Format the help."""
@@ -96,7 +96,9 @@ class TypedParser(argparse.ArgumentParser):
         match = re.fullmatch(r"argument (?:--[\w-]+, )*(--[\w-]+): (.*)", message)
         flag, reason = match.groups() if match else ("", message)
         if reason.startswith("expected"):
-            raise UsageError(f"{flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it starts with dashes")
+            raise UsageError(
+                f"{flag} needs a value; write {flag} VALUE, or {flag}=VALUE if the value starts with dashes"
+            )
         if "explicit argument" in reason:
             raise UsageError(
                 f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} without a value, or its --no- form"
@@ -144,9 +146,9 @@ def parse_command(
     complete: Callable[[CommandT], CommandT],
     problems_of: Callable[[CommandT], Iterable[str]],
 ) -> CommandT:
-    """Parse the arguments of a command, ``complete`` the options, and check them, reporting all problems at once.
+    """Parse the arguments of a command, pass the options through ``complete``, and check them with ``problems_of``.
 
-    ``--help`` prints the help and raises SystemExit.
+    All problems are reported at once. ``--help`` prints the help and raises SystemExit.
     """
     kind: type = declaration
     entries = {entry.name: entry for entry in options_of(kind)}
@@ -197,7 +199,7 @@ def convert_values(
 
 
 def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
-    """Create options from converted values; ``extra`` gets the algorithm's options, with defaults."""
+    """Create options from converted values; ``extra`` gets the options that the algorithm declares, or their defaults."""
     core_names = {entry.name for entry in options_of(TrainOptions)}
     extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
     core = {name: value for name, value in values.items() if name in core_names}

@@ -1,6 +1,6 @@
 """Distinguishes paths from hub references, and checks both offline.
 
-A missing path is an error: a typo must never turn into a download.
+Text that looks like a path but does not exist is an error, so that a mistyped path is not downloaded from the hub.
 """
 
 import json
@@ -24,7 +24,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether ``text`` can only be a file or folder, by its start, a backslash, a file suffix or several slashes."""
+    """Whether ``text`` can only be a path, judging by its first or last characters, its suffix and its slashes."""
     return (
         text.startswith((".", "/", "~"))
         or "\\" in text
@@ -87,7 +87,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Read the ``adapter_config.json`` of an adapter folder. Raises UsageError if it names no base model."""
+    """Read the ``adapter_config.json`` of an adapter folder. Raises UsageError if it is invalid or names no base model."""
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def base_of(model: str) -> str:
 
 
 def tokenizer_of(model: str) -> str:
-    """Return the folder or repo id of a model's tokenizer; for an adapter without tokenizer, that of its base model."""
+    """Return the folder or repo id of a model's tokenizer; for an adapter without a tokenizer, its base model."""
     has_tokenizer = (Path(model).expanduser() / "tokenizer_config.json").is_file()
     return model if has_tokenizer else base_of(model)
 

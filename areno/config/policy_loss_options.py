@@ -27,7 +27,7 @@ class PolicyLossOptions:
     sapo_tau_neg: float = option(1.05, above=0, help="SAPO's temperature for negative advantages.")
     use_cispo_loss: bool = option(
         False,
-        help="CISPO: the clipped ratio, without gradient, weights the log-prob, so that every token keeps its gradient.",
+        help="CISPO: weight the log-prob by the clipped, detached ratio, so that every token keeps its gradient.",
     )
     use_decoupled_loss: bool = option(
         False,
@@ -37,13 +37,13 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the decoupled loss's proximal log-probs: a forward pass (recompute; metrics also reports the errors "
-        "of the other methods), interpolation (loglinear or linear), or the rollout.",
+        help="Source of the proximal log-probs of the decoupled loss: a forward pass (recompute, or metrics, which also "
+        "reports the errors of the other methods), interpolation (loglinear or linear), or the rollout's log-probs (rollout).",
     )
     m2_threshold: float | None = option(
         None,
         above=0,
-        help="M2PO: mask the tokens with the largest squared log-ratio until the mean over the other tokens is below this.",
+        help="M2PO: mask the tokens with the largest squared log-ratio until the mean over the remaining tokens is below this.",
     )
 
     @property
@@ -56,7 +56,7 @@ class PolicyLossOptions:
         if self.use_sapo_loss and self.use_cispo_loss:
             yield "use_sapo_loss", "and use_cispo_loss are mutually exclusive; use only one of them"
         if self.use_sapo_loss and self.use_decoupled_loss:
-            yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
+            yield "use_sapo_loss", "cannot be combined with use_decoupled_loss; set use_decoupled_loss to false"
         for names, because in self._unused():
             for name in names:
                 value = getattr(self, name, None)
@@ -73,7 +73,7 @@ class PolicyLossOptions:
             )
 
     def _unused(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield options that the others make ineffective, with the reason and the remedy."""
+        """Yield options that other options make ineffective, with the reason and the remedy."""
         if self.use_sapo_loss:
             yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove the option"
         else:
@@ -86,17 +86,17 @@ class PolicyLossOptions:
 
 @dataclass
 class RejectionSamplingConfig:
-    """Masks or clamps tokens whose proximal policy differs too much from the behavior policy.
+    """Masks or clamps tokens on which the proximal policy and the behavior policy differ too much.
 
-    r is a token's probability under the proximal policy divided by that under the behavior policy: the importance weight of
-    ``use_decoupled_loss``, which must be set.
+    Requires ``use_decoupled_loss``. r is a token's probability under the proximal policy divided by its probability under the
+    behavior policy: the importance weight of the decoupled loss.
     """
 
     level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")
     action: str = option(
         "mask",
         choices=("mask", "clamp"),
-        help="mask removes tokens out of bounds from the loss; clamp keeps them with a bounded weight (ratio only).",
+        help="mask removes tokens that are out of bounds from the loss; clamp keeps them with a bounded weight (ratio only).",
     )
     metric: str = option(
         "ratio",

@@ -31,9 +31,9 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 
 
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
-    """Parse and check the arguments of ``areno plan``, which are those of ``areno train``; data and reward are optional.
+    """Parse and check the arguments of ``areno plan``, which takes the options of ``areno train``.
 
-    ``--device auto`` is checked for this machine but not replaced.
+    Data and rewards may be missing unless ``needs_data``. ``--device auto`` is checked for this machine but not replaced.
     """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
@@ -44,9 +44,9 @@ def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptio
 
 
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
-    """Import the user's loaders, advantage and agent functions, check all signatures, and return the dataset loader.
+    """Import all user-defined functions and the workflow, check their signatures, and return the dataset loader.
 
-    The reward function only runs in worker processes, so it is checked in a subprocess.
+    The reward function runs only in worker processes, so it is checked in a subprocess.
     """
     loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:

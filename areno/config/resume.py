@@ -21,7 +21,7 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run
 
 RUNS_ROOT = Path("runs")
-"""Parent of runs without ``--run-dir``, where ``--resume`` without a path looks for them."""
+"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs here."""
 
 _AUTO = "auto"  # value of the bare flag
 
@@ -35,7 +35,8 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
     if options.resume is None:
         if options.resume_step is not None:
             raise UsageError(
-                f"--resume-step {options.resume_step} needs --resume with the run's directory; add --resume"
+                f"--resume-step {options.resume_step} needs --resume, because it selects a checkpoint of the resumed run; "
+                "add --resume"
             )
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
@@ -46,7 +47,7 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
 
 
 def new_run_dir(algo: str, now: datetime | None = None) -> Path:
-    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a numeric suffix if that exists."""
+    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a numeric suffix if this path exists."""
     name = f"{get_algorithm(algo).name}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
     path, number = RUNS_ROOT / name, 2
     while path.exists():
@@ -55,7 +56,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 
 
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
-    """Create the directory of a new run without ``--run-dir``, under another name if a concurrent run took it."""
+    """Create the directory of a new run without ``--run-dir``, under another name if a concurrent run has taken the first."""
     if options.resume is not None or "run_dir" in options.explicit:
         return options
     while True:
@@ -91,7 +92,7 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, frozenset()), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return result-changing options whose values differ, as (old, new); only among ``names`` unless None."""
+        """Return the options that affect results and differ, as (old, new); if ``names`` is given, only these options."""
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
         return {e.name: (a, b) for e, a, b in zip(checked, old, new, strict=True) if a != b}

@@ -23,8 +23,9 @@ def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
             weight = math.nan
         if not PART_NAME.fullmatch(name) or name in checked or not 0 <= weight < math.inf:
             raise UsageError(
-                f"{entry!r} is not a valid weight: pass each part's name (letters, digits, `_`, `.`, `-`, no digit first) "
-                "once, with a finite number of 0 or more, as in format=0.2,answer=1; for a penalty return a negative part"
+                f"{entry!r} is not a valid weight: pass each part's name (letters, digits, `_`, `.`, `-`; a letter or `_` "
+                "first) once, with a finite number of at least 0, as in format=0.2,answer=1; for a penalty, return a negative "
+                "part"
             )
         checked[name] = weight
     return checked

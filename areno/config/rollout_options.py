@@ -1,4 +1,4 @@
-"""Options of the groups Rollout and Parameter tuning: generating completions and scoring them."""
+"""Options of the groups Rollout and Parameter tuning: how completions are generated and scored."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from areno.config.options import option
 
 SERVERS = ("vllm", "sglang")
-"""Supported inference servers; each has a section of its name in experiments."""
+"""Supported inference servers; each has a section with its name in experiments."""
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)
@@ -26,8 +26,8 @@ class RolloutOptions:
     max_prompt_tokens: int = _shared(
         1024,
         minimum=1,
-        help="Longer prompts are skipped and counted, never truncated; for DPO and reward models, those "
-        "whose pair has more than max-prompt-tokens + max-new-tokens.",
+        help="Maximum tokens of a prompt; longer prompts are skipped and counted, never truncated. DPO and reward models skip "
+        "pairs in which the prompt and either answer together exceed max-prompt-tokens + max-new-tokens.",
     )
     max_new_tokens: int = _shared(3071, minimum=1, help="Maximum tokens of a generated or supervised response.")
     max_context_len: int | None = _shared(
@@ -58,7 +58,10 @@ class RolloutOptions:
     )
     ignore_eos: bool = _rollout(False, help="Continue past EOS, up to --max-new-tokens.")
     kv_cache_tokens: int | None = _rollout_free(
-        None, minimum=1, unset="from free memory", help="Size of the KV cache in tokens, over all running sequences."
+        None,
+        minimum=1,
+        unset="from free memory",
+        help="Size of each replica's KV cache in tokens, shared by its running sequences.",
     )
     eager_decode: bool = _rollout_free(False, help="Run decode steps eagerly, without torch.compile or CUDA graphs.")
     speculate: int = _rollout_free(
@@ -70,7 +73,7 @@ class RolloutOptions:
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Record each token's experts and use the same experts in training, so that routing does not make rollout and "
+        help="Record the experts of each token and reuse them in training, so that routing does not make rollout and "
         "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
@@ -89,46 +92,46 @@ class RolloutOptions:
         help="Alternate generation and training (sync), or generate concurrently in separate processes (async).",
     )
     rollout_replicas: int = _rollout_free(
-        1, minimum=1, help="Asynchronous rollout: number of rollout replicas, each with --tp-size ranks."
+        1, minimum=1, help="Number of rollout replicas (with --rollout async) or servers, each with --tp-size ranks."
     )
     rollout_backend: str = _rollout(
         "areno",
         choices=("areno", *SERVERS),
-        help="Inference engine: areno's own, or --rollout-replicas vLLM or SGLang servers. The servers alternate with "
-        "training unless --rollout async is set.",
+        help="Inference engine: areno's own, or vLLM or SGLang servers, as many as --rollout-replicas. Servers alternate "
+        "with training unless --rollout async is set.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
         metavar="URL",
-        help="Servers: use the one running at this address instead of starting one. Repeatable, one per replica.",
+        help="Servers: use the server at this address instead of starting one. Repeatable, one per replica.",
     )
     rollout_server_command: str | None = _rollout_free(
         None,
         metavar="COMMAND",
         unset="the one installed in this environment",
-        help="Servers: command that starts one, such as /PATH/bin/vllm serve.",
+        help="Servers: command that starts a server, such as /PATH/bin/vllm serve.",
     )
     rollout_server_args: str | None = _rollout_free(
-        None, metavar="ARGUMENTS", help="Servers: additional arguments of the command, as one quoted string."
+        None, metavar="ARGUMENTS", help="Servers: additional arguments of this command, as one quoted string."
     )
     max_staleness: int = _rollout(
         1,
         minimum=0,
-        help="Asynchronous rollout: maximum number of updates between the weights that sampled a token and the weights that "
-        "are trained on it.",
+        help="Asynchronous rollout: maximum number of updates between the weights that sampled a token and the weights "
+        "trained on it.",
     )
     workflow: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY:NAME",
-        help="Workflow that runs and rewards an episode per prompt: a class or object with arun_episode(engine, data), or an "
-        "agent with run(data).",
+        help="Workflow that runs and rewards an episode for each prompt: a class or object with arun_episode(engine, data), or "
+        "an agent with run(data).",
     )
     agent_fn: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Agentic rollout: Python function that runs the agent; default run_agent(ctx, batch).",
+        help="Agentic rollout: Python function that runs the agent; by default run_agent(ctx, batch) in the file.",
     )
     agent_timeout_s: float = _rollout_free(
         300.0, above=0, help="Agentic rollout: timeout of each agent call and of each of its requests, in seconds."
@@ -143,8 +146,8 @@ class RolloutOptions:
         0.5,
         minimum=0,
         maximum=1,
-        help="Agentic rollout: stop the run if more than this fraction of a step's samples (with --workflow, prompts) "
-        "fails after all retries, or if all fail; otherwise drop the failed ones.",
+        help="Agentic rollout: stop the run if more than this fraction of a step's samples (with --workflow, prompts) fails "
+        "after all retries, or if all fail; otherwise drop the failed ones.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
@@ -155,14 +158,14 @@ class RolloutOptions:
         maximum=1,
         algorithms=("gspo", "grpo"),
         unset="all turns get the same reward",
-        help="Agentic rollout: credit each turn with its own reward and the following rewards, discounted by this "
+        help="Agentic rollout: credit each turn with its own reward and those of later turns, discounted by this "
         "factor per turn.",
     )
     reward_fn_path: str | None = _rollout(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that scores one completion; default reward_fn(record).",
+        help="Python function that scores one completion; by default reward_fn(record) in the file.",
     )
     reward_weights: str | None = _rollout(
         None,
@@ -172,7 +175,7 @@ class RolloutOptions:
         "a weight get 1.",
     )
     reward_normalize_parts: bool = _rollout(
-        False, help="Standardize each part of the reward within a prompt's samples, then weight it (GDPO)."
+        False, help="Standardize each part of the reward over the samples of a prompt before weighting it (GDPO)."
     )
     reward_ckpt: str | None = _rollout(
         None,
@@ -189,7 +192,7 @@ class RolloutOptions:
         None,
         above=0,
         unset="no limit",
-        help="Memory limit in GiB of each process of the reward function; a record that exceeds it fails.",
+        help="Memory limit, in GiB, of each process that runs the reward function; a record that exceeds it fails.",
     )
     on_reward_error: str = _rollout_free(
         "stop",
@@ -204,11 +207,11 @@ class TuningOptions:
 
     tune_params: bool = _tuning(
         False,
-        help="Probe memory before the first step and choose --max-running-prompts, --batch-size and --mini-bs, unless they "
-        "are set. Also sets --drop-rollout-state.",
+        help="Before the first step, probe memory and choose those of --max-running-prompts, --batch-size and --mini-bs that "
+        "are not set. Also sets --drop-rollout-state.",
     )
     mem_frac: float = _tuning(
-        0.9, above=0, maximum=1, help="Fraction of memory that tuning may fill, including memory already in use."
+        0.9, above=0, maximum=1, help="Fraction of memory that the tuned run may fill, including what it already uses."
     )
     tune_max_samples: int = _tuning(
         256, minimum=1, help="Largest number of concurrent sequences, and of rows per step, that tuning may choose."

@@ -31,8 +31,8 @@ class BasicOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that converts the data to rows of the algorithm's schema; default name "
-        "load_training_dataset. Required for SFT.",
+        help="Python function that converts the data to rows of the algorithm's schema; by default "
+        "load_training_dataset in the file. Required for SFT.",
     )
     algo: str = _basic(
         "gspo",
@@ -59,12 +59,12 @@ class BasicOptions:
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 with --world-size 8 if the model allows it, else 1",
-        help="Tensor parallel size: devices that a copy of the model is sharded across.",
+        documented_default="4 for 8 GPUs unless the model, --fsdp or --load-in-4bit prevents it, else 1",
+        help="Tensor parallel size: number of devices across which each copy of the model is sharded.",
     )
     fsdp: bool = _basic_free(
         False,
-        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit; by default "
+        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit; without it, "
         "only optimizer states are sharded. Needs a --world-size of at least twice --tp-size.",
     )
     stall_timeout: float = _basic_free(
@@ -77,8 +77,8 @@ class BasicOptions:
         0,
         minimum=0,
         maximum=2**32 - 1,
-        help="Seed of the data order and all sampling; the same seed reproduces the run, bit for bit with the same number "
-        "of CPU threads (set OMP_NUM_THREADS).",
+        help="Seed of the data order and all sampling. With --eager-decode and a fixed OMP_NUM_THREADS, a run on a CPU is "
+        "reproducible bit for bit.",
     )
     shuffle: bool = _basic(True, help="Shuffle the rows each epoch, seeded by --seed.")
     device: str = _basic_free(
@@ -128,7 +128,7 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="keep all",
-        help="Keep only the newest N checkpoints, and the last checkpoint before an update with non-finite results.",
+        help="Keep only the newest N checkpoints, and the last one before the first update with non-finite results, if any.",
     )
     keep_best: bool = _checkpoint(
         False,
@@ -138,13 +138,13 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="checkpoints only",
-        help="In addition, save the model alone every N steps, in Hugging Face format, as models/step_000100 next to "
+        help="Every N steps, also save the model alone, in Hugging Face format, as models/step_000100 and so on, next to "
         "the checkpoints. areno never deletes these models.",
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model. The copy "
-        "to write takes the memory of the weights once more.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model. This takes "
+        "memory for a second copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -175,7 +175,7 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Loader of the held-out data, if it needs another one.",
+        help="Loader of the held-out data, if it needs a different one.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
@@ -183,17 +183,20 @@ class EvaluationOptions:
         None,
         minimum=1,
         unset="never",
-        help="Stop the run after N consecutive evaluations that are not better than the best.",
+        help="Stop the run after N consecutive evaluations without a new best result.",
     )
     eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
     eval_n_samples: int = _evaluation(
-        1, minimum=1, rollout_only=True, help="Completions per held-out prompt; pass@k is reported up to this k."
+        1,
+        minimum=1,
+        rollout_only=True,
+        help="Completions per held-out prompt; pass@k is reported for k up to this number.",
     )
     eval_temperature: float | None = _evaluation(
         None,
         above=0,
         rollout_only=True,
-        unset="--temperature, greedy for one sample",
+        unset="--temperature, or greedy decoding for a single sample",
         help="Sampling temperature of the evaluation.",
     )
 
@@ -209,7 +212,7 @@ class ObservabilityOptions:
         (),
         metavar="SERVICE",
         help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. The environment variables "
-        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, MLFLOW_TRACKING_URI the address of MLflow.",
+        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, and MLFLOW_TRACKING_URI sets the address of MLflow.",
     )
     track_project: str = _observability(
         "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
@@ -219,7 +222,7 @@ class ObservabilityOptions:
         metavar="[N|all]",
         rollout_only=True,
         unset="none",
-        help="Save the training rows of the newest N steps, or of all, to rollouts/ in the run directory, for areno replay.",
+        help="Save the training rows of the newest N steps (or of all) to rollouts/ in the run directory, for areno replay.",
     )
     trace: bool = _observability(
         False,
@@ -229,6 +232,6 @@ class ObservabilityOptions:
         "auto",
         choices=("auto", "debug", "info", "warning", "error"),
         stored=False,
-        help="Minimum level of console lines; auto is ARENO_LOG_LEVEL, else info. With debug or info set, a terminal "
-        "shows lines instead of the live display. log.txt has all levels.",
+        help="Minimum level of console lines; auto is ARENO_LOG_LEVEL, else info. If debug or info is set, a terminal "
+        "shows log lines instead of the live display. log.txt has all levels.",
     )

@@ -1,4 +1,4 @@
-"""For how many steps the training rows are saved: ``--save-rollouts`` and ``rollout.save_rollouts``."""
+"""The number of steps whose training rows are saved: ``--save-rollouts`` and ``rollout.save_rollouts``."""
 
 import math
 

@@ -1,14 +1,14 @@
 """Removes secrets from plain data.
 
 API key settings are omitted. Other values that look like secrets by name or form, and all environment variables of workers,
-become ``${oc.env:NAME}``: set these variables before loading the file.
+become ``${oc.env:NAME}``; set these variables before loading a file with such values.
 """
 
 import re
 from typing import Any
 
 SECRETS = ("admin_api_key", "provider_api_key", "wandb_api_key", "api_key")
-"""Settings that are not written into files."""
+"""Settings that are never written to files."""
 
 _SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"}
 _SECRET_WORDS |= {"authorization", "bearer", "cookie"}

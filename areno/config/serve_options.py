@@ -26,7 +26,7 @@ SERVE = CommandText(
 CHAT = CommandText(
     "areno chat",
     "areno chat (--model-path MODEL | --base-url URL) [options]",
-    "Chat with a model in the terminal; in a pipe, each input line is a question, and its answer is written out.",
+    "Chat with a model in the terminal. If input is piped, each line is a question, and only the answers are printed.",
     "While chatting, /reset clears the conversation, /system TEXT sets the system message, and /quit exits. "
     "Every on/off option has a --no- form.",
 )
@@ -63,10 +63,10 @@ class ServeOptions(CommandOptions):
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
-        help="Host name, besides localhost, that requests to a server without a key may use, such as the name of a "
-        "reverse proxy. Repeatable; * for all.",
+        help="Additional host name that requests may use if the server has no API key, such as the name of a reverse "
+        "proxy; localhost is always allowed. Repeatable; * for all.",
     )
-    max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further ones get status 503.")
+    max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further connections get status 503.")
     world_size: int = option_from(BasicOptions, "world_size", documented_default="")
     tp_size: int = option_from(BasicOptions, "tp_size", documented_default="")
     device: str = option_from(BasicOptions, "device")
@@ -82,7 +82,7 @@ class ServeOptions(CommandOptions):
         None,
         minimum=1,
         unset="16 per token of the context, at least 65536",
-        help="Maximum characters of a request; longer ones are rejected before tokenization.",
+        help="Maximum characters of a request; longer requests are rejected before tokenization.",
     )
     request_timeout_s: float | None = _rollout(
         None, above=0, unset="none", help="Timeout of a request, in seconds; the response then has status 504."
@@ -94,8 +94,8 @@ class ServeOptions(CommandOptions):
     prefix_cache_tokens: int | None = _rollout(
         None,
         minimum=0,
-        unset="a quarter of the KV budget",
-        help="Size of the prefix cache in tokens: continued conversations are not recomputed; 0 disables it.",
+        unset="a quarter of the KV cache",
+        help="Size in tokens of the prefix cache, so that a continued conversation is not recomputed; 0 disables the cache.",
     )
     eager_decode: bool = option_from(RolloutOptions, "eager_decode")
     speculate: int = option_from(RolloutOptions, "speculate")
@@ -128,7 +128,9 @@ class ChatOptions(CommandOptions):
 
     model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Loaded in this process.")
     base_url: str | None = _basic(None, metavar="URL", help="A running server, such as http://127.0.0.1:8000/v1.")
-    model: str | None = _basic(None, unset="the server's first", help="Model on the server, with --base-url.")
+    model: str | None = _basic(
+        None, unset="the server's first", help="Name of the model on the server, with --base-url."
+    )
     api_key: str | None = _basic(
         None,
         unset=f"the environment variable {API_KEY_VARIABLE}, or none",
@@ -144,13 +146,15 @@ class ChatOptions(CommandOptions):
         metavar="FILE.json",
         unset="none",
         help="Initial messages of a conversation, such as few-shot examples: a JSON list of objects with role and "
-        "content. --system replaces the system message in it.",
+        "content. --system replaces a system message in the list.",
     )
     max_tokens: int = _rollout(1024, minimum=1, help="Maximum tokens of an answer.")
     temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 decodes greedily.")
     top_p: float = option_from(RolloutOptions, "top_p")
     top_k: int = option_from(RolloutOptions, "top_k")
-    seed: int | None = _rollout(None, minimum=0, unset="random", help="Seed of sampling; reproduces the answers.")
+    seed: int | None = _rollout(
+        None, minimum=0, unset="random", help="Seed of sampling; the same seed reproduces the answers."
+    )
     disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
     kv_cache_tokens: int | None = option_from(RolloutOptions, "kv_cache_tokens")
     attn_backend: str = option_from(RolloutOptions, "attn_backend")
@@ -167,7 +171,7 @@ def parse_chat(argv: Sequence[str]) -> ChatOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is only reachable from this machine."""
+    """Whether an address is reachable only from this machine."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -185,7 +189,7 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """Replace a run directory by its newest checkpoint, and a missing API key by the environment's."""
+    """Replace a run directory with its newest checkpoint, and a missing API key with that of the environment."""
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)

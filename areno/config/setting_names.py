@@ -40,5 +40,5 @@ _OPTION = re.compile("|".join(rf"{re.escape(option)}(?![\w-])" for option in SET
 
 
 def in_settings(text: str) -> str:
-    """Replace options of ``areno train`` in a text by the settings of an experiment."""
+    """Replace options of ``areno train`` in a text with the settings of an experiment."""
     return _OPTION.sub(lambda match: SETTINGS[match[0]], text)

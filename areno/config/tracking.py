@@ -11,7 +11,7 @@ _MODES = {
     "wandb": ("WANDB_MODE", "online"),
     "swanlab": ("SWANLAB_MODE", "cloud"),
     "trackio": ("TRACKIO_MODE", "local"),
-    "mlflow": ("", "enabled"),  # MLFLOW_TRACKING_URI says where
+    "mlflow": ("", "enabled"),  # MLFLOW_TRACKING_URI sets the server
 }
 SERVICES = tuple(_MODES)
 
@@ -23,7 +23,7 @@ def mode_of(service: str) -> str:
 
 
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
-    """Return what a service lacks in a mode: its package or (W&B only) a login; None if it lacks nothing.
+    """Return what a service lacks in a mode: its package or, for W&B, a login; None if nothing is missing.
 
     ``key`` is the API key set for the run, ``address`` the address of a W&B server.
     """

@@ -22,7 +22,7 @@ _lora = partial(option, group="LoRA")
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """Microbatches, the optimizer, and per-algorithm loss constants."""
+    """Microbatches, the optimizer, and the losses of the algorithms."""
 
     mini_bs: int = _train(
         16, minimum=1, help="Microbatch size: rows of one forward and backward pass, over all devices."
@@ -32,12 +32,14 @@ class UpdateOptions:
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass: less memory, more time. If not set: only if memory is short.",
+        help="Recompute activations in the backward pass: less memory, more time. Unless this is set explicitly, "
+        "areno recomputes only if memory is short.",
     )
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="If several answers share a prompt, compute it only once per update; results are the same up to rounding.",
+        help="If rows of a micro-batch share a prefix, such as a prompt, compute it only once; results are the same up to "
+        "rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
@@ -53,7 +55,7 @@ class UpdateOptions:
     adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
     adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, added to the denominator.")
     adam_8bit: bool = _train(
-        False, help="Store AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
+        False, help="Store AdamW's moments in 8 bits instead of 32: about two bytes per weight instead of eight."
     )
     offload_optimizer: bool = _train_free(
         False,
@@ -69,7 +71,7 @@ class UpdateOptions:
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
-        1, minimum=1, help="Optimizer steps per training pass, each on its own part of the prompts."
+        1, minimum=1, help="Optimizer steps per training pass, each on a different part of the prompts."
     )
     ref_ckpt: str | None = _train(
         None,
@@ -103,8 +105,8 @@ class UpdateOptions:
     clip_eps_high: float | None = _policy(
         None,
         above=0,
-        unset="same as the lower one",
-        help="Upper clip range, if different; a larger value lets unlikely tokens gain more (clip-higher).",
+        unset="same as the lower clip range",
+        help="Upper clip range, if it differs from the lower one; a larger value lets unlikely tokens gain more (clip-higher).",
     )
     grpo_dual_clip: float | None = _train(
         None,
@@ -117,8 +119,8 @@ class UpdateOptions:
         "token",
         algorithms=("grpo",),
         choices=("token", "sequence", "dr_grpo"),
-        help="Loss aggregation: mean over all tokens (token), mean of the means of the answers (sequence), or token "
-        "sums divided by the constant --max-new-tokens (dr_grpo).",
+        help="Loss aggregation: mean over all tokens (token), mean over the answers of each answer's mean (sequence), or "
+        "token sums divided by the constant --max-new-tokens (dr_grpo).",
     )
     advantage: str = _groups(
         "group",
@@ -137,7 +139,7 @@ class UpdateOptions:
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,
-        help="Weight of a KL penalty against the reference in the reward of each token; 0: no penalty.",
+        help="Weight of a KL penalty against the reference, subtracted from the reward of each token; 0 means no penalty.",
     )
     kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
@@ -150,8 +152,8 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of the "
-        "missing rest (bootstrapping). Disable this if most answers are truncated: the reward already scores the "
+        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of "
+        "the part that is missing (bootstrapping). Disable this if most answers are truncated: the reward already scores the "
         "truncated text, and values would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
@@ -170,7 +172,7 @@ class LoraOptions:
     lora_rank: int = _lora(
         0,
         minimum=0,
-        help="Train a LoRA adapter of this rank and freeze the weights; 0 trains the full weights.",
+        help="Train a LoRA adapter of this rank and freeze the model's weights; 0 trains all weights.",
     )
     lora_alpha: float | None = _lora(
         None, above=0, unset="twice --lora-rank", help="The adapter's output is scaled by alpha / rank."
@@ -192,7 +194,7 @@ class LoraOptions:
         path="place",
         metavar="PATH",
         unset="a new adapter",
-        help="Start from this PEFT adapter for the model --ckpt; the adapter sets rank, alpha and layers.",
+        help="Start from this PEFT adapter of the model at --ckpt; the adapter determines the rank, alpha and layers.",
     )
     load_in_4bit: bool = _lora(
         False, help="Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."

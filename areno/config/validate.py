@@ -1,6 +1,6 @@
 """Validates the options of a run before any expensive work: values, combinations, paths. Reports all problems at once.
 
-An option without effect is a problem too. Does not import hook files; `areno.config.hooks` does.
+An option without effect is also a problem. Hook files are not imported here, but by `areno.config.hooks`.
 """
 
 import re
@@ -33,7 +33,7 @@ from areno.storage.run_layout import is_run
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check parsed options, merged with those of a resumed run. Raises UsageError with all problems and remedies.
 
-    ``needs_data`` is False for planning, for which neither data nor rewards are needed.
+    ``needs_data`` is False for planning, which needs neither data nor rewards.
     """
     Problems.raise_all(_problems(options, needs_data))
 
@@ -181,8 +181,8 @@ def _samples(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         )
     if options.greedy and options.n_samples > 1:
         yield (
-            f"--greedy with --n-samples {options.n_samples}: all samples of a prompt would be identical and all advantages "
-            "0; remove --greedy"
+            f"--greedy with --n-samples {options.n_samples}: all samples of a prompt would be identical, so there would be "
+            "nothing to compare; remove --greedy"
         )
 
 
@@ -318,12 +318,12 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
     flag = "--rollout async" if options.rollout == "async" else f"--rollout-backend {options.rollout_backend}"
     if options.rollout_url and len(options.rollout_url) != options.rollout_replicas:
         yield (
-            f"{len(options.rollout_url)} --rollout-url were passed, but --rollout-replicas is {options.rollout_replicas}; "
+            f"{len(options.rollout_url)} values of --rollout-url for --rollout-replicas {options.rollout_replicas}; "
             "pass one address per replica"
         )
     if options.agent_fn is not None:
         yield (
-            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn use the model of this process; pass an agent "
+            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn use the model in this process; pass an agent "
             f"with `async def run(self, data, **extra)` as --workflow, or remove {flag}"
         )
     if options.load_in_4bit:

@@ -1,6 +1,7 @@
 """Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
 
-Stored options exclude the run's location and options that the run does not read, so that the file works as a ``--config`` file.
+The options stored with a run exclude its location and options that it does not read, so that the file works as a
+``--config`` file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,7 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
 
 
 def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings by dotted name; ``indexed``: also in lists of mappings, as ``name.0.key``."""
+    """Yield the values in nested mappings by dotted name; with ``indexed``, also those in lists of mappings: ``name.0.key``."""
     for name, value in values.items():
         if indexed and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = dict(enumerate(value))
@@ -83,7 +84,10 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values for ``config.yaml``: all that the run reads, with absolute paths, to resume it from any folder."""
+    """Return the values for ``config.yaml``: all options that the run reads.
+
+    Paths are absolute, so that the run can be resumed from any folder.
+    """
     spec = get_algorithm(options.algo)
     unused = without_effect(options, spec)
     values = {

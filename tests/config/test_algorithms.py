@@ -156,7 +156,7 @@ def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
             "rejection_sampling.upper 1.0 would reject even an unchanged policy",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
-        (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),
+        (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo, not to gmpo"),
     ],
 )
 def test_knobs_without_effect_are_refused(workspace, argv, expected):
@@ -207,7 +207,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("algo.py", "names no object"),
+        ("algo.py", "does not name an object"),
         ("algo.py:nope", "defines no nope; specs in this file: mine, other"),
         ("algo.py:number", "is a int; expected an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),

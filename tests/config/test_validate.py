@@ -153,13 +153,11 @@ def test_a_folder_without_permission_is_unwritable(workspace):
 
 
 def test_an_option_of_another_algorithm_is_refused_naming_that_algorithm(workspace):
-    with pytest.raises(
-        UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; remove the option"
-    ):
+    with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo, not to gspo; remove the option"):
         check(*GSPO, "--critic-lr", "0.1")
-    with pytest.raises(UsageError, match=r"--adv.* applies|--advantage rloo applies to --algo gspo and grpo only"):
+    with pytest.raises(UsageError, match=r"--adv.* applies|--advantage rloo applies to --algo gspo and grpo, not to"):
         check(*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py", "--advantage", "rloo")
-    with pytest.raises(UsageError, match=r"--ref-ckpt x applies to --algo dpo, gspo, grpo and ppo only, not to sft"):
+    with pytest.raises(UsageError, match=r"--ref-ckpt x applies to --algo dpo, gspo, grpo and ppo, not to sft"):
         check(*SFT, "--ref-ckpt", "x")
 
 
@@ -180,7 +178,10 @@ DPO = [*BASE, "--algo", "dpo"]
             [*GSPO, "--kl-reward-type", "k3"],
             r"--kl-reward-type k3 has no effect without a KL penalty; set --kl-reward-coef",
         ),
-        ([*GSPO, "--no-save-async"], r"--no-save-async has no effect on checkpoints; set --model-save-interval"),
+        (
+            [*GSPO, "--no-save-async"],
+            r"--no-save-async has no effect without --model-save-interval, .* not to checkpoints",
+        ),
         ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; set --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (

@@ -241,7 +241,7 @@ PROBLEMS = {
     "no update": (["--step", "2", "--updates", "0"], "--updates 0: use at least 1"),
     "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect on an update"),
     "a typing error": (["--step", "2", "--lrr", "1"], "--lrr is not an option (did you mean --lr?)"),
-    "an option of another algorithm": (["--step", "2", "--lam", "0.9"], "--lam 0.9 applies to --algo ppo only"),
+    "an option of another algorithm": (["--step", "2", "--lam", "0.9"], "--lam 0.9 applies to --algo ppo, not to"),
     "an algorithm with a critic": (["--step", "2", "--algo", "ppo"], "cannot train on samples of gspo"),
     "an algorithm without rollouts": (["--step", "2", "--algo", "dpo"], "cannot train on samples of gspo"),
     "weights of parts that are not there": (["--step", "2", "--reward-weights", "a=2"], "have no parts to weigh"),

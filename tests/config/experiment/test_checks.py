@@ -42,7 +42,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             DECOUPLED | {"actor.use_sapo_loss": True},
-            "cannot be decoupled",
+            "cannot be combined with use_decoupled_loss",
             {"actor.use_sapo_loss": True, "actor.sapo_tau_pos": 2.0},
         ),
         ({"actor.sapo_tau_neg": 2.0}, "without SAPO", {"actor.sapo_tau_neg": 2.0, "actor.use_sapo_loss": True}),
