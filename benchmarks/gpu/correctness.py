@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from shared import Checks, Report, attempt, random_module, run_stage
@@ -24,6 +25,7 @@ from areno.types import Request, RolloutSequence, SamplingParams
 from tests.support.tiny import VOCAB, tiny_module
 
 FAMILIES = ("llama", "qwen2", "gemma3", "gpt_oss", "qwen3_5")
+SYNCHRONIZES_IN_FP32 = {"gpt_oss"}  # PyTorch's grouped matmul does, so nothing is captured; in bf16 it does not
 Sample = tuple[list[int], RolloutSequence]
 
 
@@ -55,18 +57,37 @@ def generate(model: CausalLM, kind: type, asked: list[Request], **options: Any) 
 @torch.no_grad()
 def against_stock(stock: nn.Module, samples: list[Sample], temperatures: list[float]) -> tuple[float, float, float]:
     """Teacher-forced by the stock model: how far a greedy token is from the best one, worst and mean log-prob gap."""
-    device = next(stock.parameters()).device
     behind, gaps = 0.0, []
-    for (prompt, sample), temperature in zip(samples, temperatures, strict=True):
-        ids = torch.tensor([prompt + sample.resp_tokens], device=device)
-        logits = stock(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        chosen = torch.tensor(sample.resp_tokens, device=device)[:, None]
+    for (_, sample), temperature, logits in zip(samples, temperatures, stock_logits(stock, samples), strict=True):
+        chosen = torch.tensor(sample.resp_tokens, device=logits.device)[:, None]
         if temperature == 0:
             behind = max(behind, float((logits.amax(-1) - logits.gather(-1, chosen)[:, 0]).max()))
         expected = (logits / (temperature or 1.0)).log_softmax(-1).gather(-1, chosen)[:, 0]
-        gaps.append((expected - torch.tensor(sample.resp_logprobs, device=device)).abs())
+        gaps.append((expected - torch.tensor(sample.resp_logprobs, device=logits.device)).abs())
     every = torch.cat(gaps)
     return behind, float(every.max()), float(every.mean())
+
+
+@torch.no_grad()
+def stock_logits(stock: nn.Module, samples: list[Sample]) -> Iterator[Tensor]:
+    """Logits [tokens, vocabulary] of the stock model for each sample's response, in fp32."""
+    device = next(stock.parameters()).device
+    for prompt, sample in samples:
+        ids = torch.tensor([prompt + sample.resp_tokens], device=device)
+        yield stock(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+
+
+@torch.no_grad()
+def rounding(exact: nn.Module, rounded: nn.Module, samples: list[Sample], temperature: float) -> float:
+    """Mean difference of the responses' log-probs between two stock models of the same weights, one of them in bf16."""
+    gaps = []
+    for (_, sample), one, other in zip(
+        samples, stock_logits(exact, samples), stock_logits(rounded, samples), strict=True
+    ):
+        chosen = torch.tensor(sample.resp_tokens, device=one.device)[:, None]
+        one, other = ((logits / temperature).log_softmax(-1).gather(-1, chosen)[:, 0] for logits in (one, other))
+        gaps.append((one - other).abs())
+    return float(torch.cat(gaps).mean())
 
 
 def check_family(args: argparse.Namespace, checks: Checks, family: str) -> None:
@@ -84,7 +105,8 @@ def check_family(args: argparse.Namespace, checks: Checks, family: str) -> None:
     if args.device.startswith("cuda"):
         eager, _ = generate(model, PagedRolloutLoop, asked, eager_decode=True)
         checks.below(f"{family}: samples that differ between graphs and eager steps", differing(samples, eager), 0)
-        checks.replayed(family, loop)
+        if family not in SYNCHRONIZES_IN_FP32:
+            checks.replayed(family, loop)
 
 
 def differing(a: list[Sample], b: list[Sample]) -> int:
@@ -95,13 +117,19 @@ def check_half(args: argparse.Namespace, checks: Checks, report: Report, name: s
     """A model in bf16: rollout against `transformers` in fp32, and against the training forward; then the gradients."""
     rounded = copy.deepcopy(exact).to(torch.bfloat16)
     exact.load_state_dict(rounded.state_dict())  # the same weights, computed with in fp32
+    stock = copy.deepcopy(rounded)
     model = prepare(rounded, name)
     vocab = min(exact.config.get_text_config().vocab_size, 500)
     asked = requests(4 if args.tiny else 24, vocab - 1, 10 if args.tiny else 100, greedy=False)
     samples, loop = generate(model, PagedRolloutLoop, asked)
     _, worst, mean = against_stock(exact, samples, [0.8] * len(samples))
-    checks.below(f"{name}: bf16 rollout log-probs against transformers in fp32, mean", mean, 2e-2)
-    report[f"{name}: bf16 rollout against fp32"] = {"mean": mean, "max": worst}
+    stock_mean = rounding(exact, stock, samples, 0.8)
+    report[f"{name}: bf16 rollout against fp32"] = {"mean": mean, "max": worst, "transformers_mean": stock_mean}
+    checks.below(
+        f"{name}: error of bf16 rollout log-probs, relative to that of transformers in bf16 (both against fp32)",
+        mean / stock_mean,
+        1.25,
+    )
     checks.replayed(f"{name} in bf16", loop)
     rows = [prompt + sample.resp_tokens for prompt, sample in samples]
     scored = score(model, rows, 0.8)
@@ -109,8 +137,10 @@ def check_half(args: argparse.Namespace, checks: Checks, report: Report, name: s
     trained = torch.cat([row[len(p) :] for row, (p, _) in zip(scored, samples, strict=True)])
     gap = (trained.cpu() - reported).abs()
     report[f"{name}: bf16 rollout against the training forward"] = {"mean": float(gap.mean()), "max": float(gap.max())}
-    checks.below(f"{name}: bf16 rollout log-probs against the training forward, mean", float(gap.mean()), 2e-2)
-    check_gradients(checks, name, rows, model, prepare(exact, name))
+    # With experts, rounding changes some choices, in the rollout as in transformers; replayed routing would prevent this.
+    bound = max(2e-2, stock_mean)
+    checks.below(f"{name}: bf16 rollout log-probs against the training forward, mean", float(gap.mean()), bound)
+    check_gradients(checks, name, rows[:8], model, prepare(exact, name), stock)
 
 
 @torch.no_grad()
@@ -123,26 +153,47 @@ def score(model: CausalLM, rows: list[list[int]], temperature: float) -> list[Te
     return list(torch.cat([out.new_zeros(1), out]).split([len(row) for row in rows]))
 
 
-def check_gradients(checks: Checks, name: str, rows: list[list[int]], rounded: CausalLM, whole: CausalLM) -> None:
-    """Direction of the gradient of the mean log-prob of packed rows, bf16 through the fused kernel against fp32."""
-    rows = rows[:8]
-    gradients = []
-    for model in (rounded, whole):
-        plan = PackedPlan([len(row) for row in rows], model.device)
-        ids = torch.tensor([token for row in rows for token in row], device=model.device)
-        hidden = model.body(ids, plan.position_ids, plan)
-        model.logprobs(hidden[:-1], ids[1:], torch.ones(len(ids) - 1, device=model.device)).mean().backward()
-        gradients.append({name: p.grad.float() for name, p in model.parameters() if p.grad is not None})
+def check_gradients(
+    checks: Checks, name: str, rows: list[list[int]], rounded: CausalLM, whole: CausalLM, stock: nn.Module
+) -> None:
+    """Direction of the gradient of the mean log-prob of packed rows: bf16 through the fused kernel, and stock `transformers`
+    in bf16, against fp32."""
+    gradients = [packed_gradient(model, rows) for model in (rounded, whole)]
     checks.below(f"{name}: parameters without a gradient", len(gradients[1].keys() ^ gradients[0].keys()), 0)
     cosines = {
         parameter: float(torch.cosine_similarity(gradients[0][parameter].flatten(), own.flatten(), dim=0))
         for parameter, own in gradients[1].items()
     }
     worst = min(cosines, key=lambda parameter: cosines[parameter])
-    flat = [torch.cat([g.flatten() for g in side.values()]) for side in gradients]
-    distance = 1 - float(torch.cosine_similarity(*flat, dim=0))
-    checks.below(f"{name}: 1 - cosine of the whole gradient, bf16 and fp32", distance, 1e-2)
+    distance, unavoidable = (between(side, gradients[1]) for side in (gradients[0], stock_gradient(stock, rows)))
+    checks.below(f"{name}: 1 - cosine of the whole gradient, bf16 and fp32", distance, max(1e-2, 1.5 * unavoidable))
     checks.below(f"{name}: 1 - cosine of the worst parameter ({worst})", 1 - cosines[worst], 0.15)
+
+
+def packed_gradient(model: CausalLM, rows: list[list[int]]) -> dict[str, Tensor]:
+    """Gradient of the mean log-prob of the packed rows' tokens, by parameter."""
+    plan = PackedPlan([len(row) for row in rows], model.device)
+    ids = torch.tensor([token for row in rows for token in row], device=model.device)
+    hidden = model.body(ids, plan.position_ids, plan)
+    model.logprobs(hidden[:-1], ids[1:], torch.ones(len(ids) - 1, device=model.device)).mean().backward()
+    return {name: p.grad.float() for name, p in model.parameters() if p.grad is not None}
+
+
+def stock_gradient(stock: nn.Module, rows: list[list[int]]) -> dict[str, Tensor]:
+    """The same gradient from the stock model, row by row."""
+    device = next(stock.parameters()).device
+    ids = torch.tensor([token for row in rows for token in row], device=device)
+    logits = torch.cat(
+        [stock(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float() for row in rows]
+    )
+    logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).mean().backward()
+    return {name: p.grad.float() for name, p in stock.named_parameters() if p.grad is not None}
+
+
+def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """1 - cosine of two gradients, in float64."""
+    flat = [torch.cat([side[name].flatten().double() for name in other]) for side in (one, other)]
+    return 1 - float(torch.cosine_similarity(*flat, dim=0))
 
 
 def family_module(args: argparse.Namespace, family: str) -> nn.Module:
@@ -152,7 +203,7 @@ def family_module(args: argparse.Namespace, family: str) -> nn.Module:
 
 
 def stage(args: argparse.Namespace, checks: Checks, report: Report) -> None:
-    for family in FAMILIES[: 1 if args.tiny else 3]:
+    for family in FAMILIES[: 1 if args.tiny else None]:
         exact = family_module(args, family)
         attempt(report, checks, f"{family} in bf16", lambda f=family, e=exact: check_half(args, checks, report, f, e))
     if not args.tiny:

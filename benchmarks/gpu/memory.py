@@ -13,6 +13,8 @@ from shared import rollout_loop, run_stage, synchronize
 
 import torch
 
+from rollout import kv_bytes_per_token
+
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory
 from areno.engine.rollout.paged.page_allocator import PAGE_SIZE, pages_for
@@ -46,8 +48,7 @@ def pool(args: argparse.Namespace, checks: Checks, report: Report) -> None:
         used = loop.cache.allocator.used * PAGE_SIZE
         checks.below(f"turn {turn}: cached tokens beyond the prefix store's budget", used - loop.prefixes.tokens, 0)
     checks.replayed("pool", loop)
-    config = model.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * half(args.device).itemsize
+    per_token = kv_bytes_per_token(model)
     size = pages_for(budget, budget // 4, running) * PAGE_SIZE * per_token
     table = loop.cache.table.numel() * 4
     checks.below("bytes by which the pool differs from its promised size", abs(loop.cache.nbytes() - table - size), 0)
@@ -57,7 +58,8 @@ def pool(args: argparse.Namespace, checks: Checks, report: Report) -> None:
         checks.below("MiB by which memory grew after the first turn", grown, 64)
     loop.close()
     checks.below("bytes of the cache that are left", loop.cache.nbytes(), 0)
-    checks.below("MiB left after everything was dropped", (allocated(args.device) - before) / MIB, 64)
+    # cuBLAS keeps a workspace of 32 MiB for each stream on Hopper.
+    checks.below("MiB left after everything was dropped", (allocated(args.device) - before) / MIB, 100)
 
 
 def planned(args: argparse.Namespace, checks: Checks, report: Report) -> None:

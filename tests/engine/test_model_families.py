@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from areno.engine.model.loading import prepare
+from areno.engine.model.loading import LoadOptions, load_causal_lm, prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
@@ -17,7 +18,7 @@ from areno.errors import UnsupportedModelError, UsageError
 from areno.loss_fns import grpo_loss_fn
 from areno.types import Request, SamplingParams, TrainSequence
 from tests.support.examples import some_quick
-from tests.support.tiny import FAMILIES, VOCAB, tiny_module
+from tests.support.tiny import FAMILIES, VOCAB, save_tiny_checkpoint, tiny_module
 
 PROMPT_LENGTHS = (5, 29, 1, 14, 33, 18, 70)
 
@@ -178,3 +179,15 @@ def test_broken_weights_are_reported_as_such_and_not_as_an_unsupported_architect
         module.model.layers[1].mlp.up_proj.weight.fill_(3e38)
     with pytest.raises(UsageError, match=r"computes non-finite numbers in float32"):
         prepare(module, "llama")
+
+
+def test_too_little_gpu_memory_is_reported_as_such(monkeypatch, tmp_path):
+    """Simulates a full GPU: the error is the one that PyTorch raises there."""
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 742.00 MiB.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    save_tiny_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match=r"--ckpt .*: the GPU has too little free memory .*742\.00 MiB"):
+        load_causal_lm(str(tmp_path), LoadOptions(dtype=torch.float32))

@@ -1,8 +1,9 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
 Loading validates the engine against the model: two short random sequences run individually through the stock ``eager``
-attention, and packed through areno's plan; the results must agree. A model whose layers ignore the plan (an unknown recurrent
-mixer, a custom attention) is rejected, because its packed sequences would leak into each other.
+attention, and packed through areno's plan; the results must agree. The packed run uses the experts that the stock runs chose:
+two nearly equal router scores, rounded differently, would select others. A model whose layers ignore the plan (an unknown
+recurrent mixer, a custom attention) is rejected, because its packed sequences would leak into each other.
 """
 
 import logging
@@ -29,6 +30,7 @@ from areno.engine.model.linear import use_fast_products
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
+from areno.engine.model.routing import RecordTopk, ReplayTopk
 from areno.engine.model.stages import StageLayers, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.engine.parallel.rank_context import RankContext
@@ -208,14 +210,18 @@ def _prepared(
     module.eval()
     probe = _probe(module, stage)
     kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
-    with torch.no_grad():
-        expected = torch.cat([stock({kind: sequence[None]})[0] for sequence in probe]).float()
+    choices, outputs = [RecordTopk() for _ in probe], []
+    for sequence, choice in zip(probe, choices, strict=True):
+        with torch.no_grad(), choice:
+            outputs.append(stock({kind: sequence[None]})[0])
+    expected = torch.cat(outputs).float()
     if not expected.isfinite().all():
         raise UsageError(_broken_weights(module, name))
     model = _wrapped(module, name, attn_backend, stage, wrap)
     if stage is not None:
         refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
-    _validate(model, ours, probe, expected, name)
+    with ReplayTopk(*choices):
+        _validate(model, ours, probe, expected, name)
     return model
 
 
@@ -298,7 +304,9 @@ def _build(
     if options.dummy:
         if tp_size > 1:
             raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be sharded; use --tp-size 1")
-        return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
+        # A GPU draws billions of random numbers in no time.
+        with torch.device(options.device) if torch.device(options.device).type == "cuda" else nullcontext():
+            return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     if tp_size > 1:
         arguments |= _sharding_arguments(kind, path, options, config)
     if options.use_kernels:
@@ -365,6 +373,11 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
         yield
     except ArenoError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"{options.option} {path}: the GPU has too little free memory for this model; stop other programs that use the "
+            f"GPU, or choose a smaller model or more GPUs ({_first_lines(error)})"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         where = "folder" if Path(path).exists() else "hub id"
         raise UsageError(

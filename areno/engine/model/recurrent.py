@@ -52,10 +52,15 @@ class SlotStates:
             self._recurrent[layer] = torch.zeros(
                 self.slots + SCRATCH, module.num_v_heads, module.head_k_dim, module.head_v_dim, device=weight.device
             )
-        self._rows = rows
+        self._rows, self._conv_rows = rows, None
         return self
 
-    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+    @property
+    def layers(self) -> _Layers:
+        """The states by layer, as the layers of older versions of ``transformers`` read them."""
+        return _Layers(self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Always True, because zeros are a valid empty state."""
         return True
 
@@ -74,8 +79,8 @@ class SlotStates:
 
     def update_conv_state(self, values: Tensor, layer_idx: int, conv_kernel_size: int = 0, **_: Any) -> Tensor:
         """Append values [rows, channels, L] to the state; returns old and new values concatenated."""
-        assert self._conv_rows is not None
-        full = torch.cat([self._conv_rows, values], -1)
+        state = self.get_conv_state(layer_idx) if self._conv_rows is None else self._conv_rows
+        full = torch.cat([state, values], -1)
         self._conv_rows = full[..., -conv_kernel_size:]
         return full
 
@@ -107,6 +112,33 @@ class SlotStates:
                 bigger[: self.slots] = tensor[: self.slots]
                 table[layer] = bigger
         self.slots = slots
+
+
+class _Layers:
+    """Indexing by layer; see :attr:`SlotStates.layers`."""
+
+    def __init__(self, states: SlotStates) -> None:
+        self._states = states
+
+    def __getitem__(self, layer_idx: int) -> _LayerStates:
+        return _LayerStates(self._states, layer_idx)
+
+
+class _LayerStates:
+    """The states of one layer."""
+
+    record_past = False
+
+    def __init__(self, states: SlotStates, layer_idx: int) -> None:
+        self._states, self._layer_idx = states, layer_idx
+
+    @property
+    def conv_states(self) -> list[Tensor]:
+        return [self._states.get_conv_state(self._layer_idx)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        return [self._states.get_recurrent_state(self._layer_idx)]
 
 
 def is_recurrent(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ over all experts, and the model computes the routing weights. :mod:`areno.engine
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
@@ -85,12 +86,8 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     return nullcontext(), Routed(None if routing is None else routing.again())
 
 
-class Choosing(TorchFunctionMode):
-    """Lets a routing override the ``topk`` of one MoE layer over all its experts."""
-
-    def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
-        super().__init__()
-        self._routers, self._routing, self._mixture = routers, routing, mixture
+class _TopkMode(TorchFunctionMode, ABC):
+    """Lets a subclass override the ``topk`` of routers, which is over scores [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Override ``topk`` over the experts, and run everything else unchanged."""
@@ -99,13 +96,64 @@ class Choosing(TorchFunctionMode):
         if func not in TOPK:
             return result
         scores = args[0] if args else kwargs["input"]
-        shape = self._routers.experts, self._routers.each
-        if scores.dim() != 2 or (scores.shape[-1], result.indices.shape[-1]) != shape:
-            return result
-        replaced = self._routing.choose(self._mixture, result.indices)
+        replaced = self.choose(scores, result.indices) if scores.dim() == 2 else result.indices
         if replaced is result.indices:
             return result
         return torch.return_types.topk((scores.gather(-1, replaced), replaced))  # type: ignore[attr-defined]
+
+    @abstractmethod
+    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the indices [T, K] to use, given the scores [T, experts] and the ``chosen`` indices [T, K]."""
+
+
+class Choosing(_TopkMode):
+    """Lets a routing override the ``topk`` of one MoE layer over all its experts."""
+
+    def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
+        super().__init__()
+        self._routers, self._routing, self._mixture = routers, routing, mixture
+
+    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """The choices of the routing."""
+        if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
+            return chosen
+        return self._routing.choose(self._mixture, chosen)
+
+
+class RecordTopk(_TopkMode):
+    """Records the results of every router's ``topk`` in a forward pass, in the order of the calls.
+
+    Two forward passes over the same tokens that only round differently can choose different experts. Replaying the first
+    pass's choices in the second removes this difference when the two are compared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Tensor] = []
+
+    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Record, and leave the choices as they are."""
+        self.calls.append(chosen)
+        return chosen
+
+
+class ReplayTopk(_TopkMode):
+    """Replays the choices of recorded passes, whose tokens come one pass after the other, from token ``first`` on.
+
+    Rows beyond the recorded tokens keep the router's own choices.
+    """
+
+    def __init__(self, *recorded: RecordTopk, first: int = 0) -> None:
+        super().__init__()
+        self._calls = iter([torch.cat(calls)[first:] for calls in zip(*(r.calls for r in recorded), strict=False)])
+
+    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """The recorded choices of the next call."""
+        recorded = next(self._calls, None)
+        if recorded is None or recorded.shape[-1] != chosen.shape[-1]:
+            return chosen
+        count = min(len(recorded), len(chosen))
+        return torch.cat([recorded[:count], chosen[count:]])
 
 
 class Recording:

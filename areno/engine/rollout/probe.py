@@ -7,6 +7,7 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
+from areno.engine.model.routing import RecordTopk, ReplayTopk
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.errors import UnsupportedModelError
@@ -29,18 +30,21 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     """
     tokens = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(model.device)
     packed = PackedPlan([9], model.device)
-    expected = model.logits(model.body(tokens, packed.position_ids, packed)).float()
+    with (choices := RecordTopk()):
+        expected = model.logits(model.body(tokens, packed.position_ids, packed)).float()
     cache = SlotCache(model.device)
     cache.reserve(1, COLUMN_STEP)
     for offset, stop in ((0, 4), (4, 7)):  # in two chunks, like a long prompt
         prefill = PrefillPlan(cache, [PrefillSpan([0], stop - offset, offset)])
-        hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
+        with ReplayTopk(choices, first=offset):
+            hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
         prefill.finish()
     decoded = [model.logits(hidden[-1:])]
     for position in (7, 8):
         plan = DecodePlan.of(cache, [position], COLUMN_STEP)
         fed = torch.where(plan.position_ids > 0, tokens[position], tokens[0])
-        decoded.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
+        with ReplayTopk(choices, first=position):
+            decoded.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(decoded).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
