@@ -117,7 +117,7 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
         values = [row.get(key) for _, row in chunk]
         try:
             columns[key] = pa.array(values)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        except _rejections() as error:
             position = _first_misfit(values)
             if _can_be_stored([values[position]]):
                 problem, remedy = "whose type differs from earlier rows", "use the same type in every row"
@@ -149,9 +149,16 @@ def _can_be_stored(values: list[Any]) -> bool:
 
     try:
         pa.array(values)
-    except (pa.ArrowException, OverflowError, UnicodeError):
+    except _rejections():
         return False
     return True
+
+
+def _rejections() -> tuple[type[Exception], ...]:
+    """What Arrow raises for values that it cannot store as one column."""
+    import pyarrow as pa
+
+    return pa.ArrowException, OverflowError, UnicodeError
 
 
 def _read_separated(path: Path, separator: str) -> pa.Table:

@@ -116,7 +116,7 @@ def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     if not config.evaluator.eval_before_train and not config.evaluator.has_frequency:
         yield "valid_dataset", "the evaluator has no frequency, so nothing is evaluated"
     because = "an evaluation uses all rows in file order"
-    yield from _changed("valid_dataset", config.valid_dataset, ("batch_size", "shuffle"), because)
+    yield from _changed("valid_dataset", config.valid_dataset, ("batch_size", "shuffle", "drop_last"), because)
 
 
 def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:

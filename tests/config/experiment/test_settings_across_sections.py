@@ -42,6 +42,9 @@ def test_a_model_has_one_tokenizer():
 def test_an_evaluation_uses_all_rows():
     changes = VALID | {"valid_dataset.batch_size": 3, "valid_dataset.shuffle": True}
     assert "  batch_size, shuffle of valid_dataset: an evaluation uses all rows" in notice(accepted(changes))
+    assert "  valid_dataset.drop_last: an evaluation uses all rows" in notice(
+        accepted(VALID | {"valid_dataset.drop_last": True})
+    )
     no_rest = VALID | {"valid_dataset.drop_last": True, "train_dataset.drop_last": False}
     assert "valid_dataset.drop_last true has no effect" in refused(no_rest)
 
