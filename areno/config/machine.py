@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from areno.config.all_train_options import TrainOptions
+from areno.config.packages import transformers_problem
 from areno.config.paths import base_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -30,7 +30,8 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     if "world_size" not in options.explicit:
         world = max(gpus - rollout_ranks(options), 1)
     if "tp_size" not in options.explicit and world == _NODE and not (options.fsdp or options.load_in_4bit):
-        tp = 1 if options.ckpt and heads_problem(_model_config(options.ckpt), _NODE_TP, "") else _NODE_TP
+        indivisible = options.ckpt and heads_problem(_model_config(options.ckpt), _NODE_TP, "")
+        tp = 1 if indivisible or tensor_parallel_problem() else _NODE_TP
     return replace(options, world_size=world, tp_size=tp)
 
 
@@ -96,9 +97,11 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
     }
 
 
-def shards_tensor_parallel() -> bool:
-    """Whether the installed transformers supports FSDP combined with tensor parallelism."""
-    return tuple(map(int, version("transformers").split(".")[:2])) >= (5, 23)
+def tensor_parallel_problem(fsdp: bool = False) -> str:
+    """Return why the installed transformers has no tensor parallelism (with FSDP, if ``fsdp``); empty if it has."""
+    if fsdp:
+        return transformers_problem("tensor parallelism together with FSDP", 5, 23)
+    return transformers_problem("tensor parallelism", 5, 21)
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -18,6 +18,14 @@ _MODULES_OF_EXTRAS = {
     "lora": ("peft",),
     "qlora": ("peft", "bitsandbytes"),
 }
+
+
+def transformers_problem(what: str, major: int, minor: int) -> str:
+    """Return that ``what`` needs a newer transformers than the installed one; empty if it does not."""
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) >= (major, minor):
+        return ""
+    return f"{what} needs transformers {major}.{minor} or newer, and {installed} is installed; upgrade transformers"
 
 
 def install_command(extra: str) -> str:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from areno.config.packages import require_packages
+from areno.config.packages import require_packages, transformers_problem
 from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder, is_gguf
 
@@ -103,6 +103,8 @@ def base_of(model: str) -> str:
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
         require_packages("gguf", f"{base} needs")
+        if problem := transformers_problem(f"{base}: reading GGUF", 5, 18):
+            raise UsageError(problem)
         base = str(gguf_folder(base))
     return base
 

@@ -14,7 +14,7 @@ from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.all_train_options import TrainOptions
 from areno.config.effects import without_effect
-from areno.config.machine import NO_MPS
+from areno.config.machine import NO_MPS, tensor_parallel_problem
 from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import missing_packages
 from areno.config.parser import Problems, extra_options
@@ -266,6 +266,8 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"use --tp-size 1 or a divisor of {options.world_size}"
         )
+    if options.tp_size > 1 and (problem := tensor_parallel_problem(options.fsdp)):
+        yield f"--tp-size {options.tp_size}: {problem}, or use --tp-size 1"
     if options.speculate and options.tp_size > 1:
         yield (
             f"--speculate {options.speculate} with --tp-size {options.tp_size}: speculative decoding needs replicas of one "

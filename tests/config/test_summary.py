@@ -3,13 +3,16 @@ import json
 import pytest
 import torch
 
-from areno.config import get_algorithm
+from areno.config import get_algorithm, packages
+from areno.config.machine import tensor_parallel_problem
 from areno.config.parser import parse_train
+from areno.config.paths import base_of
 from areno.config.prepare import prepare_plan, prepare_run
 from areno.config.resume import apply_resume
 from areno.config.summary import format_summary
 from areno.errors import UsageError
 from areno.gpus import visible_gpus
+from tests.config.experiment.samples import refused
 from tests.config.workspace import GSPO, SFT, stored_run
 
 
@@ -130,3 +133,35 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
         UsageError, match=r"training needs 2 GPUs \(--world-size\) .* rollout needs 3 more, but .* has 4;"
     ):
         prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])
+
+
+@pytest.mark.parametrize(
+    ("version", "tensor", "fsdp"), [("5.20.2", True, True), ("5.22.0.dev0", False, True), ("6.0", False, False)]
+)
+def test_tensor_parallelism_names_the_transformers_that_it_needs(monkeypatch, version, tensor, fsdp):
+    monkeypatch.setattr(packages, "version", lambda _: version)
+    assert bool(tensor_parallel_problem()) == tensor
+    assert bool(problem := tensor_parallel_problem(fsdp=True)) == fsdp
+    assert not fsdp or problem.endswith(
+        f"needs transformers 5.23 or newer, and {version} is installed; upgrade transformers"
+    )
+
+
+def test_an_old_transformers_is_reported_by_every_front_end(monkeypatch, workspace):
+    """Fakes the installed version, since only one can be installed at once."""
+    monkeypatch.setattr(packages, "version", lambda _: "5.17.0")
+    arguments = [*GSPO, "--device", "cpu", "--world-size", "2", "--tp-size", "2"]
+    with pytest.raises(
+        UsageError, match=r"--tp-size 2: tensor parallelism needs transformers 5\.21 or newer, and 5\.17\.0"
+    ):
+        prepare_plan(arguments)
+    assert "actor.backend fsdp:t2: tensor parallelism needs transformers 5.21" in refused({"actor.backend": "fsdp:t2"})
+    (workspace / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"model\.gguf: reading GGUF needs transformers 5\.18"):
+        base_of("model.gguf")
+
+
+def test_a_node_gets_no_tensor_parallelism_by_default_that_transformers_cannot_do(monkeypatch, workspace):
+    monkeypatch.setattr(packages, "version", lambda _: "5.17.0")
+    devices(monkeypatch, 8)
+    assert prepare_plan(GSPO).tp_size == 1

@@ -7,7 +7,7 @@ from areno.config.experiment.allocation import AllocationMode, ModelAllocation, 
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import addresses_of, roles, server_of, takes_turns
 from areno.config.experiment.setting_declaration import changed
-from areno.config.machine import shards_tensor_parallel
+from areno.config.machine import tensor_parallel_problem
 from areno.config.rollout_options import SERVERS
 from areno.errors import UsageError
 
@@ -81,6 +81,8 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
+    if tensor > 1 and allocation.backend not in SERVERS and (problem := tensor_parallel_problem()):
+        yield f"{where}: {problem}, or remove t"
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
         yield f"actor.load_in_4bit with {where}: 4-bit weights cannot be sharded; remove t or load_in_4bit"
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
@@ -128,11 +130,8 @@ def unshardable(config: Any) -> Iterator[str]:
     parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
     if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
-    if parallel.tensor > 1 and not shards_tensor_parallel():
-        yield (
-            f"with actor.backend {config.actor.backend}: t (tensor parallelism) with sharded weights needs transformers 5.23 "
-            f"or newer; {remedy}"
-        )
+    if parallel.tensor > 1 and (problem := tensor_parallel_problem(fsdp=True)):
+        yield f"with actor.backend {config.actor.backend}: {problem}, or {remedy}"
     if config.actor.load_in_4bit:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
-from transformers import __version__ as version
 from transformers.distributed import DistributedConfig
 
-from areno.config.machine import HEADS, heads_problem, shards_tensor_parallel
+from areno.config.machine import HEADS, heads_problem, tensor_parallel_problem
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
@@ -55,6 +54,8 @@ def distributed_config(
     """
     text: Any = config.get_text_config()
     tp_size = layout.tp_size
+    if problem := tensor_parallel_problem(layout.fsdp):
+        raise UnsupportedModelError(problem)
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(
@@ -67,11 +68,6 @@ def distributed_config(
     changed |= {name: "colwise" for name, style in head_plan.items() if style in _GATHERS}
     if not layout.fsdp:
         return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")
-    if not shards_tensor_parallel():
-        raise UnsupportedModelError(
-            f"tensor parallelism together with FSDP needs transformers 5.23 or newer, and {version} is installed; upgrade "
-            "transformers, or use only one of the two"
-        )
     return _Mesh(tp_size=tp_size, fsdp_size=layout.shards, tp_plan=changed or "auto")
 
 
