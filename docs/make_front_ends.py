@@ -19,7 +19,7 @@ _HEAD = """\
 
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
-`areno train` takes options, `areno run` a YAML file and settings. Both run the same training loop.
+`areno train` takes options; `areno run` takes a YAML file and settings. Both commands run the same training loop.
 
 | What | `areno train` | `areno run` |
 |---|---|---|
@@ -32,8 +32,8 @@ class Feature:
 
     Attributes:
         name: name of the feature.
-        flags: options, ``always``, or nothing if ``areno train`` lacks the feature.
-        settings: paths of settings, ``always``, or nothing if ``areno run`` lacks the feature.
+        flags: options, ``always``, or empty if ``areno train`` lacks the feature. settings: paths of settings, ``always``, or
+            empty if ``areno run`` lacks the feature.
     """
 
     name: str
@@ -105,7 +105,7 @@ FEATURES = (
 
 
 def render() -> str:
-    """The page."""
+    """Return the whole page as Markdown."""
     lines = [f"| {each.name} | {_cell(each.flags)} | {_cell(each.settings)} |" for each in FEATURES]
     return _HEAD + "\n".join(lines) + "\n"
 
